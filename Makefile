@@ -1,0 +1,70 @@
+# Every target sets up its own environment in .venv, again whenever the lock or the project file changes.
+#   make test                       the whole suite
+#   make test PYTHON=python3.12     with another interpreter (3.11 to 3.13)
+# Without a GPU, the CPU build of torch saves gigabytes:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
+PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
+	if "$$name" -c '$(FITS)' 2>/dev/null; then echo "$$name"; break; fi; done)
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+TORCH := $(shell grep '^torch==' requirements.lock)
+
+.PHONY: help demo test lint format bench docs clean
+
+help: ## say what there is
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+demo: $(STAMP) ## plan, verify, train, save and resume a small Llama on two processes (about two minutes)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
+
+test: $(STAMP) ## run the whole suite (ARGS="tests/core -k mesh" for a part)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP) ## check style, types, layers and spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+	PYTHONPATH=src $(BIN)/lint-imports --no-cache
+	$(BIN)/codespell
+
+format: $(STAMP) ## repair what ruff can repair
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## run one benchmark: make bench NAME=engine_overhead
+	@if [ -z "$(NAME)" ]; then \
+		echo "which one? make bench NAME=..., one of:" >&2; \
+		grep -l '^if __name__ ==' benchmarks/*.py | sed -E 's|benchmarks/(.*)\.py|  \1|' >&2; exit 2; fi
+	@$(BIN)/python -m benchmarks.$(NAME)
+
+docs: $(STAMP) ## write the pages that follow from the source
+	@$(BIN)/python -m docs.generate
+
+clean: ## remove what was made here: the environment, caches; runs stay
+	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
+	find src tests benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch goes first, by itself: pinned, so that nothing pulls another build of it along.
+$(STAMP): requirements.lock pyproject.toml
+	@if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c '$(FITS)' 2>/dev/null; then \
+		echo "found: $$("$(or $(PYTHON),python3)" --version 2>&1 | head -1)" >&2; \
+		echo "needed: Python 3.11, 3.12 or 3.13" >&2; \
+		echo "repair: install one, then say which: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12" >&2; exit 1; fi
+	@echo "setting up $(VENV) with $$("$(PYTHON)" --version); the first time takes some minutes"
+	@"$(PYTHON)" -m venv $(VENV) || { \
+		echo "repair: on Debian and Ubuntu, apt-get install python3-venv; then run make again" >&2; rm -rf $(VENV); exit 1; }
+	@$(PIP) '$(TORCH)'
+	@$(PIP) -r requirements.lock
+	@$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@

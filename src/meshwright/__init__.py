@@ -1,0 +1,40 @@
+"""meshwright: plan, verify and train any PyTorch model with any combination of parallel techniques.
+
+    engine = meshwright.build(model, plan, optimizer=..., loss=...)
+    metrics = engine.step(batch)
+
+Names are imported on first use, so that `import meshwright` costs nothing and needs no torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Engine": "meshwright.api",
+    "Job": "meshwright.core.job",
+    "Loss": "meshwright.engine.loss",
+    "Mesh": "meshwright.core.mesh",
+    "Metrics": "meshwright.engine.state",
+    "Model": "meshwright.model.sources",
+    "Plan": "meshwright.core.plan",
+    "PlanError": "meshwright.core.errors",
+    "build": "meshwright.api",
+    "make_plan": "meshwright.api",
+    "plan_file": "meshwright.api",
+    "token_cross_entropy": "meshwright.engine.loss",
+    "verify": "meshwright.api",
+}
+
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'meshwright' has no attribute '{name}'; it has {', '.join(__all__)}")
+    return vars(import_module(_HOMES[name]))[name]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,0 +1,5 @@
+"""`python -m meshwright` is the command."""
+
+from meshwright.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""Collectives over mesh axes, and the moves between layouts."""

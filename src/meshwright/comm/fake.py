@@ -1,0 +1,92 @@
+"""One rank of a large job, alone: collectives are written into the ledger and answered as if all ranks were equal.
+
+What a rank issues, and how many bytes it sends, can be seen without the other ranks. `FakeWorld` plays one rank of a
+mesh of any size: peers are arithmetic, nothing is sent, and every result is what it would be if all other ranks held
+the same tensor as this one: an all_reduce multiplies by the size of the group, an all_gather repeats. In a group of
+one rank that is the exact result, so the other worlds use these groups for axes of size 1. Tensors may be real, meta or
+fake ones.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from meshwright.comm.collective import announce, ordered_axes, slices
+from meshwright.comm.group import Group, Ledger, Work, World
+from meshwright.core.mesh import Mesh
+
+
+class Done(Work):
+    """A collective that was complete when it was issued."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class FakeGroup(Group):
+    """The ranks along `axes` of which only this one exists."""
+
+    def __init__(self, axes: tuple[str, ...], ranks: tuple[int, ...], index: int, ledger: Ledger) -> None:
+        self.axes = axes
+        self.ranks = ranks
+        self.index = index
+        self.ledger = ledger
+
+    def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = "backend") -> Work:
+        """Multiply `tensor` by the size of the group, in place."""
+        announce(self, "all_reduce", tensor, action=action, algorithm=algorithm)
+        with torch.no_grad():
+            tensor.mul_(self.size)
+        return Done()
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
+        """Fill `output` (size x tensor.numel() elements) with copies of `tensor`."""
+        announce(self, "all_gather", tensor, output, action=action)
+        with torch.no_grad():
+            output.view(self.size, tensor.numel()).copy_(tensor.view(1, tensor.numel()))
+        return Done()
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
+        """Fill `output` with this rank's slice of `tensor` (size x output.numel() elements), times the size."""
+        announce(self, "reduce_scatter", tensor, output, action=action)
+        with torch.no_grad():
+            torch.mul(slices(tensor, self.size)[self.index], self.size, out=output.view(-1))
+        return Done()
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
+        """Fill every slice of `output` with this rank's slice of `tensor`: what each equal peer would send here."""
+        announce(self, "all_to_all", tensor, output, action=action)
+        with torch.no_grad():
+            output.view(self.size, tensor.numel() // self.size).copy_(slices(tensor, self.size)[self.index])
+        return Done()
+
+    def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:
+        """Leave `tensor` as it is: the source holds the same."""
+        announce(self, "broadcast", tensor, action=action, source=source)
+        return Done()
+
+    def barrier(self, *, action: str = "") -> None:
+        """Return at once."""
+        announce(self, "barrier", torch.empty(0), action=action)
+
+
+class FakeWorld(World):
+    """Rank `rank` of `mesh`, alone. Memory grows with the groups that are asked for, not with the mesh."""
+
+    def __init__(self, mesh: Mesh, rank: int, device: torch.device | str = "cpu") -> None:
+        self.mesh = mesh
+        self.rank = rank
+        self.ledger = Ledger()
+        self.device = torch.device(device)  # pyrefly: ignore[read-only]  torch.device has a __get__, and is no descriptor here
+        self._groups: dict[tuple[str, ...], Group] = {}
+
+    def group(self, axes: Iterable[str]) -> Group:
+        """The group along `axes`. Raises PlanError for an unknown axis."""
+        key = ordered_axes(axes)
+        if key not in self._groups:
+            ranks = self.mesh.peers(self.rank, key)
+            self._groups[key] = FakeGroup(key, ranks, ranks.index(self.rank), self.ledger)
+        return self._groups[key]
+
+    def close(self) -> None:
+        """Nothing is held; nothing happens."""

@@ -1,0 +1,253 @@
+"""Ranks are threads of one process: exact, deterministic, and quick to start.
+
+Ranks meet at a `ThreadHub`. The k-th collective that a rank issues on some ranks pairs with the k-th one of each of
+those ranks. A rank that issues one posts its tensors and goes on; the last to come computes the result for all, in
+rank order, so that every run and every rank sees the same bits; `wait` returns when that is done.
+
+    rank 0   post ........ wait ......|->
+    rank 1      post, wait ...........|->
+    rank 2                post+compute|->
+
+Between its call and its wait a rank leaves its tensors alone: they are read, and filled, in place. What a real network
+would answer with silence is said here in words: ranks that call different things, a rank that waits for one that never
+comes, a rank that fails (`ThreadHub.abort` releases all others at once).
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from threading import Condition
+
+import torch
+
+from meshwright.comm.collective import Call, CollectiveError, announce, ordered_axes, ordered_sum, slices
+from meshwright.comm.fake import FakeGroup
+from meshwright.comm.group import Group, Ledger, Work, World
+from meshwright.core.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Post:
+    """What one rank brings to a meeting."""
+
+    call: Call
+    tensor: torch.Tensor
+    output: torch.Tensor
+
+
+@dataclass
+class Meeting:
+    """One collective of the group `ranks`, the `number`-th of that group: who has come, and whether it is over."""
+
+    ranks: tuple[int, ...]
+    axes: tuple[str, ...]
+    number: int
+    posts: dict[int, Post] = field(default_factory=dict)
+    over: bool = False
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that have not come."""
+        return tuple(rank for rank in self.ranks if rank not in self.posts)
+
+
+class ThreadHub:
+    """Where the ranks of `mesh` meet. A wait lasts at most `timeout_s`; after a failure nobody waits."""
+
+    def __init__(self, mesh: Mesh, timeout_s: float = 60.0) -> None:
+        self.mesh = mesh
+        self.timeout_s = timeout_s
+        self._changed = Condition()
+        self._meetings: dict[tuple[tuple[int, ...], int], Meeting] = {}
+        self._issued: Counter[tuple[int, tuple[int, ...]]] = Counter()
+        self._last: dict[int, Call] = {}
+        self._left: set[int] = set()
+        self._failure: tuple[int, BaseException] | None = None
+
+    @property
+    def failure(self) -> tuple[int, BaseException] | None:
+        """The rank that failed first, and its error."""
+        return self._failure
+
+    def abort(self, rank: int, error: BaseException) -> None:
+        """Release every rank that waits, or will wait, with the news that `rank` failed. Only the first abort counts."""
+        with self._changed:
+            self._failure = self._failure or (rank, error)
+            self._changed.notify_all()
+
+    def leave(self, rank: int) -> None:
+        """Note that `rank` issues nothing more: whoever waits for it learns so at once."""
+        with self._changed:
+            self._left.add(rank)
+            self._changed.notify_all()
+
+    def post(self, rank: int, group: Group, post: Post) -> Meeting:
+        """The meeting that this call of `rank` belongs to; over, when `rank` was the last to come.
+
+        Raises CollectiveError when the call differs from what a peer called, or when some rank has failed.
+        """
+        with self._changed:
+            number = self._issued[rank, group.ranks]
+            self._issued[rank, group.ranks] += 1
+            self._last[rank] = post.call
+            self._raise_failure(rank, post.call)
+            meeting = self._meetings.setdefault((group.ranks, number), Meeting(group.ranks, group.axes, number))
+            meeting.posts[rank] = post
+            if any(other.call != post.call for other in meeting.posts.values()):
+                self._fail(rank, f"the ranks do not call the same collective.\n{self._table(meeting)}")
+            if meeting.missing:
+                return meeting
+            del self._meetings[group.ranks, number]
+        _complete(post.call, [meeting.posts[peer] for peer in meeting.ranks])
+        with self._changed:
+            meeting.over = True
+            meeting.posts.clear()
+            self._changed.notify_all()
+        return meeting
+
+    def wait(self, rank: int, call: Call, meeting: Meeting) -> None:
+        """Return when `meeting` is over.
+
+        Raises CollectiveError when it cannot end: a peer has left, some rank has failed, or `timeout_s` have passed.
+        """
+
+        def settled() -> bool:
+            return meeting.over or self._failure is not None or not self._left.isdisjoint(meeting.missing)
+
+        with self._changed:
+            in_time = self._changed.wait_for(settled, self.timeout_s)
+            if meeting.over:
+                return
+            self._raise_failure(rank, call)
+            if in_time:
+                self._fail(rank, f"rank {rank} waits for a rank that has ended.\n{self._table(meeting)}")
+            self._fail(rank, f"rank {rank} is stuck: nobody came within {self.timeout_s:g} s.\n{self._table(meeting)}")
+
+    def _raise_failure(self, rank: int, call: Call) -> None:
+        if self._failure is not None:
+            culprit, error = self._failure
+            text = f"rank {rank} was released from {call}: rank {culprit} failed first, with {type(error).__name__}: {error}"
+            raise CollectiveError(text)
+
+    def _fail(self, rank: int, text: str) -> None:
+        repair = "Every rank must issue the same collectives, on the same tensors, in the same order"
+        error = CollectiveError(f"{text}\n  repair: {repair}")
+        self._failure = (rank, error)
+        self._changed.notify_all()
+        raise error
+
+    def _table(self, meeting: Meeting) -> str:
+        lines = [f"collective {meeting.number} over {' x '.join(meeting.axes)}:"]
+        for rank in meeting.ranks:
+            if rank in meeting.posts:
+                lines.append(f"  rank {rank}: {meeting.posts[rank].call}")
+                continue
+            state = "ended without coming" if rank in self._left else "never came"
+            last = f"its last call was {self._last[rank]}" if rank in self._last else "it has called nothing yet"
+            lines.append(f"  rank {rank}: {state}; {last}")
+        elsewhere = [rank for rank in range(self.mesh.world) if rank not in meeting.ranks and rank in self._last]
+        lines += [f"  rank {rank} (not in this group): its last call was {self._last[rank]}" for rank in elsewhere]
+        return "\n".join(lines)
+
+
+class ThreadWork(Work):
+    """A meeting that this rank has posted to."""
+
+    def __init__(self, hub: ThreadHub, rank: int, call: Call, meeting: Meeting) -> None:
+        self._hub = hub
+        self._rank = rank
+        self._call = call
+        self._meeting = meeting
+
+    def wait(self) -> None:
+        """Return when the result is in place. Raises CollectiveError when it will never be."""
+        self._hub.wait(self._rank, self._call, self._meeting)
+
+
+class ThreadGroup(Group):
+    """The ranks along `axes`, each of them a thread."""
+
+    def __init__(self, axes: tuple[str, ...], ranks: tuple[int, ...], world: "ThreadWorld") -> None:
+        self.axes = axes
+        self.ranks = ranks
+        self.index = ranks.index(world.rank)
+        self.ledger = world.ledger
+        self._hub = world.hub
+        self._rank = world.rank
+
+    def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = "backend") -> Work:
+        """Sum `tensor` over the group in rank order, in place. Raises PlanError for an unknown algorithm."""
+        return self._post(announce(self, "all_reduce", tensor, action=action, algorithm=algorithm), tensor, tensor)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
+        """Fill `output` (size x tensor.numel() elements) with every rank's `tensor`, in rank order."""
+        return self._post(announce(self, "all_gather", tensor, output, action=action), tensor, output)
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
+        """Fill `output` with this rank's slice of the sum of `tensor` (size x output.numel() elements)."""
+        return self._post(announce(self, "reduce_scatter", tensor, output, action=action), tensor, output)
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
+        """Send slice i of `tensor` to rank i; slice i of `output` comes from rank i."""
+        return self._post(announce(self, "all_to_all", tensor, output, action=action), tensor, output)
+
+    def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:
+        """Overwrite `tensor` with that of the rank at index `source` of the group."""
+        return self._post(announce(self, "broadcast", tensor, action=action, source=source), tensor, tensor)
+
+    def barrier(self, *, action: str = "") -> None:
+        """Return when every rank has come."""
+        token = torch.empty(0)
+        self._post(announce(self, "barrier", token, action=action), token, token).wait()
+
+    def _post(self, call: Call, tensor: torch.Tensor, output: torch.Tensor) -> Work:
+        return ThreadWork(self._hub, self._rank, call, self._hub.post(self._rank, self, Post(call, tensor, output)))
+
+
+class ThreadWorld(World):
+    """Rank `rank` of the job that meets at `hub`. It belongs to one thread at a time."""
+
+    def __init__(self, hub: ThreadHub, rank: int, device: torch.device | str = "cpu") -> None:
+        self.hub = hub
+        self.mesh = hub.mesh
+        self.rank = rank
+        self.ledger = Ledger()
+        self.device = torch.device(device)  # pyrefly: ignore[read-only]  torch.device has a __get__, and is no descriptor here
+        self._groups: dict[tuple[str, ...], Group] = {}
+
+    def group(self, axes: Iterable[str]) -> Group:
+        """The group along `axes`. Raises PlanError for an unknown axis."""
+        key = ordered_axes(axes)
+        if key not in self._groups:
+            ranks = self.mesh.peers(self.rank, key)
+            solo = len(ranks) == 1
+            self._groups[key] = FakeGroup(key, ranks, 0, self.ledger) if solo else ThreadGroup(key, ranks, self)
+        return self._groups[key]
+
+    def close(self) -> None:
+        """Tell the hub that this rank issues nothing more."""
+        self.hub.leave(self.rank)
+
+
+@torch.no_grad()
+def _complete(call: Call, posts: list[Post]) -> None:
+    size = len(posts)
+    operands = [post.tensor for post in posts]
+    match call.collective:
+        case "all_reduce":
+            total = ordered_sum(operands)
+            for post in posts:
+                post.output.copy_(total)
+        case "all_gather":
+            gathered = torch.cat([operand.view(-1) for operand in operands])
+            for post in posts:
+                post.output.view(-1).copy_(gathered)
+        case "reduce_scatter":
+            for post, pieces in zip(posts, zip(*(slices(operand, size) for operand in operands), strict=True), strict=True):
+                post.output.view(-1).copy_(ordered_sum(pieces))
+        case "all_to_all":
+            for post, pieces in zip(posts, zip(*(slices(operand, size) for operand in operands), strict=True), strict=True):
+                post.output.view(-1).copy_(torch.cat(pieces))
+        case "broadcast":
+            for post in posts:
+                post.output.copy_(operands[call.source or 0])

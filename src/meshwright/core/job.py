@@ -1,0 +1,196 @@
+"""What is trained: global sizes only, no parallelism.
+
+Everything here means the same on one device and on a thousand: `batch` is the samples of one optimizer step over all
+ranks, `steps` are global steps, and the seed fixes initial values, data order and dropout whatever the plan.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from meshwright.core.errors import Fault
+
+Float = Literal["float64", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """The model: a transformers config (a folder or a .json file), or `file.py:factory` that returns an `nn.Module`.
+
+    `overrides` replaces fields of a transformers config, for example {num_hidden_layers = 2}.
+    """
+
+    source: str = ""
+    overrides: dict[str, int | float | bool | str | None] = field(default_factory=dict, hash=False)
+
+    def faults(self) -> Iterator[Fault]:
+        if not self.source:
+            fix = "set model.source to a transformers config (folder or .json file) or to file.py:factory"
+            yield Fault("no model is named", fix, "model.source")
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """The text to train on: a file or a folder; "example" repeats the example batch that a model factory returns.
+
+    Files whose path matches a pattern of `include` and none of `exclude` are read in sorted order, as bytes.
+    A sample is `sequence` tokens; `epochs` = 0 repeats the data for as long as the steps last.
+    """
+
+    source: str = ""
+    include: tuple[str, ...] = ("*.txt", "*.md", "*.py")
+    exclude: tuple[str, ...] = ()
+    sequence: int = 256
+    epochs: int = 0
+
+    def faults(self) -> Iterator[Fault]:
+        if not self.source:
+            yield Fault("no data is named", "set data.source to a text file or a folder", "data.source")
+        if self.sequence < 1:
+            yield Fault(f"a sample of {self.sequence} tokens; needed is at least 1", "set data.sequence", "data.sequence")
+        if self.epochs < 0:
+            yield Fault(f"{self.epochs} epochs", "0 repeats without end; 1, 2, 3... stop after that many", "data.epochs")
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters whose logical name matches `pattern` (fnmatch) take this learning-rate factor and weight decay."""
+
+    pattern: str
+    lr_factor: float = 1.0
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """SGD or AdamW. The first of `groups` that matches wins; then norms and biases (1-D weights) take no decay."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = 3e-4
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    momentum: float = 0.0
+    groups: tuple[ParameterGroup, ...] = ()
+
+    def faults(self) -> Iterator[Fault]:
+        if self.lr <= 0:
+            yield Fault(f"a learning rate of {self.lr}", "write a number above 0", "optimizer.lr")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            yield Fault(
+                f"betas of {self.betas}; needed are numbers from 0 up to, not including, 1",
+                "write [0.9, 0.95]",
+                "optimizer.betas",
+            )
+        if not 0 <= self.momentum < 1:
+            yield Fault(f"a momentum of {self.momentum}", "write a number from 0 up to, not including, 1", "optimizer.momentum")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate as a factor of `optimizer.lr`, in global steps.
+
+    constant: 1 after the warm-up. cosine: half a cosine from 1 to `floor` at the last step. wsd (warm-up, stable,
+    decay): 1, then linear to `floor` over the last `decay` steps.
+    """
+
+    name: Literal["constant", "cosine", "wsd"] = "constant"
+    warmup: int = 0
+    decay: int = 0
+    floor: float = 0.0
+
+    def faults(self, steps: int) -> Iterator[Fault]:
+        if self.warmup < 0 or self.decay < 0 or self.warmup + self.decay > steps:
+            text = f"{self.warmup} warm-up and {self.decay} decay steps do not fit into {steps} steps"
+            yield Fault(text, "shorten them, or raise train.steps", "schedule")
+        if not 0 <= self.floor <= 1:
+            yield Fault(f"a floor of {self.floor}; it is a share of optimizer.lr", "write a number from 0 to 1", "schedule.floor")
+        if self.decay and self.name != "wsd":
+            yield Fault(
+                f"decay = {self.decay} with the {self.name} schedule, which has none",
+                'remove it, or set name = "wsd"',
+                "schedule.decay",
+            )
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A dtype per role. `parameters` also holds gradients and moments; `reduce` is what gradients travel in."""
+
+    parameters: Float = "float32"
+    compute: Float = "float32"
+    reduce: Float = "float32"
+
+    def faults(self) -> Iterator[Fault]:
+        if "float16" in (self.parameters, self.compute):
+            text = "float16 needs loss scaling, which is not built yet"
+            yield Fault(text, 'use compute = "bfloat16"', "precision")
+        if self.parameters == "bfloat16" and self.compute != "bfloat16":
+            text = f"bfloat16 parameters with {self.compute} compute"
+            yield Fault(text, 'use compute = "bfloat16", or parameters = "float32"', "precision.compute")
+        if self.parameters == "float64" and self.compute != "float64":
+            yield Fault(f"float64 parameters with {self.compute} compute", 'use compute = "float64"', "precision.compute")
+        if self.compute == "float64" and self.parameters != "float64":
+            yield Fault(
+                f"float64 compute with {self.parameters} parameters", 'use parameters = "float64"', "precision.parameters"
+            )
+
+
+@dataclass(frozen=True)
+class Train:
+    """How much is trained: global steps of `batch` samples each, clipped to a gradient norm of `clip` (0: never)."""
+
+    steps: int = 1000
+    batch: int = 8
+    clip: float = 1.0
+    seed: int = 0
+
+    def faults(self) -> Iterator[Fault]:
+        if self.steps < 1:
+            yield Fault(f"{self.steps} steps", "write at least 1", "train.steps")
+        if self.batch < 1:
+            yield Fault(f"a global batch of {self.batch} samples", "write at least 1", "train.batch")
+        if self.clip < 0:
+            yield Fault(f"a gradient norm of {self.clip}", "write a number above 0, or 0 not to clip", "train.clip")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, whatever it is trained on."""
+
+    model: ModelSource = field(default_factory=ModelSource)
+    data: DataSource = field(default_factory=DataSource)
+    train: Train = field(default_factory=Train)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+    precision: Precision = field(default_factory=Precision)
+
+    def faults(self) -> Iterator[Fault]:
+        """Everything that is wrong with the job by itself."""
+        yield from self.model.faults()
+        yield from self.data.faults()
+        yield from self.train.faults()
+        yield from self.optimizer.faults()
+        yield from self.schedule.faults(self.train.steps)
+        yield from self.precision.faults()
+
+
+@dataclass(frozen=True)
+class Run:
+    """What surrounds the training and changes no number: where it writes, how often it saves, what it shows.
+
+    A checkpoint is saved every `save_every` steps (0: only at the end) and the newest `keep` stay. After the last
+    step, `sample_tokens` tokens are generated from `sample_prompt`.
+    """
+
+    folder: str = "runs/default"
+    save_every: int = 100
+    keep: int = 3
+    sample_prompt: str = "def "
+    sample_tokens: int = 0
+
+    def faults(self) -> Iterator[Fault]:
+        if self.save_every < 0:
+            yield Fault(f"save_every = {self.save_every}", "0 saves only at the end; 100 every 100 steps", "run.save_every")
+        if self.keep < 1:
+            yield Fault(f"keep = {self.keep}: no checkpoint would stay", "keep at least 1", "run.keep")

@@ -1,0 +1,106 @@
+"""Where a tensor lives along a mesh axis: four letters, and the one table of how to get from one to another.
+
+    R  replicated   every rank holds the value; each rank uses it differently, so its *gradients* must be summed
+    I  invariant    every rank holds the value and does the same with it, so its gradient is the same everywhere too
+    S  sharded      rank i holds the i-th slice along a dim
+    P  pending      every rank holds a summand; the value is their sum
+
+`MOVES[src, dst]` names the act that turns one letter into another. The backward of a move is again a move:
+
+    backward of (src -> dst) is (adjoint(dst) -> adjoint(src)),     adjoint: R <-> P,  I <-> I,  S <-> S
+
+so nobody picks a collective, or its gradient, by hand. A house test shows that the table is closed under this rule.
+The letters follow the R / I / V / P types of spmd_types and DTensor's placements.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Letter = Literal["R", "I", "S", "P"]
+
+MOVES: dict[tuple[Letter, Letter], str] = {
+    ("R", "R"): "keep",
+    ("I", "I"): "keep",
+    ("P", "P"): "keep",
+    ("I", "R"): "keep",  # backward P -> I: this is where a replicated weight's gradients are summed
+    ("R", "I"): "keep",  # the caller's promise that the copies are equal; backward I -> P counts the gradient once
+    ("P", "I"): "all_reduce",
+    ("P", "R"): "all_reduce",
+    ("P", "S"): "reduce_scatter",
+    ("S", "R"): "all_gather",
+    ("S", "I"): "all_gather",
+    ("S", "S"): "all_to_all",  # to another dim; "keep" when the dim is the same
+    ("R", "S"): "slice",
+    ("I", "S"): "slice",
+    ("S", "P"): "embed",  # the slice amid zeros
+    ("R", "P"): "once",  # rank 0 keeps the value, the others hold zeros
+    ("I", "P"): "once",
+}
+
+ADJOINT: dict[Letter, Letter] = {"R": "P", "P": "R", "I": "I", "S": "S"}
+
+COLLECTIVES = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_all"})
+
+
+@dataclass(frozen=True)
+class Place:
+    """One letter, with the sharded dim where the letter is S."""
+
+    letter: Letter
+    dim: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.letter == "S") != (self.dim is not None):
+            raise ValueError(
+                f"{self.letter} came with dim {self.dim}; S needs a dim, the others have none; write S(dim), R, I or P"
+            )
+
+    @property
+    def adjoint(self) -> "Place":
+        """The place of the gradient of a tensor that lives here."""
+        return Place(ADJOINT[self.letter], self.dim)
+
+    def __str__(self) -> str:
+        return self.letter if self.dim is None else f"S({self.dim})"
+
+
+R, I, P = Place("R"), Place("I"), Place("P")  # noqa: E741  the field's letter
+
+
+def S(dim: int) -> Place:  # noqa: N802  reads as the letter it is
+    """Sharded along tensor dim `dim`."""
+    return Place("S", dim)
+
+
+def move_name(src: Place, dst: Place) -> str:
+    """The act that turns `src` into `dst`: a collective, a local act, or "keep"."""
+    return "keep" if src == dst else MOVES[src.letter, dst.letter]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One tensor's place along every axis; an axis that is not named is I. Compared by value."""
+
+    places: tuple[tuple[str, Place], ...] = field(default=())
+
+    @classmethod
+    def of(cls, places: Mapping[str, Place]) -> "Layout":
+        """The layout with these places; I is the default and is dropped, so that equal layouts compare equal."""
+        return cls(tuple(sorted((axis, place) for axis, place in places.items() if place != I)))
+
+    def place(self, axis: str) -> Place:
+        """The place along `axis`."""
+        return dict(self.places).get(axis, I)
+
+    def with_place(self, axes: str | Iterable[str], place: Place) -> "Layout":
+        """This layout with `place` along `axes`."""
+        axes = (axes,) if isinstance(axes, str) else tuple(axes)
+        return Layout.of({**dict(self.places), **dict.fromkeys(axes, place)})
+
+    def axes(self, letter: Letter) -> tuple[str, ...]:
+        """The axes along which this tensor's letter is `letter` (other than I)."""
+        return tuple(axis for axis, place in self.places if place.letter == letter)
+
+    def __str__(self) -> str:
+        return " ".join(f"{axis}:{place}" for axis, place in self.places) or "I"

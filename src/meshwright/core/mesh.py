@@ -1,0 +1,130 @@
+"""The grid of ranks: one name per axis, arithmetic only.
+
+A mesh says how many ranks stand along each axis and which rank stands at each coordinate. It starts no process.
+Axes in order, outermost first, so that neighbours along the last axis are neighbours in rank (and share a host):
+
+    pp            layers         pipeline stages
+    dp_replicate  samples        whole copies of the weights
+    dp_shard      samples        copies that share the storage of the weights
+    cp            tokens         slices of one sequence
+    tp            features       slices of one matrix
+
+    Mesh.of(dp_replicate=2, tp=3): rank = dp_replicate * 3 + tp        ranks 0 1 2 | 3 4 5
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from meshwright.core.errors import Fault, nearest, raise_faults
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The sizes of the five axes; an axis of size 1 is an axis that is not used."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        raise_faults(
+            Fault(
+                f"the axis has {self.size(axis)!r} ranks; needed is a whole number of at least 1",
+                "write a positive number; -1 (infer one axis) is resolved by Mesh.infer, given the number of ranks",
+                f"mesh.{axis}",
+            )
+            for axis in AXES
+            if not isinstance(self.size(axis), int) or self.size(axis) < 1
+        )
+
+    @classmethod
+    def infer(cls, sizes: Mapping[str, int], world: int | None = None) -> "Mesh":
+        """The mesh with `sizes`, one of which may be -1: it becomes whatever makes the product equal `world`.
+
+        Raises PlanError for an unknown axis, two unknown sizes, a world that does not divide, or no world to infer from.
+        """
+        faults = [Fault(f"there is no axis '{axis}'", nearest(axis, AXES), f"mesh.{axis}") for axis in sizes if axis not in AXES]
+        open_axes = [axis for axis, size in sizes.items() if size == -1]
+        if len(open_axes) > 1:
+            faults.append(
+                Fault(
+                    f"{' and '.join(open_axes)} are both -1; only one axis can be inferred",
+                    "write the number of ranks of all axes but one",
+                    "mesh",
+                )
+            )
+        faults += [
+            Fault(f"the size is {size}; needed is a number of at least 1, or -1 to infer it", "write 1, 2, 3...", f"mesh.{axis}")
+            for axis, size in sizes.items()
+            if size < 1 and size != -1
+        ]
+        raise_faults(faults)
+        fixed = prod(size for size in sizes.values() if size != -1)
+        if open_axes and world is None:
+            raise_faults([Fault(f"{open_axes[0]} is -1 and the number of ranks is not known", "say how many: --world N", "mesh")])
+        if open_axes and world is not None:
+            if world % fixed:
+                text = f"{world} ranks do not divide by {fixed}, the product of the other axes"
+                raise_faults([Fault(text, f"use a multiple of {fixed} ranks, or change the other axes", f"mesh.{open_axes[0]}")])
+            sizes = {**sizes, open_axes[0]: world // fixed}
+        mesh = cls(**sizes)
+        if world is not None and mesh.world != world:
+            text = f"the mesh {mesh} has {mesh.world} ranks and {world} were started"
+            raise_faults([Fault(text, f"start {mesh.world} ranks, or set one axis to -1", "mesh")])
+        return mesh
+
+    def size(self, axis: str) -> int:
+        """The number of ranks along `axis`."""
+        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}[axis]
+
+    @property
+    def world(self) -> int:
+        """The number of ranks in all."""
+        return prod(map(self.size, AXES))
+
+    def extent(self, axes: Iterable[str]) -> int:
+        """The number of ranks in a group that spans `axes`."""
+        return prod(map(self.size, axes))
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands: its index along every axis."""
+        index = {}
+        for axis in reversed(AXES):
+            rank, index[axis] = divmod(rank, self.size(axis))
+        return {axis: index[axis] for axis in AXES}
+
+    def rank(self, coordinate: Mapping[str, int]) -> int:
+        """The rank at `coordinate`; an axis that is left out counts as 0."""
+        rank = 0
+        for axis in AXES:
+            rank = rank * self.size(axis) + coordinate.get(axis, 0)
+        return rank
+
+    def peers(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only along `axes`, itself included, in rank order."""
+        free = set(axes)
+        mine = self.coordinate(rank)
+        fixed = {axis: mine[axis] for axis in AXES if axis not in free}
+        return tuple(r for r in self._slice(fixed))
+
+    def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """Every group that spans `axes`: together they hold each rank once."""
+        axes = tuple(axes)
+        leaders = self._slice(dict.fromkeys(axes, 0))
+        return tuple(self.peers(leader, axes) for leader in leaders)
+
+    def _slice(self, fixed: Mapping[str, int]) -> tuple[int, ...]:
+        ranks = [0]
+        for axis in AXES:
+            steps = [fixed[axis]] if axis in fixed else range(self.size(axis))
+            ranks = [rank * self.size(axis) + step for rank in ranks for step in steps]
+        return tuple(ranks)
+
+    def __str__(self) -> str:
+        used = [f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1]
+        return " x ".join(used) if used else "one device"

@@ -1,0 +1,164 @@
+"""Job + mesh + strategies, resolved into space and program: one frozen object that is read four ways.
+
+It is checked, priced, drawn and played. Everything that affects numbers stands in it (collective algorithms included),
+so that a resumed run makes the same choices, and `hash` names them. What surrounds the run (`Run`: folders, cadence)
+is carried along and does not count.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from typing import Any
+
+from meshwright.core.anatomy import Anatomy
+from meshwright.core.errors import Fault, raise_faults
+from meshwright.core.job import Job, Run
+from meshwright.core.mesh import AXES, Mesh
+from meshwright.core.program import Program
+from meshwright.core.space import Space
+from meshwright.core.steps import one_device
+from meshwright.core.strategy import Strategy, in_phase_order
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A resolved plan. Build it with `Plan.make`, which refuses what cannot work with all its faults at once."""
+
+    job: Job
+    run: Run
+    mesh: Mesh
+    micro_batch: int
+    strategies: tuple[Strategy, ...]
+    space: Space
+    program: Program
+
+    @classmethod
+    def make(
+        cls,
+        job: Job,
+        mesh: Mesh,
+        anatomy: Anatomy,
+        strategies: Iterable[Strategy] = (),
+        micro_batch: int = 0,
+        run: Run | None = None,
+    ) -> "Plan":
+        """The plan for `job` on `mesh`: strategies applied in phase order. `micro_batch` = 0 takes the whole local batch.
+
+        Raises PlanError with every fault of the job, the mesh, the batch and the strategies.
+        """
+        run = run or Run()
+        ordered = in_phase_order(strategies)
+        space = Space.one_device(mesh, anatomy)
+        faults = [*job.faults(), *run.faults(), *_choice_faults(ordered)]
+        for strategy in ordered:
+            faults += strategy.check(job, space)
+            space = strategy.place(space)
+        faults += _space_faults(space)
+        faults += _batch_faults(job, space, micro_batch)
+        raise_faults(faults)
+        local = job.train.batch // mesh.extent(space.data_axes)
+        micro_batch = micro_batch or local
+        program = one_device(space, job, micro_batch, local // micro_batch)
+        for strategy in ordered:
+            program = strategy.rewrite(program, space, job)
+        return cls(job, run, mesh, micro_batch, ordered, space, program)
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """The model, as the plan sees it."""
+        return self.space.anatomy
+
+    @property
+    def num_data(self) -> int:
+        """How many ranks hold different samples."""
+        return self.mesh.extent(self.space.data_axes)
+
+    @property
+    def local_batch(self) -> int:
+        """The samples that one rank plays in a step."""
+        return self.job.train.batch // self.num_data
+
+    @property
+    def num_micro(self) -> int:
+        """The micro-batches that one rank plays in a step."""
+        return self.local_batch // self.micro_batch
+
+    @property
+    def exact(self) -> bool:
+        """Whether the plan computes what one device would compute, up to rounding."""
+        return all(strategy.exact for strategy in self.strategies)
+
+    def data_index(self, rank: int) -> int:
+        """Which of the `num_data` shares of the samples `rank` plays."""
+        index, coordinate = 0, self.mesh.coordinate(rank)
+        for axis in self.space.data_axes:
+            index = index * self.mesh.size(axis) + coordinate[axis]
+        return index
+
+    def as_dict(self) -> dict[str, Any]:
+        """All that affects numbers, as plain values: the job, the mesh, the micro-batch, the strategies, the parameters."""
+        weights = [[weight.name, list(weight.shape), list(weight.aliases), weight.trainable] for weight in self.anatomy.weights]
+        return {
+            "job": asdict(self.job),
+            "mesh": {axis: self.mesh.size(axis) for axis in AXES},
+            "micro_batch": self.micro_batch,
+            "strategies": [strategy.as_dict() for strategy in self.strategies],
+            "visits": list(self.anatomy.visits),
+            "weights": weights,
+        }
+
+    @property
+    def hash(self) -> str:
+        """16 hex digits that name every choice that affects numbers."""
+        return sha256(json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
+
+
+def _choice_faults(strategies: tuple[Strategy, ...]) -> Iterator[Fault]:
+    order = [strategy.name for strategy in strategies if strategy.phase == "order"]
+    if len(order) > 1:
+        yield Fault(f"{' and '.join(order)} both decide the order of the step", "keep one of them", "strategies")
+    for name in sorted({str(strategy) for strategy in strategies if strategies.count(strategy) > 1}):
+        yield Fault(f"{name} stands twice in the list", "remove one", "strategies")
+
+
+def _space_faults(space: Space) -> Iterator[Fault]:
+    pending = list(space.unreduced())
+    if pending:
+        axes = ", ".join(sorted({axis for home in pending for axis in home.grad.axes("P")}))
+        text = f"the gradients of {len(pending)} parameters ({pending[0].weight.name}...) stay pending sums over {axes}"
+        yield Fault(text, f'add a strategy that stores weights along {axes}: [[strategies]] name = "replicate"', "strategies")
+    idle = [axis for axis in AXES if space.mesh.size(axis) > 1 and not _used(space, axis)]
+    if idle:
+        ranks = " x ".join(str(space.mesh.size(axis)) for axis in idle)
+        text = f"no strategy uses the axis {' and '.join(idle)}: {ranks} ranks would do the same work"
+        yield Fault(
+            text, 'give the axis a strategy (for data parallelism: "batch" and "replicate"), or set its size to 1', "strategies"
+        )
+
+
+def _used(space: Space, axis: str) -> bool:
+    layouts = [space.tokens, *(home.layout for home in space.homes)]
+    return any(axis in dict(layout.places) for layout in layouts)
+
+
+def _batch_faults(job: Job, space: Space, micro_batch: int) -> Iterator[Fault]:
+    num_data, batch = space.mesh.extent(space.data_axes), job.train.batch
+    if micro_batch < 0:
+        yield Fault(
+            f"micro_batch = {micro_batch}",
+            "write the samples per micro-batch and rank, or 0 for all of them at once",
+            "micro_batch",
+        )
+    elif 0 < batch < num_data:
+        text = f"a global batch of {batch} samples is too small for {num_data} data-parallel ranks"
+        yield Fault(text, f"raise train.batch to at least {num_data}, or use fewer ranks", "train.batch")
+    elif batch > 0 and batch % num_data:
+        text = f"a global batch of {batch} samples does not divide by {num_data} data-parallel ranks"
+        lower = batch - batch % num_data
+        yield Fault(text, f"set train.batch to {lower} or {lower + num_data}, or change the mesh", "train.batch")
+    elif batch > 0 and micro_batch and (batch // num_data) % micro_batch:
+        local = batch // num_data
+        divisors = [n for n in range(1, local + 1) if local % n == 0]
+        text = f"the {local} samples of a rank ({batch} over {num_data} ranks) do not divide by micro_batch = {micro_batch}"
+        yield Fault(text, f"choose micro_batch from {', '.join(map(str, divisors[:12]))}", "micro_batch")

@@ -1,0 +1,89 @@
+"""When each act happens: a step as a list of actions.
+
+An action names its kind (F forward, B backward, REDUCE, STEP...), the block or bucket it acts on, the micro-batch, and
+the lane on which it runs: `compute` acts run one after another, `wire` acts start in order and run beside them. It says
+what it waits for, what it moves, how many operations it costs and which memory it takes and frees. The same list is
+priced, checked, drawn and played.
+
+Programs are keyed by *role* (a pipeline stage, a server), not by rank: ranks with the same role play the same list, so
+a hundred thousand ranks are as cheap as one. In `waits`, `role/name` points to an action of another role.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Lane = Literal["compute", "wire"]
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A piece of memory, by name, and its size in bytes on one rank."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What an action moves: which collective over which axes, by which algorithm, and the bytes each rank puts in."""
+
+    collective: str
+    axes: tuple[str, ...]
+    nbytes: int
+    algorithm: str = "backend"
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class Action:
+    """One act of the step. `tensors` are the logical parameters it concerns; `waits` are names of earlier actions."""
+
+    kind: str
+    subject: str = ""
+    micro: int | None = None
+    lane: Lane = "compute"
+    waits: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+    transfer: Transfer | None = None
+    flops: int = 0
+    takes: tuple[Hold, ...] = ()
+    frees: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What others wait for: unique within a role's list."""
+        inside = [part for part in (self.subject, "" if self.micro is None else str(self.micro)) if part]
+        return f"{self.kind}({', '.join(inside)})"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A list of actions per role; frozen, edited by functions that return a new one."""
+
+    roles: tuple[tuple[str, tuple[Action, ...]], ...]
+
+    @classmethod
+    def of(cls, roles: Mapping[str, Iterable[Action]]) -> "Program":
+        """The program with these lists."""
+        return cls(tuple((role, tuple(actions)) for role, actions in roles.items()))
+
+    def actions(self, role: str) -> tuple[Action, ...]:
+        """The list that ranks of `role` play."""
+        return dict(self.roles)[role]
+
+    def edit(self, change: Callable[[list[Action]], list[Action]]) -> "Program":
+        """This program with every role's list changed by `change`."""
+        return Program(tuple((role, tuple(change(list(actions)))) for role, actions in self.roles))
+
+
+def index_of_last(actions: Iterable[Action], kind: str, subjects: Iterable[str] | None = None) -> int | None:
+    """Where the last action of `kind` (on one of `subjects`, when given) stands; None when there is none."""
+    wanted = None if subjects is None else set(subjects)
+    found = [i for i, act in enumerate(actions) if act.kind == kind and (wanted is None or act.subject in wanted)]
+    return found[-1] if found else None
+
+
+def with_waits(action: Action, names: Iterable[str]) -> Action:
+    """`action`, waiting for `names` too."""
+    return replace(action, waits=tuple(dict.fromkeys((*action.waits, *names))))

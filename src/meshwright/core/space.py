@@ -1,0 +1,109 @@
+"""Where everything lives: the layouts of all that a step holds, and the bundles that follow from them.
+
+A weight that every rank uses on its own samples is R along the data axes; its gradient, the adjoint, is P there: each
+rank holds a summand. `grad` is the place in which the optimizer wants the gradient. What lies between the two is
+read from the move table, and the program must contain it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from meshwright.core.anatomy import Anatomy, Weight
+from meshwright.core.layout import Layout, Place, move_name
+from meshwright.core.mesh import AXES, Mesh
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where one logical parameter lives, and the place in which the optimizer takes its gradient."""
+
+    weight: Weight
+    layout: Layout = Layout()
+    grad: Layout = Layout()
+
+    @property
+    def pending(self) -> Layout:
+        """The gradient as backward leaves it: the adjoint of the weight's layout."""
+        return Layout.of({axis: place.adjoint for axis, place in self.layout.places})
+
+    def moves(self) -> dict[str, str]:
+        """Per axis, the act that brings the gradient from where backward leaves it to where it is wanted."""
+        axes = {axis for axis, _ in (*self.pending.places, *self.grad.places)}
+        names = {axis: move_name(self.pending.place(axis), self.grad.place(axis)) for axis in AXES if axis in axes}
+        return {axis: name for axis, name in names.items() if name != "keep"}
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Weights whose gradients are complete at the same time and summed over the same axes, so they travel together.
+
+    `last` is the visit whose backward completes them; None means the last backward of the step. Tied weights, used by
+    several visits, are a bundle of their own.
+    """
+
+    name: str
+    weights: tuple[Weight, ...]
+    last: str | None
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of one copy."""
+        return sum(weight.numel for weight in self.weights)
+
+
+@dataclass(frozen=True)
+class Space:
+    """The layouts of samples and weights on a mesh. Axes that no layout names are invariant."""
+
+    mesh: Mesh
+    anatomy: Anatomy
+    homes: tuple[Home, ...]
+    tokens: Layout = Layout()
+
+    @classmethod
+    def one_device(cls, mesh: Mesh, anatomy: Anatomy) -> "Space":
+        """Every tensor invariant: what each rank would hold if it trained alone."""
+        return cls(mesh, anatomy, tuple(Home(weight) for weight in anatomy.weights))
+
+    def with_tokens(self, axis: str, place: Place) -> "Space":
+        """This space with the samples at `place` along `axis`."""
+        return replace(self, tokens=self.tokens.with_place(axis, place))
+
+    def with_homes(self, change: Callable[[Home], Home]) -> "Space":
+        """This space with every trainable weight's home changed by `change`."""
+        return replace(self, homes=tuple(change(home) if home.weight.trainable else home for home in self.homes))
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks hold different samples, outermost first."""
+        split = self.tokens.axes("S")
+        return tuple(axis for axis in AXES if axis in split)
+
+    def local(self, shape: tuple[int, ...], layout: Layout, coordinate: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape that the rank at `coordinate` holds of a tensor: dims split as evenly as can be, larger first."""
+        sizes = list(shape)
+        for axis in AXES:
+            place = layout.place(axis)
+            if place.dim is not None:
+                count, index = self.mesh.size(axis), coordinate[axis]
+                sizes[place.dim] = sizes[place.dim] // count + (index < sizes[place.dim] % count)
+        return tuple(sizes)
+
+    def bundles(self) -> tuple[Bundle, ...]:
+        """The bundles in the order in which backward completes them."""
+        found: dict[tuple, list[Weight]] = {}
+        for home in self.homes:
+            if home.weight.trainable:
+                found.setdefault((home.weight.visits, home.layout, home.grad), []).append(home.weight)
+        bundles = [
+            Bundle("+".join(key[0]), tuple(weights), self.anatomy.last_backward(weights)) for key, weights in found.items()
+        ]
+        return tuple(sorted(bundles, key=self._completion))
+
+    def unreduced(self) -> Iterator[Home]:
+        """The weights whose gradients would reach the optimizer as summands."""
+        return (home for home in self.homes if home.weight.trainable and home.grad.axes("P"))
+
+    def _completion(self, bundle: Bundle) -> int:
+        visits = self.anatomy.visits
+        return len(visits) if bundle.last is None else len(visits) - 1 - visits.index(bundle.last)

@@ -1,0 +1,68 @@
+"""The step of one device, before any technique: the list that strategies rewrite.
+
+    COUNT   how many tokens of this step count towards the loss (all micro-batches)
+    F       forward of one visit                      LOSS    loss of one micro-batch and its gradient
+    B       backward of one visit, in reverse         TALLY   the loss of the whole step
+    CLIP    gradient norm of the logical parameters, and clipping by it
+    STEP    the optimizer; gradients are gone afterwards
+
+Strategies may add PACK (gradients of a bucket into one contiguous buffer) and UNPACK (out of a buffer of another dtype).
+"""
+
+from collections import defaultdict
+
+from meshwright.core.anatomy import NBYTES
+from meshwright.core.job import Job
+from meshwright.core.program import Action, Hold, Program
+from meshwright.core.space import Bundle, Space
+
+ROLE = "stage0"
+
+
+def one_device(space: Space, job: Job, micro_batch: int, num_micro: int) -> Program:
+    """The program of a rank that trains alone on `num_micro` micro-batches of `micro_batch` samples."""
+    actions = [Action("COUNT")]
+    for micro in range(num_micro):
+        actions += _forward(space, job, micro, micro_batch)
+        actions += _backward(space, job, micro, micro_batch)
+    actions.append(Action("TALLY", waits=tuple(f"LOSS({micro})" for micro in range(num_micro))))
+    names = tuple(weight.name for weight in space.anatomy.trainable)
+    last = f"B({space.anatomy.visits[0]}, {num_micro - 1})"
+    actions.append(Action("CLIP", waits=(last,), tensors=names))
+    actions.append(Action("STEP", waits=("CLIP()",), tensors=names, frees=tuple(map(gradient, space.bundles()))))
+    return Program.of({ROLE: actions})
+
+
+def gradient(bundle: Bundle) -> str:
+    """The name under which the gradients of `bundle` are held."""
+    return f"gradient({bundle.name})"
+
+
+def stream(visit: str, micro: int) -> str:
+    """The name under which the activations of a visit are held from its F to its B."""
+    return f"stream({visit}, {micro})"
+
+
+def _forward(space: Space, job: Job, micro: int, micro_batch: int) -> list[Action]:
+    anatomy, width = space.anatomy, NBYTES[job.precision.compute]
+    actions = []
+    for visit, numel, flops in zip(anatomy.visits, anatomy.stream_numel, anatomy.flops, strict=True):
+        held = Hold(stream(visit, micro), numel * micro_batch * width)
+        actions.append(Action("F", visit, micro, flops=flops * micro_batch, takes=(held,)))
+    actions.append(Action("LOSS", micro=micro, waits=(f"F({anatomy.visits[-1]}, {micro})", "COUNT()")))
+    return actions
+
+
+def _backward(space: Space, job: Job, micro: int, micro_batch: int) -> list[Action]:
+    anatomy, width = space.anatomy, NBYTES[job.precision.parameters]
+    appearing: dict[str, list[Hold]] = defaultdict(list)
+    for bundle in space.bundles() if micro == 0 else ():
+        appearing[bundle.last or anatomy.visits[0]].append(Hold(gradient(bundle), bundle.numel * width))
+    actions = []
+    for visit, flops in zip(reversed(anatomy.visits), reversed(anatomy.flops), strict=True):
+        waits = (f"F({visit}, {micro})", f"LOSS({micro})")
+        frees = (stream(visit, micro),)
+        actions.append(
+            Action("B", visit, micro, "compute", waits, (), None, 2 * flops * micro_batch, tuple(appearing[visit]), frees)
+        )
+    return actions

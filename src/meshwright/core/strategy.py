@@ -1,0 +1,70 @@
+"""One technique on one axis: a value with two pure functions and one effect.
+
+    place    Space -> Space         where tensors live under this technique
+    rewrite  Program -> Program     what happens when
+    bind     State -> handlers      how the new kinds of action are done
+
+Whatever order a user writes, the phases fix the order in which strategies apply: shard, order, memory, store, wire. At
+most one strategy decides the order of the step, and one, per axis, how weights are stored.
+"""
+
+from abc import ABC
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, Protocol
+
+from meshwright.core.errors import Fault
+from meshwright.core.job import Job
+from meshwright.core.program import Action, Program
+from meshwright.core.space import Space
+
+Phase = Literal["shard", "order", "memory", "store", "wire"]
+PHASES: tuple[Phase, ...] = ("shard", "order", "memory", "store", "wire")
+
+
+class Runtime(Protocol):
+    """What a strategy may touch of a running rank: the engine's state, seen through the words it may use."""
+
+    def start(self, action: Action) -> None:
+        """Start the collective that `action.transfer` states on the flat tensor of `action.subject`."""
+
+
+Handler = Callable[[Action], None]
+
+
+@dataclass(frozen=True)
+class Strategy(ABC):
+    """A technique as a value. The four methods default to "change nothing"; a technique overrides what it needs."""
+
+    name: ClassVar[str]
+    phase: ClassVar[Phase]
+    exact: ClassVar[bool] = True
+
+    def check(self, job: Job, space: Space) -> Iterator[Fault]:
+        """What is wrong with this technique on this job and mesh."""
+        return iter(())
+
+    def place(self, space: Space) -> Space:
+        """`space` with the layouts that this technique changes."""
+        return space
+
+    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
+        """`program` with the actions that this technique adds, removes or moves."""
+        return program
+
+    def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
+        """Handlers for the kinds of action that this technique introduced."""
+        return {}
+
+    def as_dict(self) -> dict[str, Any]:
+        """The strategy as a table of a plan file."""
+        return {"name": self.name, **{item.name: getattr(self, item.name) for item in fields(self)}}
+
+    def __str__(self) -> str:
+        said = ", ".join(f"{key} {value}" for key, value in self.as_dict().items() if key != "name")
+        return f"{self.name} ({said})"
+
+
+def in_phase_order(strategies: Iterable[Strategy]) -> tuple[Strategy, ...]:
+    """The strategies in the order in which they apply; within a phase, as the user wrote them."""
+    return tuple(sorted(strategies, key=lambda strategy: PHASES.index(strategy.phase)))

@@ -1,0 +1,81 @@
+"""What one rank has in its hands while it plays a step: the one mutable object of the engine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.comm.group import Work, World
+from meshwright.core.anatomy import Anatomy
+from meshwright.engine.buckets import Bucket
+from meshwright.engine.loss import Batch, Loss
+from meshwright.model.drive import Pass, Visit
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What a step did, the same on every rank. `tokens` is the global count; `stop` says that a rank asked to stop.
+
+    A step in which nothing counted leaves the parameters as they were: `skipped`.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    stop: bool = False
+    skipped: bool = False
+
+
+@dataclass
+class Subject:
+    """The model as the engine holds it: the user's module, its blocks, its logical parameters, and one example row."""
+
+    module: nn.Module
+    blocks: Mapping[str, nn.Module]
+    parameters: dict[str, nn.Parameter]
+    anatomy: Anatomy
+    stand_in: Batch
+
+    @property
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The logical parameters that receive gradients."""
+        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+
+
+@dataclass
+class State:
+    """One rank: its model, its place in the world, and what the current step has produced so far."""
+
+    subject: Subject
+    world: World
+    loss: Loss
+    micros: list[Batch] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)  # 0.0 for a micro-batch that only stands in
+    tally: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+    header: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+    passes: dict[int, Pass] = field(default_factory=dict)
+    closings: dict[int, tuple[Any, Visit]] = field(default_factory=dict)
+    buckets: dict[str, Bucket] = field(default_factory=dict)
+    works: dict[str, Work] = field(default_factory=dict)
+    grad_norm: float = 0.0
+
+    def begin(self, micros: list[Batch], weights: list[float]) -> None:
+        """Forget the last step and take these micro-batches."""
+        self.micros, self.weights = micros, weights
+        self.passes.clear()
+        self.closings.clear()
+        self.works.clear()
+        self.tally = torch.zeros(3, dtype=torch.float64, device=self.world.device)
+
+    def tensor(self, subject: str) -> torch.Tensor:
+        """The flat tensor that an action on `subject` moves: a bucket, or one parameter's gradient."""
+        if subject in self.buckets:
+            return self.buckets[subject].flat
+        parameter = self.subject.parameters[subject]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad

@@ -1,0 +1,84 @@
+"""The blocks of a model that nobody annotated: where they are, and who owns which parameter.
+
+Blocks are found from the module tree. The topmost lists of modules (`ModuleList`, `Sequential`, `ModuleDict`) are the
+chains: each of their members is a block. A module beside or above a chain that has parameters and holds no chain is a
+block too (embedding, final norm, head). A module that holds a chain is a container; parameters that it owns directly,
+and parameters that glue uses without calling their module, belong to the root. A model without a chain is one block,
+and that is said.
+
+    LlamaForCausalLM                      block
+      model          holds a chain
+        embed_tokens                      model.embed_tokens
+        layers       a chain              model.layers.0, model.layers.1, ...
+        norm                              model.norm
+      lm_head                             lm_head
+"""
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from meshwright.core.errors import Fault, nearest, raise_faults
+
+WHOLE = "(model)"
+_CHAINS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def find_blocks(module: nn.Module, declared: Sequence[str] = ()) -> dict[str, nn.Module]:
+    """The blocks of `module` by name, in module order. `declared` names replace the search.
+
+    Raises PlanError for a declared name that is no submodule, or that lies inside another declared block.
+    """
+    if declared:
+        return _declared(module, declared)
+    if not _holds_chain(module):
+        return {WHOLE: module}
+    found: dict[str, nn.Module] = {}
+    for name, block in _walk("", module):
+        if not any(block is other for other in found.values()):
+            found[name] = block
+    return found
+
+
+def owners(module: nn.Module, blocks: dict[str, nn.Module]) -> dict[int, list[str]]:
+    """For each parameter (by id), the names of the blocks that contain it; parameters outside all blocks are absent."""
+    held: dict[int, list[str]] = {}
+    for name, block in blocks.items():
+        for parameter in block.parameters():
+            held.setdefault(id(parameter), []).append(name)
+    return held
+
+
+def _walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        if not _has_parameters(child):
+            continue
+        inside_chain = isinstance(module, _CHAINS)
+        if isinstance(child, _CHAINS) or (not inside_chain and _holds_chain(child)):
+            yield from _walk(path, child)
+        else:
+            yield path, child
+
+
+def _holds_chain(module: nn.Module) -> bool:
+    return any(isinstance(inner, _CHAINS) and _has_parameters(inner) for inner in module.modules())
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _declared(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    known = dict(module.named_modules())
+    faults = [
+        Fault(f"the model has no module '{name}'", nearest(name, known), "model.blocks") for name in names if name not in known
+    ]
+    for outer in names:
+        faults += [
+            Fault(f"'{inner}' lies inside '{outer}', and both are declared as blocks", "declare one of the two", "model.blocks")
+            for inner in names
+            if inner.startswith(f"{outer}.")
+        ]
+    raise_faults(faults)
+    return {name: known[name] for name in names}

@@ -1,0 +1,171 @@
+"""A user's model built once without holding it, and for every logical parameter the recipe that fills it.
+
+A model of 70 billion parameters takes 280 GB merely to be constructed, and each rank needs a piece of it. A blueprint
+is built in the memory of the buffers: the constructor runs on parameters without storage while a tape notes what it
+does to them (`model.recorder`, `model.tape`). Afterwards any parameter can be made alone, anywhere.
+
+    print_ = blueprint(lambda: Net(), seed=0)
+    module = print_.instance()                                  a copy without values, one per rank
+    print_.materialize(module, ["layers.3"], device=..., dtype=...)
+
+Initial values depend on the seed, the parameter's name and the element's index, and on nothing else. They are rounded
+to float32 and then cast, so that a float64 run and a bfloat16 run of one job start from the same numbers. The values
+differ from those that torch's generator would have given; their distributions and their constants do not.
+
+*Logical parameter*: names that share one `nn.Parameter` are one, under the first name that `named_parameters` gives;
+the others are aliases, and stay tied.
+
+Limits: values drawn from `random` or `numpy` before registration are whatever those give. A parameter that is computed
+before it is registered (`nn.Parameter(torch.randn(3) * 0.02)`) keeps its value, in memory, in the blueprint.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from meshwright.core.errors import Fault, PlanError, nearest, raise_faults
+from meshwright.model.recorder import is_meta, recording
+from meshwright.model.tape import Tape, Window, storage_of
+
+
+@dataclass(frozen=True)
+class Logical:
+    """A logical parameter: shape and dtype as the constructor made it, whether it is trained, and its tied names."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    aliases: tuple[str, ...] = ()
+
+
+def blueprint(build: Callable[[], nn.Module], seed: int) -> "Blueprint":
+    """The blueprint of the model that `build` constructs; `build` is called once.
+
+    Raises PlanError, naming every parameter concerned, when a parameter is never initialised, is filled in a way that
+    cannot be replayed, or shares memory with another without being the same object, and when a buffer is computed
+    from a parameter. What `build` itself raises passes through.
+    """
+    with recording(seed) as tape:
+        module = build()
+        for owner in module.modules():  # those that were put in place without registration
+            for name, param in owner._parameters.items():
+                if param is not None and not tape.holds(param):
+                    owner.register_parameter(name, param)
+    names = _logical_names(module)
+    params = {first: module.get_parameter(first) for first in names}
+    raise_faults(_faults(module, params, tape))
+    tape.name_random_entries((name, storage_of(param)) for name, param in params.items())
+    logical = {name: Logical(tuple(param.shape), param.dtype, param.requires_grad, names[name]) for name, param in params.items()}
+    return Blueprint(module, logical, {name: Window.of(param) for name, param in params.items()}, tape, seed)
+
+
+class Blueprint:
+    """What `blueprint` returns: `logical` parameters by name, copies of the module, and initial values on demand."""
+
+    def __init__(self, module: nn.Module, logical: dict[str, Logical], windows: dict[str, Window], tape: Tape, seed: int) -> None:
+        self.logical = logical
+        self._module = module
+        self._windows = windows
+        self._tape = tape
+        self._seed = seed
+        self._first = {alias: name for name, entry in logical.items() for alias in (name, *entry.aliases)}
+
+    def instance(self) -> nn.Module:
+        """A fresh copy of the module: meta parameters, ties kept, buffers of its own with their values."""
+        try:
+            return copy.deepcopy(self._module)
+        except (TypeError, RuntimeError) as error:
+            what = f"a {type(self._module).__name__} cannot be copied ({error}), and every rank needs a copy"
+            fix = "keep open files, locks and computed tensors out of the module's attributes, or define __deepcopy__"
+            raise PlanError(what, fix=fix, where="model") from error
+
+    def value(self, name: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> torch.Tensor:
+        """The initial value of the parameter `name` (or of its alias), whole, on `device`.
+
+        A floating parameter is cast to `dtype`, by way of float32; others keep their own dtype.
+
+        Raises PlanError when the recipe leaves a NaN: an element that was never written, or a faulty initialisation.
+        """
+        first = self._first_name(name)
+        value = self._tape.replay(self._windows[first], self._seed, torch.device(device))
+        if not value.is_floating_point():
+            return value
+        if value.numel() and bool(value.min().isnan()):  # the minimum carries a NaN on, without a mask as large as the weight
+            fix = "initialise every element, for example with torch.nn.init"
+            raise PlanError("the initial value holds NaN: elements that were never written, or 0/0", fix=fix, where=first)
+        return value.to(torch.float32).to(dtype)
+
+    def materialize(
+        self,
+        module: nn.Module,
+        names: Iterable[str] | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Replace meta parameters of `module` (an instance) by real ones with their initial values, one at a time.
+
+        `names` are parameters, aliases, or submodules, whose parameters and buffers are all meant; None means the
+        whole module. A tied parameter is replaced under all its names. Buffers move to `device`; floating ones become
+        float64 when `dtype` is float64 and otherwise keep their dtype, because rounded position tables are wrong ones.
+
+        Raises PlanError for a name that is neither a parameter nor a submodule.
+        """
+        wanted, owners = self._resolve(module, names)
+        for first in wanted:
+            entry = self.logical[first]
+            param = nn.Parameter(self.value(first, dtype, device), requires_grad=entry.requires_grad)
+            for alias in (first, *entry.aliases):
+                path, _, leaf = alias.rpartition(".")
+                module.get_submodule(path)._parameters[leaf] = param
+        for owner in owners:
+            for name, buffer in owner._buffers.items():
+                if buffer is not None:
+                    wide = dtype == torch.float64 and buffer.is_floating_point()
+                    owner._buffers[name] = buffer.to(device, torch.float64 if wide else buffer.dtype)
+
+    def _resolve(self, module: nn.Module, names: Iterable[str] | None) -> tuple[list[str], list[nn.Module]]:
+        if names is None:
+            return list(self.logical), list(module.modules())
+        submodules = dict(module.named_modules(remove_duplicate=False))
+        wanted: list[str] = []
+        owners: list[nn.Module] = []
+        for name in names:
+            if name in submodules:
+                owners += submodules[name].modules()
+                prefix = f"{name}." if name else ""
+                wanted += [first for alias, first in self._first.items() if alias.startswith(prefix)]
+            else:
+                wanted.append(self._first_name(name))
+        return list(dict.fromkeys(wanted)), owners
+
+    def _first_name(self, name: str) -> str:
+        if name not in self._first:
+            raise PlanError(f"there is no parameter '{name}'", fix=nearest(name, self._first), where="model")
+        return self._first[name]
+
+
+def _logical_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    by_object: dict[int, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        by_object.setdefault(id(param), []).append(name)
+    return {first: tuple(aliases) for first, *aliases in by_object.values()}
+
+
+def _faults(module: nn.Module, params: dict[str, nn.Parameter], tape: Tape) -> Iterator[Fault]:
+    owner_of: dict[int, str] = {}
+    for name, param in params.items():
+        other = owner_of.setdefault(storage_of(param), name)
+        if other != name:
+            fix = f"tie them as one object: module.{name} = module.{other}"
+            yield Fault(f"shares its memory with {other} but is another nn.Parameter", fix, name)
+        if tape.is_blank(storage_of(param)) and param.numel():
+            text = f"the parameter of shape {tuple(param.shape)} is never initialised: it would hold whatever memory holds"
+            yield Fault(text, "fill it in the constructor, for example with torch.nn.init.normal_", name)
+    for name, buffer in module.named_buffers():
+        if is_meta(buffer):
+            text = "the buffer is computed from a parameter, which has no value during construction"
+            yield Fault(text, "compute it in the first forward, or make it a parameter that is not trained", name)

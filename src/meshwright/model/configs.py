@@ -1,0 +1,108 @@
+"""A transformers model from its config alone: architecture and sizes, no weights, no code from elsewhere.
+
+The config is read as JSON, because three of its fields must not act: the dtype (parameters are float32 whatever the
+published weights were), `auto_map` (code from a repository) and `use_cache` (a cache of keys has no place in training).
+Overrides replace fields before the config is made, so that what transformers derives from a field follows it.
+"""
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from meshwright.core.errors import Fault, PlanError, nearest, raise_faults
+
+WHERE = "model.source"
+FIXED = ("model_type", "architectures", "transformers_version", "dtype", "use_cache")
+PER_LAYER = ("layer_types", "mlp_layer_types")
+
+
+def config_factory(source: str, overrides: Mapping[str, Any]) -> Callable[[], nn.Module]:
+    """The function that constructs the model of the config at `source`, a .json file or a folder with config.json.
+
+    The class is the one that `architectures` names first; without that field, the causal language model of the type.
+
+    Raises PlanError for a file that is missing, unreadable or of no known model type, for an unknown architecture, and
+    for overrides that the config does not have or refuses.
+    """
+    raw = _read(Path(source))
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        raise PlanError(f"{source} has no model_type", fix='add the field model_type, for example "llama"', where=WHERE)
+    if model_type not in transformers.CONFIG_MAPPING:
+        fix = nearest(model_type, transformers.CONFIG_MAPPING)
+        raise PlanError(f"the model type '{model_type}' is not known to transformers", fix=fix, where=WHERE)
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    config = _config(config_class, raw, {})
+    if overrides:
+        config = _config(config_class, raw, _known(overrides, config))
+    for part in (config, config.get_text_config()):
+        if "use_cache" in part.to_dict():
+            part.use_cache = False
+    names = raw.get("architectures") or []
+    if not names:
+        return lambda: transformers.AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False
+        )
+    architecture = _architecture(names[0], model_type)
+    return lambda: architecture(copy.deepcopy(config))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        fix = "give a folder that holds config.json, a .json file, or file.py:factory"
+        raise PlanError(f"there is no file {path}", fix=fix, where=WHERE)
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            f"{path} cannot be read as JSON: {error}", fix="repair the file, or download it again", where=WHERE
+        ) from error
+    if not isinstance(raw, dict):
+        raise PlanError(
+            f"{path} holds a {type(raw).__name__}; a config is an object", fix="give a transformers config.json", where=WHERE
+        )
+    return {name: value for name, value in raw.items() if name not in ("dtype", "torch_dtype", "auto_map")}
+
+
+def _known(overrides: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    known = (set(config.to_dict()) | set(config.attribute_map)).difference(FIXED)
+    raise_faults(
+        Fault(f"a {config.model_type} config has no field '{name}' to override", nearest(name, known), f"model.overrides.{name}")
+        for name in overrides
+        if name not in known
+    )
+    return {config.attribute_map.get(name, name): value for name, value in overrides.items()}
+
+
+def _config(config_class: Any, raw: dict[str, Any], overrides: dict[str, Any]) -> Any:
+    aliases = [alias for alias, field in config_class.attribute_map.items() if field in overrides]
+    fields = {name: value for name, value in raw.items() if name not in aliases} | overrides
+    depth = overrides.get(config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers"))
+    for name in PER_LAYER:  # a list with one word per layer must follow the number of layers
+        if isinstance(depth, int) and name not in overrides and isinstance(fields.get(name), list):
+            words = fields.pop(name)
+            fields |= {name: words[:depth]} if depth <= len(words) else {}
+    try:
+        return config_class.from_dict(fields)
+    except Exception as error:  # transformers raises a dozen kinds for values it refuses
+        given = f" with {overrides}" if overrides else ""
+        fix = "change the field that the message names; overrides must fit each other (heads divide the width...)"
+        raise PlanError(
+            f"transformers refuses the config{given}: {error}", fix=fix, where="model.overrides" if overrides else WHERE
+        ) from error
+
+
+def _architecture(name: str, model_type: str) -> type[nn.Module]:
+    stem = model_type.replace("_", "").replace("-", "")
+    kin = {word for word in dir(transformers) if word.lower().startswith(stem) and ("For" in word or word.endswith("Model"))}
+    if name not in dir(transformers):
+        fix = nearest(name, kin) + " (only classes of transformers itself are built; code from a repository is not run)"
+        raise PlanError(f"the architecture '{name}' is not known to transformers", fix=fix, where=WHERE)
+    return getattr(transformers, name)

@@ -1,0 +1,112 @@
+"""A user's model as the rest of the house sees it: blueprint, blocks, and the anatomy that one trial forward shows.
+
+Reading takes no parameter memory: the constructor runs on blank parameters, the trial on fake ones. Only a model whose
+forward looks at values is made once, whole, on the CPU.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from meshwright.core.anatomy import ROOT, Anatomy, Weight
+from meshwright.model.anatomy import WHOLE, find_blocks, owners
+from meshwright.model.blueprint import Blueprint
+from meshwright.model.dice import Dice, Sites
+from meshwright.model.dropout import trial
+from meshwright.model.sources import Loaded
+from meshwright.model.trial import PROBE_BATCH, Findings, depends_on_values, fake_copy, observe, visits_of
+
+Example = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A model that can be made: `blueprint` for its values, `block_names`, its `anatomy`, and its dropout `sites`.
+
+    `example` is one row of every key of a batch, for ranks that have none.
+    """
+
+    blueprint: Blueprint
+    block_names: tuple[str, ...]
+    anatomy: Anatomy
+    sites: Sites
+    example: dict[str, torch.Tensor]
+
+    def make(
+        self, device: torch.device | str, dtype: torch.dtype
+    ) -> tuple[nn.Module, dict[str, nn.Module], dict[str, nn.Parameter]]:
+        """A module with initial values on `device`, in training mode; its blocks; its logical parameters by first name."""
+        module = self.blueprint.instance()
+        self.blueprint.materialize(module, dtype=dtype, device=device)
+        return module.train(), _blocks(module, self.block_names), dict(module.named_parameters())
+
+
+def read(loaded: Loaded, example: Example, targets: tuple[str, ...]) -> Reading:
+    """The reading of the model that `loaded` builds, learnt from a forward on rows like those of `example`.
+
+    `targets` are the keys of the batch that are not passed to the model. Raises PlanError when a tensor leaves a block
+    behind its outputs, or when the model draws random numbers that cannot be replayed.
+    """
+    plan = loaded.blueprint
+    inputs = {key: value for key, value in example.items() if key not in targets}
+    module = plan.instance()
+    names = tuple(find_blocks(module, loaded.blocks or ()))
+    found, sites = _trial(plan, names, inputs)
+    if not found.visits:  # the blocks' own forwards are never called: somebody calls into their parts
+        names = (WHOLE,)
+        found, sites = _trial(plan, names, inputs)
+    held = owners(module, _blocks(module, names))
+    holders = {name: held.get(id(parameter), []) for name, parameter in module.named_parameters()}
+    weights = tuple(
+        Weight(name, entry.shape, visits_of(holders[name], name in found.direct, found), entry.requires_grad, entry.aliases)
+        for name, entry in plan.logical.items()
+    )
+    numel, flops = tuple(found.stream_numel), tuple(found.flops)
+    notes = tuple(_notes(names, weights))
+    anatomy = Anatomy(loaded.name, tuple(found.visits), weights, numel, flops, bool(sites.allowed), found.in_place, notes)
+    return Reading(plan, names, anatomy, sites, {key: value[:1].clone() for key, value in example.items()})
+
+
+def _blocks(module: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module]:
+    return {WHOLE: module} if names == (WHOLE,) else {name: module.get_submodule(name) for name in names}
+
+
+def _trial(plan: Blueprint, names: tuple[str, ...], inputs: Example) -> tuple[Findings, Sites]:
+    rows = {key: _rows(value) for key, value in inputs.items()}
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    module = plan.instance().train()
+    fake_copy(module, mode)
+    try:
+        with mode:
+            fakes = {key: mode.from_tensor(value) for key, value in rows.items()}
+            return _forward(module, names, fakes)
+    except Exception as error:
+        if not depends_on_values(error):
+            raise
+    module = plan.instance().train()
+    plan.materialize(module)
+    return _forward(module, names, rows)
+
+
+def _forward(module: nn.Module, names: tuple[str, ...], rows: Example) -> tuple[Findings, Sites]:
+    dice = Dice(seed=0)
+    with trial(dice, PROBE_BATCH):
+        found = observe(module, _blocks(module, names), dice.enter, lambda: module(**rows))
+    return found, dice.sites
+
+
+def _rows(value: torch.Tensor) -> torch.Tensor:
+    """PROBE_BATCH rows like those of `value`."""
+    repeats = -(-PROBE_BATCH // len(value))
+    return value.repeat(repeats, *[1] * (value.ndim - 1))[:PROBE_BATCH]
+
+
+def _notes(names: tuple[str, ...], weights: tuple[Weight, ...]) -> Iterator[str]:
+    if names == (WHOLE,):
+        yield "no chain of blocks was found: the model runs as one block, so nothing overlaps with its backward"
+    in_glue = [weight.name for weight in weights if ROOT in weight.visits]
+    if in_glue:
+        yield f"{len(in_glue)} parameters are used outside blocks ({in_glue[0]}...): complete after the last backward"

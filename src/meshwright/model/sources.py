@@ -1,0 +1,165 @@
+"""From the words of a job to a model: a transformers config, or a Python file with a factory.
+
+    model.source = "configs/llama"           a folder with config.json, or a .json file: see `model.configs`
+    model.source = "train.py:build"          build() returns an nn.Module, or a `Model` with what goes along with it
+
+The file is imported from its path under a private name, with its folder on the import path as when it is run. The
+factory is called once, inside the blueprint, so that even a model larger than this machine can be loaded.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from inspect import isfunction
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from meshwright.core.errors import PlanError, nearest
+from meshwright.core.job import ModelSource
+from meshwright.model.blueprint import Blueprint, blueprint
+from meshwright.model.configs import config_factory
+
+WHERE = "model.source"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a factory may return: the module, and what cannot be seen from it.
+
+    `example` is one batch as keyword arguments of the forward, samples along dim 0. `blocks` are the names of the
+    submodules that form the chain, where the search would find others. `loss` takes the module's output and the batch.
+    """
+
+    module: nn.Module
+    example: Mapping[str, torch.Tensor] | None = None
+    blocks: Sequence[str] | None = None
+    loss: Callable[..., torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to be planned: its blueprint, and what its factory said about it."""
+
+    name: str
+    blueprint: Blueprint
+    example: dict[str, torch.Tensor] | None = None
+    blocks: tuple[str, ...] | None = None
+    loss: Callable[..., torch.Tensor] | None = None
+
+
+def load_model(source: ModelSource, seed: int) -> Loaded:
+    """The model that `source` names, built without holding it, with the initial values of `seed`.
+
+    Raises PlanError for a source that is missing or cannot be read, a factory that is missing, raises (its own error
+    is the cause) or returns something else, and a model whose construction cannot be recorded.
+    """
+    path, separator, function = source.source.rpartition(":")
+    if separator and path.endswith(".py"):
+        if source.overrides:
+            what = f"overrides ({', '.join(source.overrides)}) with a factory; they replace fields of a transformers config"
+            raise PlanError(what, fix="set these values in the factory, and remove model.overrides", where="model.overrides")
+        return load_factory(_factory(Path(path), function), seed, name=function)
+    if source.source.endswith(".py"):
+        fix = f"write {source.source}:NAME, where NAME is a function without arguments that returns the model"
+        raise PlanError(f"{source.source} names a file and no factory", fix=fix, where=WHERE)
+    path = Path(source.source)
+    name = path.parent.name if path.name == "config.json" else path.stem if path.suffix == ".json" else path.name
+    return load_factory(config_factory(source.source, source.overrides), seed, name=name)
+
+
+def load_factory(factory: Callable[[], nn.Module | Model], seed: int, name: str) -> Loaded:
+    """The model that `factory` returns when it is called inside the blueprint, with the initial values of `seed`."""
+    returned: list[Model] = []
+
+    def build() -> nn.Module:
+        returned.append(_model(_called(factory, name), name))
+        return returned[0].module
+
+    drawn = blueprint(build, seed)
+    model = returned[0]
+    example = None if model.example is None else dict(model.example)
+    blocks = None if model.blocks is None else tuple(model.blocks)
+    return Loaded(name, drawn, example, blocks, model.loss)
+
+
+def _called(factory: Callable[[], nn.Module | Model], name: str) -> object:
+    try:
+        return factory()
+    except PlanError:
+        raise
+    except Exception as error:
+        fix = "repair the construction (the traceback above is its own); it must work without arguments"
+        raise PlanError(f"constructing '{name}' raised {type(error).__name__}: {error}", fix=fix, where=WHERE) from error
+
+
+def _model(value: object, name: str) -> Model:
+    model = Model(value) if isinstance(value, nn.Module) else value
+    fix = "return an nn.Module, or meshwright.Model(module=..., example=..., blocks=[...], loss=...)"
+    if not isinstance(model, Model) or not isinstance(model.module, nn.Module):
+        inner = (
+            f"a Model whose module is {model.module!r}" if isinstance(model, Model) else f"a value of type {type(value).__name__}"
+        )
+        raise PlanError(f"the factory '{name}' returned {inner}", fix=fix, where=WHERE)
+    if model.example is not None and not _is_batch(model.example):
+        raise PlanError(
+            f"the example of '{name}' is not a dict of tensors by name", fix="write example={'x': tensor}", where=WHERE
+        )
+    if isinstance(model.blocks, str) or not all(isinstance(block, str) for block in model.blocks or ()):
+        raise PlanError(f"the blocks of '{name}' are {model.blocks!r}", fix="write blocks=['layers.0', 'layers.1']", where=WHERE)
+    return model
+
+
+def _is_batch(example: object) -> bool:
+    return isinstance(example, Mapping) and all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in example.items()
+    )
+
+
+def _factory(path: Path, function: str) -> Callable[[], nn.Module | Model]:
+    if not path.is_file():
+        raise PlanError(f"there is no file {path}", fix="give the path of a Python file: file.py:factory", where=WHERE)
+    with _beside(path):
+        module = _imported(path)
+    if not callable(vars(module).get(function)):
+        own = [name for name, value in vars(module).items() if isfunction(value) and value.__module__ == module.__name__]
+        fix = nearest(function, own) if own else "define a function without arguments that returns the model"
+        raise PlanError(f"{path} has no function '{function}'", fix=fix, where=WHERE)
+
+    def factory() -> nn.Module | Model:
+        with _beside(path):  # the factory may import its neighbours when it is called
+            return vars(module)[function]()
+
+    return factory
+
+
+def _imported(path: Path) -> ModuleType:
+    name = f"_meshwright_model_{blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise PlanError(f"{path} cannot be imported", fix="give the path of a Python file: file.py:factory", where=WHERE)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look up the module that they are defined in
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        fix = "repair the file (the traceback above is its own); it must import without side effects"
+        raise PlanError(f"importing {path} raised {type(error).__name__}: {error}", fix=fix, where=WHERE) from error
+    return module
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[None]:
+    """The file's folder leads the import path, as when the file is run."""
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)

@@ -1,0 +1,1 @@
+"""Shows plans and runs to people."""

@@ -1,0 +1,253 @@
+"""Checkpoints that are whole or absent: written by all ranks together, published by one rename, checked before use.
+
+Every rank holds the same tensors and writes its part of them; nobody gathers anything. Between the acts the ranks vote, so
+that a full disk under one of them is an error on all of them, and nobody waits for a rank that gave up.
+
+    agree      all ranks hold the same names, shapes and dtypes for the same step
+    begin      rank 0 makes   step-00000100.partial-5f3a9c01/
+    write      each rank      rank-00000.safetensors, rank-00001.safetensors ...     fsync, sha256; sizes and sums exchanged
+    publish    rank 0         manifest.json, fsync; rename to  step-00000100/ ; fsync of the folder above
+    prune      rank 0         all but the newest `keep`, and what stopped saves left behind
+
+The rename is the only moment at which a checkpoint comes to be; a crash before it leaves a `.partial-` folder that no
+reader takes for a checkpoint, a crash after it leaves a good one. Old ones go last, after being renamed to `.partial-`
+themselves, so a half-deleted checkpoint is not taken for one either. Memory: at most one tensor is copied at a time.
+
+Reading trusts nothing: names and sizes, then checksums, then the contents of the files against the manifest. There is no
+pickle in any file, and ranks exchange plain numbers.
+"""
+
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from hashlib import sha256
+from heapq import heapify, heapreplace
+from pathlib import Path
+
+import torch
+
+from meshwright.comm.group import Group
+from meshwright.run.folders import listed, partial_folder, prune, publish, remove, step_folder
+from meshwright.run.manifest import FILE_NAME, MAX_NBYTES, CheckpointError, Entry, Json, Manifest, Shard, Slice
+from meshwright.run.shards import TAGS, check_sums, dtype_name, read_entries, read_manifest, write_all, write_shard
+from meshwright.run.vote import Vote
+
+Wanted = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+SHOWN = 5  # differences listed in a message
+
+logger = logging.getLogger(__name__)
+
+
+def save(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, torch.Tensor],
+    meta: Mapping[str, Json],
+    group: Group,
+    keep: int,
+    device: torch.device | None = None,
+) -> Path:
+    """Write `tensors`, which every rank of `group` holds, as the checkpoint of `step`; returns its folder.
+
+    Args:
+        folder: holds one folder per step; made when missing; all ranks must see the same one.
+        tensors: full name ("model/...", "optimizer/exp_avg/...") -> tensor; any strides, views into arenas included.
+        meta: plain JSON; rank 0's is written.
+        keep: how many of the newest good checkpoints stay, at least 1.
+        device: where the collectives of `group` take their operands; the CPU when None.
+
+    A good checkpoint of the same state and step is left as it is (a line in the log says so); a damaged one is replaced.
+
+    Raises CheckpointError on every rank when any rank fails; on that rank the error is caused by its own OSError. The
+    partial folder is gone then and earlier checkpoints are untouched.
+    """
+    ranks = Vote(group, device or torch.device("cpu"), f"step {step} was not saved")
+    place = step_folder(folder, step)
+    fix = "hold the same tensors on every rank before saving"
+    ranks.agree("the list of tensors", lambda: _state_digest(step, tensors, meta, keep), fix=fix)
+    token = ranks.do("making the folder", lambda: _begin(place, step, tensors) if group.index == 0 else b"")[0][:4]
+    if token == bytes(4):
+        if group.index == 0:
+            logger.info("step %d is saved already in '%s': left as it is", step, place)
+        return place
+    partial = partial_folder(place, token.hex())
+    shares = _dealt(tensors, group.size)
+    mine = {name: tensors[name] for name in shares[group.index]}
+    try:
+        records = ranks.do("writing", lambda: _write(partial / _file_name(group.index), mine))
+        files = {_file_name(index): _unpacked(record) for index, record in enumerate(records) if shares[index]}
+        entries = {name: _entry(tensors[name], name, _file_name(index)) for index, names in enumerate(shares) for name in names}
+        ranks.do(
+            "publishing",
+            lambda: _publish(partial, place, Manifest(step, entries, files, dict(meta))) if group.index == 0 else b"",
+        )
+    except CheckpointError:
+        if group.index == 0 and partial.exists():
+            remove(partial)
+        raise
+    if group.index == 0:
+        prune(place, keep)
+    return place
+
+
+def load(path: Path, wanted: Wanted | None = None) -> tuple[dict[str, torch.Tensor], Mapping[str, Json]]:
+    """The tensors of the checkpoint in folder `path`, on the CPU, and its `meta`.
+
+    `wanted` names the tensors to read with the shape and dtype each must have; None reads all. Only files that are needed
+    are read. Raises CheckpointError when a file is damaged, or a wanted tensor is missing or of another shape or dtype.
+    """
+    manifest = read_manifest(path)
+    chosen = {name: entry for name, entry in manifest.entries.items() if wanted is None or name in wanted}
+    if wanted is not None:
+        _refuse(differences(chosen, wanted), path)
+    needed = {box.file for entry in chosen.values() for box in entry.slices}
+    check_sums(path, {name: shard for name, shard in manifest.files.items() if name in needed})
+    return dict(read_entries(path, chosen)), manifest.meta
+
+
+def newest_good(folder: Path, expected: Wanted | None = None) -> tuple[Path | None, Manifest | None, list[tuple[Path, str]]]:
+    """The newest checkpoint in `folder` that is whole, its manifest, and the newer ones that were passed over, with reasons.
+
+    With `expected` (every tensor of the state), a checkpoint of another model is passed over too. No good one: (None,
+    None, all that were rejected); a folder that does not exist holds none.
+    """
+    rejected: list[tuple[Path, str]] = []
+    for step, path in listed(folder):
+        try:
+            if path != step_folder(folder, step):
+                raise CheckpointError("half-written: the save was stopped", fix="save again", where=str(path))
+            return path, _whole(path, step, expected), rejected
+        except CheckpointError as error:
+            rejected.append((path, "; ".join(f"{fault.where}: {fault.what}" for fault in error.faults)))
+    return None, None, rejected
+
+
+def check_state(manifest: Manifest, expected: Wanted, path: Path) -> None:
+    """Raise CheckpointError, listing the first differences, unless `manifest` holds exactly the tensors of `expected`."""
+    _refuse(differences(manifest.entries, expected), path)
+
+
+def differences(entries: Mapping[str, Entry], expected: Wanted) -> list[str]:
+    """One line per tensor that is missing in `entries`, left over, or of another shape or dtype; sorted by name."""
+    have = {name: f"{list(entry.shape)} {entry.dtype}" for name, entry in entries.items()}
+    need = {name: f"{list(shape)} {dtype_name(dtype)}" for name, (shape, dtype) in expected.items()}
+    return [
+        f"{name}: {have.get(name, 'nothing')} in the checkpoint, {need.get(name, 'nothing')} in this run"
+        for name in sorted({*have, *need})
+        if have.get(name) != need.get(name)
+    ]
+
+
+def compare(a: Path, b: Path) -> list[str]:
+    """The sorted names of the tensors that differ between two checkpoints in presence, shape, dtype or any bit.
+
+    Raises CheckpointError when one of them is damaged.
+    """
+    left, right = _whole(a), _whole(b)
+    both = sorted(set(left.entries) & set(right.entries))
+    alike = [
+        n for n in both if (left.entries[n].shape, left.entries[n].dtype) == (right.entries[n].shape, right.entries[n].dtype)
+    ]
+    ours = read_entries(a, {name: left.entries[name] for name in alike})
+    theirs = read_entries(b, {name: right.entries[name] for name in alike})
+    same = {name for (name, x), (_, y) in zip(ours, theirs, strict=True) if torch.equal(_bits(x), _bits(y))}
+    return sorted({*left.entries, *right.entries} - same)
+
+
+def _state_digest(step: int, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Json], keep: int) -> bytes:
+    if not 0 <= step <= MAX_NBYTES or keep < 1:
+        raise CheckpointError(
+            f"step {step}, keep = {keep}", fix="count steps from 0, and keep at least 1 checkpoint", where="checkpoint"
+        )
+    strange = [f"{name} is {dtype_name(tensor.dtype)}" for name, tensor in tensors.items() if tensor.dtype not in TAGS]
+    if strange:
+        known = ", ".join(map(dtype_name, TAGS))
+        raise CheckpointError(
+            f"{'; '.join(strange[:SHOWN])}: no such dtype in a checkpoint", fix=f"convert to one of {known}", where="checkpoint"
+        )
+    Manifest(step, {}, {}, dict(meta)).dump()  # refuses a meta that is not JSON before anything is written
+    state = [f"{name} {list(tensors[name].shape)} {dtype_name(tensors[name].dtype)}" for name in sorted(tensors)]
+    return sha256(repr((step, state)).encode()).digest()
+
+
+def _begin(place: Path, step: int, tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Make the partial folder and return its token; four zero bytes when a good checkpoint of the same state is there."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if os.path.lexists(place):
+        try:
+            manifest = _whole(place, step)
+        except CheckpointError as error:
+            logger.warning("a damaged checkpoint is replaced: %s", error)
+        else:
+            check_state(manifest, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}, place)
+            return bytes(4)
+    token = b"\1" + secrets.token_bytes(3)
+    os.mkdir(partial_folder(place, token.hex()))
+    return token
+
+
+def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> bytes:
+    if not tensors:
+        return b""
+    shard = write_shard(path, tensors)
+    return shard.nbytes.to_bytes(8, "little") + bytes.fromhex(shard.sha256)
+
+
+def _unpacked(record: bytes) -> Shard:
+    return Shard(int.from_bytes(record[:8], "little"), record[8:40].hex())
+
+
+def _publish(partial: Path, place: Path, manifest: Manifest) -> bytes:
+    with (partial / FILE_NAME).open("xb", buffering=0) as file:
+        write_all(file.fileno(), memoryview(manifest.dump().encode()))
+        os.fsync(file.fileno())
+    publish(partial, place)
+    return b""
+
+
+def _whole(path: Path, step: int | None = None, expected: Wanted | None = None) -> Manifest:
+    """The manifest of the checkpoint in `path` after checking all of it. Raises CheckpointError."""
+    manifest = read_manifest(path)
+    if step is not None and manifest.step != step:
+        raise CheckpointError(f"its manifest is of step {manifest.step}", fix="rename the folder to match", where=str(path))
+    if expected is not None:
+        check_state(manifest, expected, path)
+    check_sums(path, manifest.files)
+    return manifest
+
+
+def _refuse(lines: list[str], path: Path) -> None:
+    if lines:
+        more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+        what = f"it holds another model or optimizer: {'; '.join(lines[:SHOWN])}{more}"
+        raise CheckpointError(
+            what, fix="resume with the model and optimizer that wrote it, or start in an empty folder", where=str(path)
+        )
+
+
+def _dealt(tensors: Mapping[str, torch.Tensor], size: int) -> list[list[str]]:
+    """The names each of `size` ranks writes: largest first, each to the rank with the fewest bytes so far."""
+    nbytes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    loads = [(0, index) for index in range(size)]
+    heapify(loads)
+    shares: list[list[str]] = [[] for _ in range(size)]
+    for name in sorted(nbytes, key=lambda name: (-nbytes[name], name)):
+        load, index = loads[0]
+        shares[index].append(name)
+        heapreplace(loads, (load + nbytes[name], index))
+    return shares
+
+
+def _entry(tensor: torch.Tensor, name: str, file: str) -> Entry:
+    shape = tuple(tensor.shape)
+    return Entry(shape, dtype_name(tensor.dtype), (Slice(file, name, (0,) * len(shape), shape),))
+
+
+def _file_name(index: int) -> str:
+    return f"rank-{index:05d}.safetensors"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,208 @@
+"""A config file and a plan file have one schema, so a plan is a config in which nothing is left open.
+
+    micro_batch = 2                      samples per micro-batch and rank; 0: the whole local batch at once
+
+    [model] [data] [train] [optimizer] [schedule] [precision]     together the Job (core/job.py)
+    [run]                                                         what surrounds it
+    [mesh]                               axis = size; -1: whatever makes the product fit the number of ranks
+    dp_replicate = -1
+
+    [[strategies]]                       one table per technique: its name and its fields
+    name = "replicate"
+
+A file without `strategies` asks for a choice; `strategies = []` asks for none. A plan file adds `plan_hash` and `version`.
+Every fault of a file and of the overrides is reported at once, with its dotted key and where it stands.
+
+Paths in model.source and data.source are relative to the folder of the file (those given as overrides: to the current
+folder) if they exist there. They become absolute on reading, so a plan file can be moved to another folder.
+"""
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import tomli_w
+
+from meshwright.core.errors import Fault, PlanError, nearest, raise_faults
+from meshwright.core.job import Job, Run
+from meshwright.core.mesh import AXES
+from meshwright.core.strategy import Strategy
+from meshwright.run.overrides import overridden
+from meshwright.run.schema import Check
+
+EXTRA = ("plan_hash", "version")  # written by a plan file
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a config or plan file asks for. `mesh` holds the sizes as written; `strategies` is None when none are listed."""
+
+    job: Job = field(default_factory=Job)
+    run: Run = field(default_factory=Run)
+    mesh: dict[str, int] = field(default_factory=dict)
+    micro_batch: int = 0
+    strategies: tuple[Strategy, ...] | None = None
+    extra: dict[str, str] = field(default_factory=dict)
+
+
+def read_request(path: Path, overrides: Sequence[str], strategies: Mapping[str, type[Strategy]]) -> Request:
+    """The request in the TOML file at `path`, changed by `overrides` (run/overrides.py); `strategies` are known by name.
+
+    Values are checked for their types only: whether they make sense together is for Plan.make to say.
+    Raises PlanError with every fault of the file and the overrides.
+    """
+    faults: list[Fault] = []
+    document, said = overridden(_parse(path), overrides, faults)
+    tables: dict[str, Any] = {**get_type_hints(Job), "run": Run}
+    hints = {**tables, "mesh": dict[str, int], "micro_batch": int, **dict.fromkeys(EXTRA, str)}
+    check = Check(str(path), said, tables, faults)
+    chosen = _strategies(document.pop("strategies", None), strategies, check)
+    for key in (key for key in document if key not in hints):
+        check.unknown(key, (*hints, "strategies"), (key,))
+    values = {key: check.fit(document[key], hint, (key,)) for key, hint in hints.items() if key in document}
+    for axis in (axis for axis in values.get("mesh") or () if axis not in AXES):
+        faults.append(Fault(f"there is no axis '{axis}'", nearest(axis, AXES), check.where(("mesh", axis))))
+    raise_faults(faults)
+    job = Job(**{item.name: values[item.name] for item in fields(Job) if item.name in values})
+    return Request(
+        job=_with_absolute_sources(job, path.parent, said),
+        run=values.get("run", Run()),
+        mesh=values.get("mesh", {}),
+        micro_batch=values.get("micro_batch", 0),
+        strategies=chosen,
+        extra={key: values[key] for key in EXTRA if key in values},
+    )
+
+
+def write_request(request: Request, path: Path) -> None:
+    """Write `request` to `path` as TOML, every default spelled out; a reader sees the old file or the new one, never a part.
+
+    Raises PlanError when the file cannot be written.
+    """
+    text = tomli_w.dumps(as_dict(request)).encode()
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink()
+        fix = "name a file in a folder that can be written to"
+        raise PlanError(f"the file cannot be written: {error.strerror}", fix=fix, where=str(path)) from error
+
+
+def as_dict(request: Request) -> dict[str, Any]:
+    """`request` as plain values (dict, list, str, int, float, bool), in the schema of the file."""
+    document: dict[str, Any] = {**request.extra, "micro_batch": request.micro_batch, **_plain(request.job)}
+    document |= {"run": _plain(request.run), "mesh": dict(request.mesh)}
+    if request.strategies is not None:
+        document["strategies"] = [{"name": strategy.name, **_plain(strategy)} for strategy in request.strategies]
+    return document
+
+
+def canonical_hash(document: Mapping[str, Any]) -> str:
+    """64 hex digits (sha256) that are the same for equal plain values, whatever the order of their keys."""
+    return sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        said = {item.name: (getattr(value, item.name), item.default) for item in fields(value) if item.init}
+        return {key: _plain(now) for key, (now, default) in said.items() if not (now is None and default is None)}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return {} if value is None else value  # TOML has no null; run/schema.py reads {} as None
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    where = str(path)
+    if path.is_dir():
+        names = ", ".join(sorted(found.name for found in path.glob("*.toml"))) or "there is none"
+        raise PlanError("this is a folder; needed is a TOML file", fix=f"name a file in it: {names}", where=where)
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError as error:
+        names = [found.name for found in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+        fix = nearest(path.name, names) if names else "check the path; the file is looked for from the current folder"
+        raise PlanError("there is no such file", fix=fix, where=where) from error
+    except OSError as error:
+        raise PlanError(f"the file cannot be read: {error.strerror}", fix="check its permissions", where=where) from error
+    except UnicodeDecodeError as error:
+        fix = f"save it as UTF-8; the byte at position {error.start} is not"
+        raise PlanError("the file is not a text in UTF-8", fix=fix, where=where) from error
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise _syntax_error(path, text, error) from error
+    if not document:
+        fix = "name at least a model and data: [model] source = ..., [data] source = ..."
+        raise PlanError("the file is empty: it sets no key", fix=fix, where=where)
+    return document
+
+
+def _syntax_error(path: Path, text: str, error: tomllib.TOMLDecodeError) -> PlanError:
+    lines = text.splitlines() or [""]
+    place = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
+    line = int(place[1]) if place else len(lines)
+    reason = str(error).split(" (at ")[0]
+    fix = 'write key = value; texts stand in quotes ("text"), lists in brackets ([1, 2])'
+    return PlanError(
+        f"not TOML: {reason}, in the line '{lines[min(line, len(lines)) - 1].strip()}'", fix=fix, where=f"{path}:{line}"
+    )
+
+
+def _strategies(listed: Any, known: Mapping[str, type[Strategy]], check: Check) -> tuple[Strategy, ...] | None:
+    if listed is None:
+        return None
+    path = ("strategies",)
+    if not isinstance(listed, list) or not all(isinstance(table, dict) for table in listed):
+        fix = '[[strategies]] in double brackets, then name = "replicate"; one such table for each technique'
+        check.faults.append(Fault("strategies is not a list of tables", fix, check.where(path)))
+        return None
+    chosen = []
+    for i, table in enumerate(listed):
+        name = table.get("name")
+        if not isinstance(name, str):
+            text = "the strategy has no name" if name is None else f"{name!r} is not the name of a strategy"
+            check.faults.append(Fault(text, f'write name = "...": {nearest("", known)}', check.where((*path, str(i), "name"))))
+        elif name not in known:
+            check.faults.append(
+                Fault(f"there is no strategy '{name}'", nearest(name, known), check.where((*path, str(i), "name")))
+            )
+        else:
+            values = {key: value for key, value in table.items() if key != "name"}
+            chosen.append(check.fit(values, known[name], (*path, name)))
+    return tuple(chosen)
+
+
+def _with_absolute_sources(job: Job, folder: Path, said: frozenset[tuple[str, ...]]) -> Job:
+    def anchored(table: str, source: str) -> str:
+        typed = (table, "source") in said or (table,) in said
+        return _absolute(source, (Path.cwd(), folder) if typed else (folder, Path.cwd()))
+
+    model = replace(job.model, source=anchored("model", job.model.source))
+    data = job.data if job.data.source == "example" else replace(job.data, source=anchored("data", job.data.source))
+    return replace(job, model=model, data=data)
+
+
+def _absolute(source: str, folders: Sequence[Path]) -> str:
+    """`source` (a path, or path:factory) as seen from the first of `folders` in which it exists; unchanged when in none."""
+    head, colon, factory = source.rpartition(":")
+    for folder in folders:
+        for name, tail in ((source, ""), (head, colon + factory)):
+            if name and os.path.exists(folder / name):  # not Path.exists, which raises for texts that cannot be paths
+                return os.path.abspath(folder / name) + tail
+    return source

@@ -1,0 +1,30 @@
+"""A few bytes of text from a model that was trained on bytes: what it has learnt, to be read rather than measured."""
+
+import torch
+from torch import nn
+
+from meshwright.engine.loss import logits_of
+from meshwright.model.random import key, uniform
+
+
+def sample_text(module: nn.Module, prompt: str, num_tokens: int, context: int, seed: int, temperature: float = 0.7) -> str:
+    """`prompt` continued by `num_tokens` bytes drawn from the model at `temperature`, seeing `context` bytes back.
+
+    The same seed gives the same text. Bytes that are no UTF-8 are shown as replacement characters. The module is put
+    back into the mode in which it was.
+    """
+    was_training = module.training
+    device = next(module.parameters()).device
+    tokens = list(prompt.encode()) or [10]
+    module.eval()
+    try:
+        with torch.no_grad():
+            for number in range(num_tokens):
+                ids = torch.tensor([tokens[-context:]], device=device)
+                scores = logits_of(module(input_ids=ids))[0, -1].double() / temperature
+                reached = scores.softmax(-1).cumsum(-1)
+                drawn = uniform(key(seed, "sample", number), 0, 1, torch.float64, device)
+                tokens.append(min(int(torch.searchsorted(reached, drawn).item()), len(reached) - 1))
+    finally:
+        module.train(was_training)
+    return bytes(token % 256 for token in tokens).decode(errors="replace")

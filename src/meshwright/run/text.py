@@ -1,0 +1,157 @@
+"""Text as training samples: a file or a folder of files becomes one row of bytes, and a sample is a window of it.
+
+Bytes are the tokens (256 of them), so any language works and there is no vocabulary to fetch. Files are joined in sorted
+order with one zero byte between them: no text holds a zero byte (a file that does is refused), so it marks the border
+without ambiguity, and a model learns from it where a document ends. Empty files add nothing.
+
+    tokens    h e l l o 0 w o r l d        T = 4: sample i is tokens[4 i : 4 i + 5]
+    sample 0  inputs h e l l   labels e l l o
+    sample 1  inputs o 0 w o   labels 0 w o r
+    sample 2  inputs r l d .   labels l d . .        . in labels is -100: no token follows, no weight in the loss
+
+Neighbouring samples share the token at their border, so every token but the first is a label exactly once per epoch.
+The tokens are held in memory, one byte each; a window is cut out when it is asked for.
+"""
+
+import logging
+import os
+from codecs import getincrementaldecoder
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from hashlib import sha256
+from pathlib import Path, PurePath
+
+import numpy as np
+import torch
+
+from meshwright.core.errors import Fault, raise_faults
+from meshwright.core.job import DataSource
+
+VOCABULARY = 256
+SEPARATOR = 0
+NO_LABEL = -100  # what torch's cross entropy ignores by default
+MAX_UNDECODABLE = 0.1  # share of a file's bytes; Latin-1 prose stays below 0.05, compressed data lies near 0.4
+PIECE = 1 << 20
+
+logger = logging.getLogger(__name__)
+
+
+class TextData:
+    """The samples of one `DataSource`. `files` are those that were read, in order; `digest` names their content.
+
+    `digest` is the sha256 of the sequence length and the tokens: a checkpoint that holds it can tell that the data changed.
+
+    Raises PlanError holding every fault found: nothing there, nothing that matches, unreadable or binary files.
+    """
+
+    def __init__(self, source: DataSource) -> None:
+        raise_faults(source.faults())
+        root = Path(source.source)
+        self.sequence = source.sequence
+        self.files = tuple(_files(root, source)) if root.is_dir() else (root,)
+        if not self.files:
+            wanted = f"include = {list(source.include)}, exclude = {list(source.exclude)}"
+            raise_faults(
+                [Fault(f"no file in '{_shown(root)}' matches {wanted}", "change data.include or data.exclude", "data.include")]
+            )
+        content = _joined(self.files)
+        if len(content) < 2:
+            what = f"'{_shown(root)}' holds {len(content)} bytes in all; needed are at least 2, a token and the one after it"
+            raise_faults([Fault(what, "point data.source at a text that is not empty", "data.source")])
+        self.tokens = np.frombuffer(content, dtype=np.uint8)
+        self.tokens.flags.writeable = False
+        self.digest = sha256(b"bytes, sequence %d\n" % self.sequence + sha256(content).digest()).hexdigest()
+
+    def __len__(self) -> int:
+        """The number of samples; the last one may be short."""
+        return -(-(self.tokens.size - 1) // self.sequence)
+
+    def batch(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The samples `ids` as {"input_ids": (n, T), "labels": (n, T)}, both int64; labels are already shifted.
+
+        labels[:, t] is the token after input_ids[:, t], or -100 where none follows. The id -1 is an absent sample: inputs
+        of 0 and labels of -100, so that it weighs nothing. Raises IndexError for an id that is neither.
+        """
+        rows = np.asarray(ids, dtype=np.int64)
+        wrong = rows[(rows < -1) | (rows >= len(self))]
+        if wrong.size:
+            raise IndexError(
+                f"there is no sample {wrong[0]}: ids run from 0 to {len(self) - 1}, and -1 is an absent sample; "
+                "take ids from an Order over len(data) samples"
+            )
+        at = rows[:, None] * self.sequence + np.arange(self.sequence + 1)
+        there = (rows[:, None] >= 0) & (at < self.tokens.size)
+        window = self.tokens[np.where(there, at, 0)].astype(np.int64)
+        inputs = np.where(there[:, :-1], window[:, :-1], SEPARATOR)
+        labels = np.where(there[:, 1:], window[:, 1:], NO_LABEL)
+        return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+
+
+def _files(folder: Path, source: DataSource) -> Iterator[Path]:
+    """The files below `folder` that the patterns choose, sorted by their path as written with "/"."""
+    inside = folder.resolve()
+    found: dict[str, Path] = {}
+    denied: list[OSError] = []
+    for here, folders, names in os.walk(folder, onerror=denied.append):  # does not enter linked folders, so loops cannot trap it
+        for name in (*names, *(name for name in folders if Path(here, name).is_symlink())):
+            path = Path(here, name)
+            relative = path.relative_to(folder)
+            if not _matches(relative, source.include) or _matches(relative, source.exclude):
+                continue
+            if not path.resolve().is_relative_to(inside):
+                logger.warning("not read: '%s' is a link out of the folder; name its target as data.source", _shown(path))
+            elif name in names:
+                found[relative.as_posix()] = path
+    fix = "allow reading it, or point data.source elsewhere"
+    raise_faults(Fault(f"the folder cannot be read: {error.strerror}", fix, _shown(Path(error.filename))) for error in denied)
+    return (found[key] for key in sorted(found))
+
+
+def _matches(relative: PurePath, patterns: Sequence[str]) -> bool:
+    candidates = (relative.as_posix(), *relative.parts)
+    return any(fnmatchcase(candidate, pattern) for pattern in patterns for candidate in candidates)
+
+
+def _joined(files: Sequence[Path]) -> bytearray:
+    """The bytes of all `files`, a zero byte between those that are not empty."""
+    content, faults = bytearray(), []
+    for path in files:
+        text, fault = _read(path)
+        if fault:
+            faults.append(fault)
+        elif text:
+            content += b"\0" if content else b""
+            content += text
+    raise_faults(faults)
+    return content
+
+
+def _read(path: Path) -> tuple[bytes, Fault | None]:
+    where = _shown(path)
+    if not path.exists():
+        return b"", Fault("there is no such file or folder", "correct data.source", where)
+    if not path.is_file():  # a pipe or a device would be read for ever
+        return b"", Fault("it is no regular file", "exclude it with data.exclude", where)
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        return b"", Fault(f"it cannot be read: {error.strerror}", "allow reading it, or exclude it with data.exclude", where)
+    fix = "save it as UTF-8 text, or exclude it with data.exclude"
+    if zeros := text.count(0):
+        return b"", Fault(f"{zeros} of its {len(text)} bytes are zero: binary data or UTF-16; needed is text", fix, where)
+    odd = _undecodable(text)
+    if odd > MAX_UNDECODABLE * len(text):
+        return b"", Fault(f"{odd} of its {len(text)} bytes are not UTF-8: binary data or another encoding", fix, where)
+    return text, None
+
+
+def _undecodable(text: bytes) -> int:
+    """The number of bytes that are no part of a UTF-8 character, found in pieces: a large file is not held twice."""
+    decoder = getincrementaldecoder("utf-8")(errors="ignore")
+    pieces = (text[i : i + PIECE] for i in range(0, len(text), PIECE))
+    return len(text) - sum(len(decoder.decode(piece).encode()) for piece in pieces)
+
+
+def _shown(path: Path) -> str:
+    """The path as text that any terminal can print; undecodable bytes of a file name are escaped."""
+    return str(path).encode(errors="backslashreplace").decode()

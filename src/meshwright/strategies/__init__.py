@@ -1,0 +1,8 @@
+"""The techniques, one file each, and the table of their names."""
+
+from meshwright.core.strategy import Strategy
+from meshwright.strategies.data.batch import Batch
+from meshwright.strategies.data.naive import Naive
+from meshwright.strategies.data.replicate import Replicate
+
+STRATEGIES: dict[str, type[Strategy]] = {strategy.name: strategy for strategy in (Batch, Naive, Replicate)}

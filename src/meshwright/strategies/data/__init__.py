@@ -1,0 +1,1 @@
+"""Data parallelism: the batch is split, the gradients are summed."""

@@ -1,0 +1,61 @@
+"""Data parallelism, the splitting half: each rank computes on its own share of the global batch.
+
+Why it works: the loss of a step is a sum over tokens divided by one number, the count of valid tokens in the *global*
+batch. A sum can be taken in parts. Each rank therefore divides its own sum by the global count, never by its own, and
+the gradients of all ranks simply add up; nobody divides by a number of ranks. Taking the mean of per-rank means is
+wrong as soon as ranks hold different numbers of valid tokens.
+
+    global batch  [ s0 s1 s2 s3 s4 s5 ]        rank 0: s0 s1    rank 1: s2 s3    rank 2: s4 s5
+    before   COUNT           F F F  LOSS  B B B  TALLY  STEP
+    after    COUNT(all-reduce, beside the first F)  F F F  LOSS  B B B  TALLY(all-reduce)  STEP
+
+    loss = sum_ranks sum_tokens l / sum_ranks count        weights I -> R, so their gradients are P
+
+Cost: two messages of 24 bytes per rank and step; memory of activations / n. A rank without data takes part with zero
+weight: its labels are ignored, its gradients are zero, and nobody waits.
+Limits: the global batch must divide by the ranks. The gradients stay pending sums: a storing strategy must add them up.
+Paper: Dean et al. 2012, "Large Scale Distributed Deep Networks" (NeurIPS); Goyal et al. 2017, arXiv 1706.02677, section 3
+(losses normalised by the total, not by the per-worker minibatch).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from meshwright.core.errors import Fault, nearest
+from meshwright.core.job import Job
+from meshwright.core.layout import P, R, S
+from meshwright.core.program import Action, Program, Transfer
+from meshwright.core.space import Home, Space
+from meshwright.core.strategy import Phase, Strategy
+
+DATA_AXES = ("dp_replicate", "dp_shard")
+
+
+@dataclass(frozen=True)
+class Batch(Strategy):
+    """Splits the samples of the global batch along `axis`."""
+
+    name: ClassVar[str] = "batch"
+    phase: ClassVar[Phase] = "shard"
+    axis: str = "dp_replicate"
+
+    def check(self, job: Job, space: Space) -> Iterator[Fault]:
+        if self.axis not in DATA_AXES:
+            yield Fault(f"samples cannot be split along '{self.axis}'", nearest(self.axis, DATA_AXES), "strategies.batch.axis")
+
+    def place(self, space: Space) -> Space:
+        split = space.with_tokens(self.axis, S(0))
+        return split.with_homes(self._use_apart)
+
+    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
+        return program.edit(lambda actions: [self._share(action) for action in actions])
+
+    def _use_apart(self, home: Home) -> Home:
+        return replace(home, layout=home.layout.with_place(self.axis, R), grad=home.grad.with_place(self.axis, P))
+
+    def _share(self, action: Action) -> Action:
+        if action.kind not in ("COUNT", "TALLY"):
+            return action
+        axes = (*(action.transfer.axes if action.transfer else ()), self.axis)
+        return replace(action, lane="wire", transfer=Transfer("all_reduce", axes, 24, dtype="float64"))

@@ -1,0 +1,63 @@
+"""Data parallelism as lectures draw it: after the whole backward, each parameter's gradient is all-reduced, one by one.
+
+Why it is here: it is the oracle for `replicate` (same sums, no buckets, no overlap), and the lesson: two lines that are
+easy to trust, and what they cost. Every message pays its latency, and the wire is idle while backward runs.
+
+    compute   F0 F1 LOSS B1 B0                                     CLIP STEP
+    wire                        REDUCE(w0) REDUCE(w1) REDUCE(w2)
+
+    sent per rank and step = 2 (n-1)/n * S, as in `replicate`, in as many messages as there are parameters
+
+Cost: as `replicate`, with no overlap and no coalescing.
+Limits: those of `replicate`; gradients travel in the parameters' dtype.
+Paper: Li et al. 2020, "PyTorch Distributed", arXiv 2006.15704 (section 3.2.1, "A Naive Solution").
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from meshwright.core.anatomy import NBYTES
+from meshwright.core.errors import Fault
+from meshwright.core.job import Job
+from meshwright.core.layout import I
+from meshwright.core.program import Action, Program, Transfer, index_of_last, with_waits
+from meshwright.core.space import Space
+from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
+from meshwright.strategies.data.replicate import replica_faults
+
+
+@dataclass(frozen=True)
+class Naive(Strategy):
+    """Whole copies of the weights along `axis`; one all-reduce per parameter, after the last backward."""
+
+    name: ClassVar[str] = "naive"
+    phase: ClassVar[Phase] = "store"
+    axis: str = "dp_replicate"
+    algorithm: str = "backend"
+
+    def check(self, job: Job, space: Space) -> Iterator[Fault]:
+        yield from replica_faults(self.name, self.axis, self.algorithm, space)
+        if job.precision.reduce != job.precision.parameters:
+            text = f"gradients travel in {job.precision.parameters} here, and precision.reduce is {job.precision.reduce}"
+            yield Fault(text, 'use the strategy "replicate", or make the two dtypes equal', "precision.reduce")
+
+    def place(self, space: Space) -> Space:
+        return space.with_homes(lambda home: replace(home, grad=home.grad.with_place(self.axis, I)))
+
+    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
+        return program.edit(lambda actions: self._reduce_each(actions, space, job))
+
+    def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
+        return {"REDUCE": runtime.start}
+
+    def _reduce_each(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
+        end = index_of_last(actions, "CLIP") or 0
+        reduces = []
+        for weight in space.anatomy.trainable:
+            nbytes = weight.numel * NBYTES[job.precision.parameters]
+            transfer = Transfer("all_reduce", (self.axis,), nbytes, self.algorithm, job.precision.parameters)
+            waits = (actions[index_of_last(actions, "B") or 0].name,)
+            reduces.append(Action("REDUCE", weight.name, lane="wire", waits=waits, tensors=(weight.name,), transfer=transfer))
+        clip = with_waits(actions[end], [reduce.name for reduce in reduces])
+        return [*actions[:end], *reduces, clip, *actions[end + 1 :]]

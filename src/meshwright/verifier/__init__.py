@@ -1,0 +1,1 @@
+"""Proves a plan: on paper (static), and by running it beside one device (parity)."""

@@ -1,0 +1,100 @@
+"""What a collective needs and sends, the same for all bodies."""
+
+import pytest
+import torch
+
+from meshwright.comm.collective import Call, ordered_axes, ordered_sum, sent_bytes
+from meshwright.comm.fake import FakeWorld
+from meshwright.comm.group import Group
+from meshwright.core.errors import PlanError
+from meshwright.core.mesh import Mesh
+
+
+def ring(size: int = 3) -> Group:
+    return FakeWorld(Mesh(dp_shard=size), rank=1).group(["dp_shard"])
+
+
+@pytest.mark.parametrize(
+    ("collective", "sent"),
+    [("all_reduce", 16), ("all_gather", 24), ("reduce_scatter", 8), ("all_to_all", 8), ("broadcast", 12), ("barrier", 0)],
+)
+def test_bytes_sent_follow_the_formula_at_three_ranks(collective: str, sent: float) -> None:
+    assert sent_bytes(collective, 12, 3) == sent
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"])
+def test_a_single_rank_sends_nothing(collective: str) -> None:
+    assert sent_bytes(collective, 12, 1) == 0
+
+
+def test_ledger_books_what_was_issued_for_which_action() -> None:
+    group = ring()
+    group.ledger.recording = True
+    group.all_reduce(torch.zeros(6), action="REDUCE(a)").wait()
+    group.all_gather(torch.zeros(6), torch.zeros(2), action="UNSHARD(a)").wait()
+    group.reduce_scatter(torch.zeros(2), torch.zeros(6), action="REDUCE(a)").wait()
+    group.broadcast(torch.zeros(6), source=0, action="INIT").wait()
+    group.broadcast(torch.zeros(6), source=1, action="INIT").wait()
+    group.barrier(action="END")
+    entries = [(entry.collective, entry.axes, entry.size, entry.nbytes, entry.sent) for entry in group.ledger.entries]
+    assert entries == [
+        ("all_reduce", ("dp_shard",), 3, 24, 32),
+        ("all_gather", ("dp_shard",), 3, 8, 16),
+        ("reduce_scatter", ("dp_shard",), 3, 24, 16),
+        ("broadcast", ("dp_shard",), 3, 24, 0),
+        ("broadcast", ("dp_shard",), 3, 24, 24),
+        ("barrier", ("dp_shard",), 3, 0, 0),
+    ]
+    assert group.ledger.sent == {"REDUCE(a)": 48, "UNSHARD(a)": 16, "INIT": 24, "END": 0}
+
+
+def test_an_unknown_algorithm_is_refused_with_the_nearest() -> None:
+    with pytest.raises(PlanError, match=r"(?s)no all_reduce algorithm 'backed'.*did you mean 'backend'\?"):
+        ring().all_reduce(torch.zeros(3), algorithm="backed")
+
+
+def test_a_refused_call_is_not_booked() -> None:
+    group = ring()
+    with pytest.raises(ValueError, match="not contiguous"):
+        group.all_reduce(torch.zeros(2, 3).T, action="REDUCE")
+    assert group.ledger.sent == {}
+
+
+def test_tensors_that_do_not_fit_are_refused_with_the_repair() -> None:
+    group = ring()
+    three = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"4 elements do not divide by 3 ranks\. Pad"):
+        group.reduce_scatter(torch.zeros(1), torch.zeros(4))
+    with pytest.raises(ValueError, match=r"the output has 6 elements; needed for 3 ranks are 9.*new_empty\(9\)"):
+        group.all_gather(torch.zeros(6), three)
+    with pytest.raises(ValueError, match=r"the output is torch.float64; needed is torch.float32"):
+        group.all_to_all(three.double(), three)
+    with pytest.raises(ValueError, match="the output is the operand itself"):
+        group.all_to_all(three, three)
+    with pytest.raises(ValueError, match=r"from index 3 .*the group has 3 ranks\. Name a source from 0 to 2"):
+        group.broadcast(three, source=3)
+
+
+def test_half_types_are_summed_in_float32_and_rounded_once() -> None:
+    summands = [torch.tensor([1.0], dtype=torch.bfloat16)] + [torch.tensor([2.0**-9], dtype=torch.bfloat16)] * 8
+    assert ordered_sum(summands).dtype == torch.bfloat16
+    assert ordered_sum(summands).item() == 1.0 + 2.0**-6  # each summand alone would be rounded away
+
+
+def test_a_sum_leaves_its_summands_alone() -> None:
+    summands = [torch.ones(2), torch.ones(2)]
+    assert torch.equal(ordered_sum(summands), torch.full((2,), 2.0))
+    assert torch.equal(summands[0], torch.ones(2))
+
+
+def test_axes_are_put_in_the_order_of_the_mesh() -> None:
+    assert ordered_axes(["tp", "dp_shard", "tp"]) == ("dp_shard", "tp")
+    with pytest.raises(PlanError, match=r"(?s)no axis 'dp_shrd'.*did you mean 'dp_shard'"):
+        ordered_axes(["dp_shrd"])
+
+
+def test_calls_that_serve_different_actions_can_meet() -> None:
+    call = Call("all_reduce", (3,), torch.float32, action="A")
+    assert call == Call("all_reduce", (3,), torch.float32, action="B")
+    assert call != Call("all_reduce", (4,), torch.float32, action="A")
+    assert str(call) == "all_reduce of float32 [3] for A"

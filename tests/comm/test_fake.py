@@ -1,0 +1,46 @@
+"""One rank of a large job, alone."""
+
+import torch
+
+from meshwright.comm.fake import FakeWorld
+from meshwright.core.mesh import Mesh
+
+RING = Mesh(dp_shard=3)
+
+
+def test_results_are_those_of_equal_peers() -> None:
+    group = FakeWorld(RING, rank=1).group(["dp_shard"])
+    tensor = torch.arange(6.0)
+    total, gathered, mine, arrived = tensor.clone(), torch.empty(18), torch.empty(2), torch.empty(6)
+    group.all_reduce(total).wait()
+    group.all_gather(gathered, tensor).wait()
+    group.reduce_scatter(mine, tensor).wait()
+    group.all_to_all(arrived, tensor).wait()
+    group.broadcast(tensor, source=2).wait()
+    assert torch.equal(total, 3 * tensor)
+    assert torch.equal(gathered, tensor.repeat(3))
+    assert torch.equal(mine, 3 * tensor[2:4])
+    assert torch.equal(arrived, tensor[2:4].repeat(3))
+    assert torch.equal(tensor, torch.arange(6.0))
+
+
+def test_meta_tensors_pass_through_every_collective() -> None:
+    group = FakeWorld(RING, rank=2, device="meta").group(["dp_shard"])
+    tensor = torch.empty(6, device="meta")
+    group.all_reduce(tensor).wait()
+    group.all_gather(tensor.new_empty(18), tensor).wait()
+    group.reduce_scatter(tensor.new_empty(2), tensor).wait()
+    group.all_to_all(torch.empty_like(tensor), tensor).wait()
+    assert group.ledger.sent[""] == (2 * 24 + 3 * 24 + 24 + 24) * 2 / 3
+
+
+def test_a_rank_of_a_hundred_thousand_sees_its_peers_by_arithmetic() -> None:
+    mesh = Mesh(pp=10, dp_shard=1000, tp=10)
+    world = FakeWorld(mesh, rank=77_777)
+    assert world.group(["tp"]).ranks == tuple(range(77_770, 77_780))
+    assert world.group(["dp_shard"]).index == 777
+    assert world.group(["dp_shard"]).ranks[:2] == (70_007, 70_017)
+    tensor = torch.ones(2)
+    world.group(["pp", "dp_shard", "tp"]).all_reduce(tensor, action="REDUCE").wait()
+    assert torch.equal(tensor, torch.full((2,), 100_000.0))
+    assert world.ledger.sent["REDUCE"] == 2 * 8 * 99_999 / 100_000

@@ -1,0 +1,34 @@
+"""What every test stands on: one torch thread, one pool of processes, and nothing left behind."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.testing.spawn import ProcessPool
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def process_pool() -> Iterator[ProcessPool]:
+    """Gloo processes, at most 4, started when first used and shared by the whole session."""
+    with ProcessPool() as pool:
+        yield pool
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    """Fail a test that leaves a running thread or a process group."""
+    before = set(threading.enumerate())
+    yield
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in left:
+        thread.join(1.0)
+    assert not [thread.name for thread in left if thread.is_alive()]
+    joined = dist.is_initialized()
+    if joined:
+        dist.destroy_process_group()
+    assert not joined, "the test left a process group; destroy it, or use rendezvous"

@@ -1,0 +1,101 @@
+"""The generated pages, from a small package made for the purpose."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from docs.generate import described, essays, kinds, markdown, stale, techniques, write
+
+STEPS = '''"""Steps.
+
+    F       forward         B     backward
+    STEP    the optimizer
+"""
+x = Action("F"), Action(kind="STEP")
+'''
+ALPHA = '''"""The first idea.
+
+    REDUCE  sums of * stars
+"""
+x = Action("REDUCE")
+'''
+BETA = '''"""The second idea.
+
+It brings a CAST (to a narrow dtype)."""
+x = Action("CAST"), Action("REDUCE")
+'''
+
+PACKAGE = {
+    "core/steps.py": STEPS,
+    "strategies/data/alpha.py": ALPHA,
+    "strategies/data/beta.py": BETA,
+    "strategies/data/__init__.py": '"""A family."""\n',
+    "strategies/__init__.py": '"""All families."""\n',
+    "engine/play.py": '"""Plays."""\nx = Action("LOST"), Action(kind), Other("OTHER")\n',
+}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for name, text in PACKAGE.items():
+        path = tmp_path / "src/meshwright" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def test_every_technique_has_a_page_and_a_row_of_the_index(root: Path):
+    assert write(root) == ["docs/actions.md", "docs/techniques/README.md", "docs/techniques/alpha.md", "docs/techniques/beta.md"]
+    assert "The first idea." in (root / "docs/techniques/alpha.md").read_text()
+    assert "| [beta](beta.md) | data | The second idea. |" in (root / "docs/techniques/README.md").read_text()
+
+
+def test_a_kind_is_owned_by_the_module_that_makes_and_describes_it(root: Path):
+    found = {kind.name: (Path(kind.owner).name, kind.meaning) for kind in kinds(essays(root))}
+    assert found == {
+        "F": ("steps.py", "forward"),
+        "STEP": ("steps.py", "the optimizer"),
+        "REDUCE": ("alpha.py", "sums of * stars"),
+        "CAST": ("beta.py", "to a narrow dtype"),
+        "LOST": ("play.py", ""),
+    }
+
+
+def test_a_kind_in_the_second_column_is_described():
+    assert described("B", "    F       forward         B     backward") == "backward"
+
+
+@pytest.mark.parametrize("text", ["    compute   F0 F1 B", "A BACK (way).", "    REDUCE  a B  thing", ""])
+def test_a_kind_that_is_only_drawn_is_not_described(text: str):
+    assert described("B", text) == ""
+
+
+def test_pages_are_up_to_date_once_written_and_not_after_a_change(root: Path):
+    assert "docs/actions.md is missing" in stale(root)
+    write(root)
+    assert stale(root) == []
+    source = root / "src/meshwright/strategies/data/alpha.py"
+    source.write_text(source.read_text().replace("first", "very first"))
+    assert stale(root) == ["docs/techniques/alpha.md is not up to date", "docs/techniques/README.md is not up to date"]
+
+
+def test_the_page_of_a_technique_that_is_gone_is_stale_and_then_removed(root: Path):
+    write(root)
+    (root / "src/meshwright/strategies/data/beta.py").unlink()
+    assert "docs/techniques/beta.md describes no technique" in stale(root)
+    write(root)
+    assert not (root / "docs/techniques/beta.md").exists()
+
+
+def test_two_techniques_of_one_name_are_refused(root: Path):
+    other = root / "src/meshwright/strategies/wire"
+    shutil.copytree(root / "src/meshwright/strategies/data", other)
+    with pytest.raises(ValueError, match=r"techniques of the same name in two families: alpha, beta; .* rename one"):
+        techniques(essays(root))
+
+
+def test_pictures_become_fenced_text_and_prose_is_escaped():
+    assert markdown("Sum a * b of `x * y`:\n\n    a * b\n\n      c\n\nCost: n.\nLimits: none.") == (
+        "Sum a \\* b of `x * y`:\n\n```text\na * b\n\n  c\n```\n\n**Cost:** n.\n\n**Limits:** none."
+    )

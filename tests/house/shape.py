@@ -1,0 +1,119 @@
+"""Rules about the shape of a file: how long, how deep, what it is called, which characters it uses."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from tests.house.source import PACKAGE, Finding, Rule, Source
+
+MAX_FILE, MAX_FUNCTION, MAX_NESTING = 300, 60, 4
+HOMELESS = frozenset({"util", "utils", "helper", "helpers", "common", "misc", "base", "manager", "managers"})
+BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.AsyncFor, ast.AsyncWith)
+
+
+def long_file(source: Source) -> Iterator[Finding]:
+    lines = source.text.count("\n")
+    if lines > MAX_FILE:
+        yield Finding(MAX_FILE, f"{lines} lines; at most {MAX_FILE}: split it where it has two subjects")
+
+
+def long_function(source: Source) -> Iterator[Finding]:
+    for function in source.functions():
+        lines = (function.end_lineno or function.lineno) - function.lineno + 1
+        if lines > MAX_FUNCTION:
+            yield Finding(function.lineno, f"{function.name} has {lines} lines; at most {MAX_FUNCTION}")
+
+
+def deep_nesting(source: Source) -> Iterator[Finding]:
+    for function in source.functions():
+        deepest = _depth(function.body)
+        if deepest > MAX_NESTING:
+            yield Finding(function.lineno, f"{function.name} nests {deepest} deep; at most {MAX_NESTING}")
+
+
+def _depth(body: list[ast.stmt]) -> int:
+    depth = 0
+    for node in body:
+        if isinstance(node, ast.If) and len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If):
+            depth = max(depth, 1 + _depth(node.body), _depth(node.orelse))  # elif is not deeper than its if
+        elif isinstance(node, BLOCKS):
+            depth = max(depth, 1 + _depth(list(_statements(node))))
+    return depth
+
+
+def _statements(node: ast.AST) -> Iterator[ast.stmt]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt):
+            yield child
+        elif isinstance(child, ast.ExceptHandler | ast.match_case):
+            yield from child.body
+
+
+def homeless_name(source: Source) -> Iterator[Finding]:
+    path = PurePosixPath(source.path)
+    words = {word for part in (*path.parts[:-1], path.stem) for word in part.removeprefix("test_").split("_")}
+    for word in sorted(words & HOMELESS):
+        yield Finding(1, f"a file called '{word}': say what it holds; a function without a home is missing a word")
+
+
+def not_ascii(source: Source) -> Iterator[Finding]:
+    for number, line in enumerate(source.text.splitlines(), 1):
+        odd = [char for char in line if not char.isascii()]
+        if odd:
+            yield Finding(number, f"not ASCII: {', '.join(f'U+{ord(char):04X}' for char in odd[:5])}")
+
+
+def _deep(levels: int) -> str:
+    lines = [f"{'    ' * (level + 1)}for i{level} in x:" for level in range(levels)]
+    return "\n".join(["def f(x):", *lines, f"{'    ' * (levels + 1)}pass\n"])
+
+
+def _anywhere(source: Source) -> bool:
+    return True
+
+
+ELIF = "def f(x):\n    if x == 1:\n        pass\n" + "".join(f"    elif x == {n}:\n        pass\n" for n in range(2, 9))
+
+INSIDE_EXCEPT = """
+def f(x):
+    try:
+        pass
+    except OSError:
+        with x:
+            while x:
+                if x:
+                    for i in x:
+                        pass
+"""
+
+RULES = (
+    Rule(
+        "no file is longer than 300 lines",
+        long_file,
+        bad=("x = 1\n" * 301,),
+        good=("x = 1\n" * 300,),
+        where=_anywhere,
+    ),
+    Rule(
+        "no function is longer than 60 lines",
+        long_function,
+        bad=("def f():\n" + "    x = 1\n" * 60,),
+        good=("def f():\n" + "    x = 1\n" * 59,),
+        where=_anywhere,
+    ),
+    Rule(
+        "no function nests deeper than 4",
+        deep_nesting,
+        bad=(_deep(5), INSIDE_EXCEPT),
+        good=(_deep(4), ELIF),
+        where=_anywhere,
+    ),
+    Rule(
+        "no file is called after nothing in particular",
+        homeless_name,
+        bad=("x = 1\n",),
+        path=f"{PACKAGE}/engine/tensor_utils.py",
+        where=_anywhere,
+    ),
+    Rule("every file is ASCII", not_ascii, bad=("x = '\u2192'\n",), where=_anywhere),
+)

@@ -1,0 +1,56 @@
+"""The rules of the house: every one holds in the tree, and every one bites."""
+
+import pytest
+
+from tests.house import organs, public, shape, words
+from tests.house.organs import ORDINARY, ORGANS, named_techniques, technique_names
+from tests.house.source import PACKAGE, Rule, Source, package_sources, python_sources, report
+
+RULES = (*shape.RULES, *words.RULES, *public.RULES, *organs.RULES)
+BAD = [pytest.param(rule, text, id=f"{rule.sentence}-{i}") for rule in RULES for i, text in enumerate(rule.bad)]
+GOOD = [pytest.param(rule, text, id=f"{rule.sentence}-{i}") for rule in RULES for i, text in enumerate(rule.good)]
+
+
+@pytest.fixture(scope="module")
+def tree() -> list[Source]:
+    return python_sources("src", "tests", "benchmarks", "docs", "examples")
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.sentence)
+def test_the_tree_keeps_the_rule(rule: Rule, tree: list[Source]):
+    found = [(source.path, finding) for source in tree if rule.where(source) for finding in rule.find(source)]
+    assert not found, report(rule.sentence, found)
+
+
+@pytest.mark.parametrize(("rule", "text"), BAD)
+def test_the_rule_bites(rule: Rule, text: str):
+    source = Source(rule.path, text)
+    assert rule.where(source), "the example stands where the rule does not look"
+    assert list(rule.find(source)), f"{rule.sentence}: not noticed:\n{text}"
+
+
+@pytest.mark.parametrize(("rule", "text"), GOOD)
+def test_the_rule_spares_what_is_right(rule: Rule, text: str):
+    found = list(rule.find(Source(rule.path, text)))
+    assert not found, report(rule.sentence, [(rule.path, finding) for finding in found])
+
+
+def test_every_everyday_word_is_a_technique_and_is_used():
+    sources = package_sources()
+    names = technique_names(sources)
+    used = {name for source in sources if source.organ in ORGANS for name, _ in named_techniques(source, names)}
+    idle = sorted(set(ORDINARY) - used)
+    assert not idle, f"ORDINARY excuses words that no organ uses, or that name no technique: {', '.join(idle)}"
+
+
+def test_a_finding_is_reported_with_its_file_and_line():
+    rule = next(rule for rule in RULES if rule.sentence == "nothing is global")
+    path = f"{PACKAGE}/engine/example.py"
+    found = [(path, finding) for finding in rule.find(Source(path, rule.bad[0]))]
+    assert f"{path}:2: global x" in report(rule.sentence, found)
+
+
+def test_cli_may_print_and_read_the_environment():
+    cli = Source(f"{PACKAGE}/cli.py", "import os\nprint(os.environ)\n")
+    aimed = {rule.sentence for rule in words.RULES if rule.where(cli)}
+    assert not aimed & {"only cli.py prints", "only cli.py reads the environment"}

@@ -1,0 +1,155 @@
+"""Rules about the tree as a whole: tests mirror the source, pages and tables are complete, imports stay light."""
+
+import configparser
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from docs.generate import essays, kinds, stale
+from meshwright.core.layout import ADJOINT, MOVES
+from tests.house.source import PACKAGE, ROOT, Finding, package_sources, python_sources, report
+
+TEXT = ("*.md", "*.toml", "*.sh", "*.yaml", "*.yml", "*.txt", "*.lock")
+HEAVY = ("torch", "transformers", "numpy")
+
+
+def sources_mirrored_by(test: str, known: set[str]) -> list[str]:
+    """The files of `known` that the test file `test` may be about: `test_ring.py` and `test_ring_causal.py` mirror `ring.py`."""
+    path = PurePosixPath(test)
+    folder = path.parent.relative_to("tests").as_posix()
+    folder = "" if folder == "." else f"{folder}/"
+    stems = path.stem.removeprefix("test_").split("_")
+    names = ["_".join(stems[:end]) for end in range(len(stems), 0, -1)]
+    tails = [tail for name in names for tail in (f"{folder}{name}.py", f"{folder}{name}/__init__.py")]
+    return [path for tail in tails for path in (f"{PACKAGE}/{tail}", tail) if path in known]
+
+
+def mirrorless(tests: list[str], known: set[str]) -> list[tuple[str, Finding]]:
+    """Every test file outside `tests/house` that is about no file of `known`."""
+    named = [test for test in tests if PurePosixPath(test).name.startswith("test_") and not test.startswith("tests/house/")]
+    return [(test, Finding(1, "mirrors no source file")) for test in named if not sources_mirrored_by(test, known)]
+
+
+def test_every_test_file_mirrors_a_source_file():
+    known = {source.path for source in python_sources("src", "benchmarks", "docs", "examples")}
+    found = mirrorless([source.path for source in python_sources("tests")], known)
+    assert not found, report("every test file mirrors a source file", found)
+
+
+def test_a_test_file_without_a_source_is_noticed():
+    known = {f"{PACKAGE}/engine/step.py", f"{PACKAGE}/cli.py", "benchmarks/method.py"}
+    right = [
+        "tests/engine/test_step.py",
+        "tests/engine/test_step_order.py",
+        "tests/test_cli.py",
+        "tests/benchmarks/test_method.py",
+    ]
+    wrong = ["tests/test_step.py", "tests/engine/test_cli.py", "tests/engine/test_other.py"]
+    assert [path for path, _ in mirrorless([*right, *wrong, "tests/house/test_rules.py"], known)] == wrong
+
+
+def open_moves(moves: Mapping[tuple[str, str], str], adjoint: Mapping[str, str]) -> list[str]:
+    """What keeps a table of moves from being closed under adjoint: letters that are no involution, moves without a backward."""
+    odd = [f"adjoint(adjoint({letter})) is not {letter}" for letter in adjoint if adjoint.get(adjoint[letter]) != letter]
+    absent = [f"{src} -> {dst} is no move" for src, dst in product(adjoint, adjoint) if (src, dst) not in moves]
+    lost = [f"{src} -> {dst} has no backward" for src, dst in moves if (adjoint[dst], adjoint[src]) not in moves]
+    return odd + absent + lost
+
+
+def test_the_move_table_is_closed_under_adjoint():
+    assert open_moves(MOVES, ADJOINT) == []
+
+
+def test_a_move_without_a_backward_is_noticed():
+    without = {move: name for move, name in MOVES.items() if move != ("P", "I")}
+    assert "I -> R has no backward" in open_moves(without, ADJOINT)
+    assert "adjoint(adjoint(R)) is not R" in open_moves(MOVES, {**ADJOINT, "P": "P"})
+
+
+def test_every_action_kind_is_described_by_the_essay_of_its_owner():
+    found = [
+        (
+            kind.owner,
+            Finding(
+                1,
+                f"{kind.name} is not described: write `{kind.name}   meaning` as a line of a column, or `{kind.name} (meaning)`",
+            ),
+        )
+        for kind in kinds(essays())
+        if not kind.meaning
+    ]
+    assert not found, report("every action kind is described", found)
+
+
+def test_every_generated_page_is_up_to_date():
+    said = stale()
+    assert not said, "run `make docs`:\n  " + "\n  ".join(said)
+
+
+@pytest.mark.parametrize("command", ["import meshwright", "--help"])
+def test_the_first_answer_does_not_wait_for_heavy_imports(command: str):
+    shown = (
+        "import meshwright"
+        if command.startswith("import")
+        else f"import meshwright.cli; sys.argv = ['meshwright', {command!r}]; meshwright.cli.main()"
+    )
+    code = f"import atexit, sys; atexit.register(lambda: print('LOADED', *sorted(set({HEAVY}) & set(sys.modules)))); {shown}"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(ROOT / "src"), "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    loaded = re.search(r"^LOADED(.*)$", done.stdout, re.MULTILINE)
+    assert done.returncode == 0, done.stderr
+    assert loaded is not None, done.stdout
+    assert loaded.group(1).split() == []
+
+
+def test_every_organ_has_its_layer():
+    config = configparser.ConfigParser()
+    config.read(ROOT / ".importlinter")
+    layers = set(re.findall(r"\w+", config["importlinter:contract:layers"]["layers"]))
+    organs = {source.organ for source in package_sources()} - {"__init__", "__main__"}
+    assert organs <= layers, f"no layer in .importlinter for: {', '.join(sorted(organs - layers))}"
+
+
+def odd_characters(path: Path) -> list[Finding]:
+    """The lines of a text file that are not ASCII."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [Finding(number, "not ASCII") for number, line in enumerate(lines, 1) if not line.isascii()]
+
+
+def test_every_text_file_is_ascii():
+    own = [
+        path for folder in (".", "docs", "examples", "benchmarks") for pattern in TEXT for path in (ROOT / folder).glob(pattern)
+    ]
+    own += [*(ROOT / "docs").rglob("*.md"), ROOT / "Makefile", ROOT / "LICENSE", ROOT / ".importlinter"]
+    found = [(path.relative_to(ROOT).as_posix(), finding) for path in sorted(set(own)) for finding in odd_characters(path)]
+    assert not found, report("every text file is ASCII", found)
+
+
+def test_a_character_that_is_not_ascii_is_noticed(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text("plain\na \u2192 b\n", encoding="utf-8")
+    assert [finding.line for finding in odd_characters(page)] == [2]
+
+
+def test_every_fenced_block_in_a_page_has_a_language():
+    found = []
+    for path in sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")}):
+        fences = [
+            (number, line) for number, line in enumerate(path.read_text().splitlines(), 1) if line.lstrip().startswith("```")
+        ]
+        found += [
+            (path.relative_to(ROOT).as_posix(), Finding(number, "a block without a language"))
+            for number, line in fences[::2]
+            if line.strip() == "```"
+        ]
+    assert not found, report("every fenced block has a language", found)
