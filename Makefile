@@ -1,8 +1,7 @@
 # Every target sets up its own environment in .venv, again whenever the lock or the project file changes.
 #   make test                       the whole suite
 #   make test PYTHON=python3.12     with another interpreter (3.11 to 3.13)
-# Without a GPU, the CPU build of torch saves gigabytes:
-#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test
+# Without a GPU, let pip find a CPU build of torch first (PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL): it saves gigabytes.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c

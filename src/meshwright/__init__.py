@@ -1,7 +1,9 @@
 """meshwright: plan, verify and train any PyTorch model with any combination of parallel techniques.
 
-    engine = meshwright.build(model, plan, optimizer=..., loss=...)
-    metrics = engine.step(batch)
+    reading = meshwright.read(model, example=batch)
+    plan = meshwright.make_plan(reading, job, mesh)
+    engine = meshwright.build(reading, plan, optimizer=..., loss=...)
+    metrics = engine.step(engine.share(batch))
 
 Names are imported on first use, so that `import meshwright` costs nothing and needs no torch.
 """
@@ -20,9 +22,10 @@ _HOMES = {
     "Model": "meshwright.model.sources",
     "Plan": "meshwright.core.plan",
     "PlanError": "meshwright.core.errors",
+    "Reading": "meshwright.model.reading",
     "build": "meshwright.api",
     "make_plan": "meshwright.api",
-    "plan_file": "meshwright.api",
+    "read": "meshwright.api",
     "token_cross_entropy": "meshwright.engine.loss",
     "verify": "meshwright.api",
 }

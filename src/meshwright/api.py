@@ -1,16 +1,17 @@
-"""The composition root: the only module that sees every organ, and the way in from Python.
+"""The way in from Python: the user's own loop round a plan.
 
     reading = read(my_factory, example=batch)                    what the model is made of
     plan    = make_plan(reading, job, mesh)                      what will happen
+    verdict = verify(reading, plan, [batch])                     whether it equals one device
     engine  = build(reading, plan)                               one rank of it
     metrics = engine.step(engine.share(batch))
 
-The command line goes through the same functions: `prepare` turns a config file into a plan, a model and data.
+The command line goes through the same functions; `meshwright.prepare` turns a config file into what they need.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -33,68 +34,19 @@ from meshwright.engine.state import Metrics, State, Subject
 from meshwright.model.dice import Dice
 from meshwright.model.reading import Reading
 from meshwright.model.reading import read as read_model
-from meshwright.model.sources import Model, load_factory, load_model
+from meshwright.model.sources import Model, load_factory
 from meshwright.run.checkpoint import load, save
-from meshwright.run.config import Request, read_request
-from meshwright.run.feed import Data, Feed, open_data, open_feed
-from meshwright.strategies import STRATEGIES
+from meshwright.run.shards import read_manifest
+from meshwright.run.train import check_model
 from meshwright.strategies.data.batch import Batch as SplitBatch
 from meshwright.strategies.data.replicate import Replicate
+from meshwright.testing.spawn import on_threads
+from meshwright.verifier.parity import compare_rank, exact_job, judge
+from meshwright.verifier.reference import Case, run_reference
+from meshwright.verifier.static import prove
+from meshwright.verifier.verdict import Verdict
 
 Given = nn.Module | Model | Reading | Callable[[], nn.Module | Model]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A request made ready: its plan, the model behind it, its data and its loss."""
-
-    plan: Plan
-    reading: Reading
-    data: Data
-    loss: Loss
-
-    def feed(self, plan: Plan, rank: int) -> Feed:
-        """The rows of `rank` under `plan` (this one, or the same job on another mesh)."""
-        return open_feed(self.data, plan, rank)
-
-    def engine(self, world: World) -> "Engine":
-        """One rank of the plan."""
-        return build(self.reading, self.plan, loss=self.loss, world=world)
-
-
-def prepare(path: Path, overrides: Iterable[str] = (), world: int | None = None) -> Prepared:
-    """The plan that the file at `path` asks for, with its model and data; `world` is the number of ranks if known.
-
-    Raises PlanError with every fault that can be found before a process starts.
-    """
-    return prepared(read_request(path, tuple(overrides), STRATEGIES), world)
-
-
-def prepared(request: Request, world: int | None = None) -> Prepared:
-    """`request` made ready. Faults of the job, the mesh and the data are reported together."""
-    faults = [*request.job.faults(), *request.run.faults()]
-    mesh, loaded, data = Mesh(), None, None
-    try:
-        mesh = Mesh.infer(request.mesh, world if world is not None or -1 in request.mesh.values() else None)
-    except PlanError as error:
-        faults += error.faults
-    try:
-        loaded = load_model(request.job.model, request.job.train.seed) if request.job.model.source else None
-    except PlanError as error:
-        faults += error.faults
-    try:
-        if loaded is not None and request.job.data.source and request.job.data.sequence > 0:
-            data = open_data(request.job.data, loaded.example)
-    except PlanError as error:
-        faults += error.faults
-    raise_faults(dict.fromkeys(faults))
-    if loaded is None or data is None:
-        raise RuntimeError("a model and data were neither found nor refused; this is a bug: report the config file")
-    loss = loss_of(loaded.loss)
-    reading = read_model(loaded, loaded.example or data.batch([0]), loss.targets)
-    strategies = default_strategies(mesh) if request.strategies is None else request.strategies
-    plan = make_plan(reading, request.job, mesh, strategies, request.micro_batch, request.run)
-    return Prepared(plan, reading, data, loss)
 
 
 def read(model: Given, example: Mapping[str, torch.Tensor], *, loss: Loss | None = None, seed: int = 0) -> Reading:
@@ -146,7 +98,8 @@ def build(
     """One rank of `plan`, ready to step.
 
     Args:
-        optimizer: makes a torch optimizer from parameter groups; without it, the one that the job names.
+        optimizer: makes a torch optimizer from parameter groups; without it, the one that the job names. The groups carry
+            the job's learning rate and weight decay, which win over arguments of the optimizer: the plan says them.
         loss: a sum and a count (`Loss`); without it, cross-entropy over tokens.
         world: this rank's place; without it, torch.distributed if it is initialised, else one device.
         example: a batch, needed unless `model` is a `Reading`.
@@ -201,11 +154,7 @@ class Engine:
 
     def share(self, batch: Batch) -> dict[str, torch.Tensor]:
         """This rank's rows of a global batch, micro-batch after micro-batch; fewer when the batch is short."""
-        plan, num_rows = self.plan, len(next(iter(batch.values())))
-        index, size = plan.data_index(self.world.rank), plan.micro_batch
-        starts = [(micro * plan.num_data + index) * size for micro in range(plan.num_micro)]
-        rows = [row for start in starts for row in range(start, min(start + size, num_rows))]
-        return {key: value[rows] for key, value in batch.items()}
+        return share(batch, self.plan, self.world.rank)
 
     def save(self, folder: Path | str) -> Path:
         """Save a checkpoint of this step into `folder` (all ranks call it); returns its own folder."""
@@ -221,14 +170,14 @@ class Engine:
         )
 
     def load(self, checkpoint: Path | str) -> int:
-        """Take up the checkpoint in the folder that `save` returned, saved under this or another plan; returns its step."""
-        tensors, _ = load(Path(checkpoint))
-        wanted = {name: tuple(t.shape) for name, t in self.player.tensors().items() if not name.startswith("optimizer/")}
-        wrong = sorted(name for name, shape in wanted.items() if name not in tensors or tuple(tensors[name].shape) != shape)
-        if wrong:
-            text = f"{len(wrong)} tensors are missing or have another shape in the checkpoint: {', '.join(wrong[:5])}"
-            raise PlanError(text, fix="load it into the model that saved it", where=str(checkpoint))
-        self.player.restore(tensors, int(Path(checkpoint).name.removeprefix("step-")))
+        """Take up the checkpoint in the folder that `save` returned, saved under this or another plan; returns its step.
+
+        Raises CheckpointError for one that is damaged or of another model.
+        """
+        path = Path(checkpoint)
+        manifest = read_manifest(path)
+        check_model(manifest, self.player, path)
+        self.player.restore(load(path)[0], manifest.step)
         return self.steps_done
 
     def close(self) -> None:
@@ -242,20 +191,55 @@ class Engine:
         self.close()
 
 
-def at_mesh(plan: Plan, mesh: Mesh, reading: Reading) -> Plan:
-    """The same job on another mesh, with the strategies that its axes still need."""
-    kept = tuple(s for s in plan.strategies if mesh.size(vars(s).get("axis", "tp")) > 1)
-    return make_plan(reading, plan.job, mesh, kept, 0, plan.run)
+def share(batch: Batch, plan: Plan, rank: int) -> dict[str, torch.Tensor]:
+    """The rows of a global batch that `rank` plays under `plan`, micro-batch after micro-batch.
+
+    Raises PlanError when the batch has more rows than the plan's global batch: they would be left out.
+    """
+    num_rows, index, size = len(next(iter(batch.values()))), plan.data_index(rank), plan.micro_batch
+    if num_rows > plan.job.train.batch:
+        text = f"a batch of {num_rows} rows; the plan's global batch is {plan.job.train.batch}"
+        raise PlanError(text, fix="pass at most that many rows, or make a plan with this train.batch", where="batch")
+    starts = [(micro * plan.num_data + index) * size for micro in range(plan.num_micro)]
+    if len(starts) == 1:
+        return {key: value[starts[0] : starts[0] + size] for key, value in batch.items()}
+    rows = [row for start in starts for row in range(start, min(start + size, num_rows))]
+    return {key: value[rows] for key, value in batch.items()}
 
 
-def loss_of(given: object) -> Loss:
-    """The loss that a factory gave; cross-entropy over tokens when it gave none. Raises PlanError for anything else."""
-    if given is None:
-        return token_cross_entropy()
-    if not isinstance(given, Loss):
-        fix = "return meshwright.Loss(total=..., count=...): a sum over what counts, and how much counts"
-        raise PlanError(f"the loss of the model is a {type(given).__name__}", fix=fix, where="model.loss")
-    return given
+def verify(reading: Reading, plan: Plan, batches: Sequence[Batch], *, loss: Loss | None = None) -> Verdict:
+    """Whether `plan` computes what one device computes on `batches`, global ones, one per step.
+
+    All ranks are threads of this process; the comparison runs in float64 with plain SGD, whatever the plan's own optimizer.
+    """
+    case = parity_case(
+        reading, plan, loss or token_cross_entropy(), lambda plan, rank: lambda step: share(batches[step], plan, rank)
+    )
+    reference = run_reference(case, len(batches))
+    reports = on_threads(lambda world: compare_rank(case, world, reference), plan.mesh, timeout_s=600)
+    return replace(judge(case, reports, "threads", {"torch": torch.__version__}), plan=plan.hash)
+
+
+def parity_case(reading: Reading, plan: Plan, loss: Loss, rows: Callable[[Plan, int], Callable[[int], Batch | None]]) -> Case:
+    """`plan` as parity runs it, and the same job on one device, both on the CPU; `rows` gives each rank its data."""
+    exact = make_plan(reading, exact_job(plan.job), plan.mesh, plan.strategies, plan.micro_batch, plan.run)
+    one_device = make_plan(reading, exact.job, Mesh(), (), 0, plan.run)
+    raise_faults(prove(exact))
+
+    def wide_rows(plan: Plan, rank: int) -> Callable[[int], Batch | None]:
+        mine = rows(plan, rank)
+        return lambda step: None if (batch := mine(step)) is None else _wide(batch)
+
+    def wide_subject() -> Subject:
+        subject = make_subject(reading, torch.device("cpu"), torch.float64)
+        return replace(subject, stand_in=_wide(subject.stand_in))
+
+    return Case(exact, one_device, loss, wide_subject, lambda: make_dice(reading, exact), wide_rows)
+
+
+def _wide(batch: Batch) -> dict[str, torch.Tensor]:
+    """`batch` with its floating inputs in float64, as the parameters are in a comparison."""
+    return {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
 
 
 def _joined_world(mesh: Mesh) -> World:

@@ -100,7 +100,7 @@ def test_unknown_overrides_are_refused_together_with_the_nearest(tmp_path: Path)
         ("{", "cannot be read as JSON", "repair the file"),
         ("[]", "holds a list; a config is an object", "transformers config.json"),
         ({"hidden_size": 3}, "has no model_type", 'for example "llama"'),
-        ({"model_type": "lama"}, "the model type 'lama' is not known", "did you mean 'llama'?"),
+        ({"model_type": "llamma"}, "the model type 'llamma' is not known", "did you mean 'llama'?"),
         (LLAMA | {"architectures": ["LlamaForCausal"]}, "architecture 'LlamaForCausal' is not known", "'LlamaForCausalLM'?"),
         (LLAMA | {"hidden_size": "wide"}, "transformers refuses the config", "change the field"),
     ],

@@ -124,7 +124,7 @@ def test_a_site_that_no_trial_met_is_refused():
     dice = Dice(0)
     dice.begin(0, torch.arange(2))
     dice.enter("layers.3")
-    with pytest.raises(PlanError, match="layers.3/0: the forward draws random numbers at a place"):
+    with pytest.raises(PlanError, match=r"layers\.3/0: the forward draws random numbers at a place"):
         dice.keep((2, 3), 0.5, CPU)
 
 

@@ -82,14 +82,23 @@ def test_only_the_wanted_tensors_and_their_files_are_read(tmp_path):
 # The same step, saved again.
 
 
-def test_a_good_checkpoint_of_the_same_step_is_left_as_it_is(tmp_path, caplog):
+def test_a_checkpoint_of_the_same_step_and_bits_is_left_as_it_is(tmp_path, caplog):
     (path,) = saved(tmp_path, 5)
     before = {file.name: file.stat().st_mtime_ns for file in path.iterdir()}
     with caplog.at_level(logging.INFO):
-        assert save(tmp_path, 5, state(6), META, alone(), 1) == path
+        assert save(tmp_path, 5, state(5), META, alone(), 1) == path
     assert {file.name: file.stat().st_mtime_ns for file in path.iterdir()} == before
     assert "step 5 is saved already" in caplog.text
-    assert_holds(path, state(5))
+    assert names(tmp_path) == ["step-00000005"]
+
+
+@pytest.mark.parametrize(("seed", "meta"), [(6, META), (5, {"seed": 4})])
+def test_a_checkpoint_of_the_same_step_with_other_values_is_replaced(tmp_path, seed, meta):
+    (path,) = saved(tmp_path, 5)
+    assert save(tmp_path, 5, state(seed), meta, alone(), 1) == path
+    assert names(tmp_path) == ["step-00000005"]
+    assert load(path)[1] == meta
+    assert_holds(path, state(seed))
 
 
 def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path):
@@ -134,10 +143,10 @@ def test_resuming_with_another_model_lists_the_first_differences(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         load(path, other)
     assert "model/odd" not in str(caught.value), "load takes what is wanted; what is left over does not matter"
-    found, _, rejected = newest_good(tmp_path, other)
+    found, _, rejected = newest_good(tmp_path, lambda manifest, place: check_state(manifest, other, place))
     assert found is None
     assert "another model or optimizer" in rejected[0][1]
-    assert newest_good(tmp_path, expected(state()))[0] == path
+    assert newest_good(tmp_path, lambda manifest, place: check_state(manifest, expected(state()), place))[0] == path
 
 
 def test_a_long_list_of_differences_is_cut(tmp_path):

@@ -5,7 +5,8 @@ lane runs its actions in list order, and an action starts when all it waits for 
 waits for ever is found here, on a laptop, and shown with an arrow.
 """
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.core.program import Action, Program
@@ -28,50 +29,90 @@ class Stuck(Exception):
 def play(program: Program, duration: Callable[[Action], float] = lambda action: 1.0) -> list[Tick]:
     """The timeline of one step, in order of start.
 
-    Compute actions that a wire action follows in the list have been started before it: the engine's main thread
-    issues wire actions, so a wire action starts no earlier than the compute action listed before it has ended.
+    As in the engine, a role's main thread goes through its list: it does compute actions itself and issues wire actions
+    on the way. So a wire action starts no earlier than the compute action listed before it has ended; one that waits for
+    another role holds up what follows on the wire, not what the main thread does next.
 
-    Raises Stuck when a cycle, or a wait for an action that does not exist, stops every role that is not finished.
+    Raises Stuck when a cycle, or a wait for an action that does not exist or stands later in the same list, stops every
+    role that is not finished.
     """
     ended: dict[str, float] = {}
-    cursor = {role: 0 for role, _ in program.roles}
-    free = {(role, lane): 0.0 for role, _ in program.roles for lane in ("compute", "wire")}
+    players = [_Player(role, actions) for role, actions in program.roles]
     ticks: list[Tick] = []
     moved = True
     while moved:
-        moved = False
-        for role, actions in program.roles:
-            while cursor[role] < len(actions):
-                action = actions[cursor[role]]
-                waits = [full_name(role, wait) for wait in action.waits]
-                if any(wait not in ended for wait in waits):
-                    break
-                ready = [free[role, action.lane], *(ended[wait] for wait in waits)]
-                if action.lane == "wire":
-                    ready.append(free[role, "compute"])
-                start = max(ready)
-                tick = Tick(role, action, start, start + duration(action))
-                free[role, action.lane] = ended[full_name(role, action.name)] = tick.end
-                ticks.append(tick)
-                cursor[role] += 1
-                moved = True
-    if any(cursor[role] < len(actions) for role, actions in program.roles):
-        raise Stuck(_stuck_table(program, cursor, ended))
+        before = len(ticks)
+        for player in players:
+            ticks += player.advance(ended, duration)
+        moved = len(ticks) > before
+    if any(player.stands for player in players):
+        raise Stuck("\n".join(["nobody can go on:", *(line for player in players for line in player.lines(ended))]))
     return sorted(ticks, key=lambda tick: (tick.start, tick.end))
+
+
+class _Player:
+    """One role on paper: how far its main thread has come, and the wire actions that it has issued."""
+
+    def __init__(self, role: str, actions: Sequence[Action]) -> None:
+        self.role, self.actions = role, actions
+        self.issued: deque[tuple[int, float]] = deque()  # wire actions that have not ended, and when they were issued
+        self.cursor = 0
+        self.free = {"compute": 0.0, "wire": 0.0}
+        self._own: set[str] = set()  # what the main thread has passed
+
+    @property
+    def stands(self) -> list[int]:
+        """Where the wire and the main thread stand, in list order; empty when all has ended."""
+        return [index for index, _ in list(self.issued)[:1]] + [i for i in [self.cursor] if i < len(self.actions)]
+
+    def advance(self, ended: dict[str, float], duration: Callable[[Action], float]) -> list[Tick]:
+        """What this role does until it waits for another one; `ended` learns of it."""
+        ticks: list[Tick] = []
+        while True:
+            before = len(ticks), self.cursor
+            self._walk(ended, duration, ticks)
+            while self.issued and self._ready(self.actions[self.issued[0][0]], ended):
+                index, since = self.issued.popleft()
+                ticks.append(self._run(self.actions[index], since, ended, duration))
+            if (len(ticks), self.cursor) == before:
+                return ticks
+
+    def lines(self, ended: Mapping[str, float]) -> Iterator[str]:
+        """Where this role stands, and what it waits for."""
+        if not self.stands:
+            yield f"  {self.role}: finished"
+        for index in self.stands:
+            action = self.actions[index]
+            missing = [wait for wait in action.waits if full_name(self.role, wait) not in ended]
+            yield f"  {self.role}: action {index} of {len(self.actions)}, {action.name}  <-- waits for {', '.join(missing)}"
+
+    def _walk(self, ended: dict[str, float], duration: Callable[[Action], float], ticks: list[Tick]) -> None:
+        while self.cursor < len(self.actions):
+            action = self.actions[self.cursor]
+            if action.lane == "wire" and self._own_waits_stand_before(action):
+                self.issued.append((self.cursor, self.free["compute"]))
+            elif action.lane == "compute" and self._ready(action, ended):
+                ticks.append(self._run(action, 0.0, ended, duration))
+            else:
+                return
+            self._own.add(full_name(self.role, action.name))
+            self.cursor += 1
+
+    def _run(self, action: Action, since: float, ended: dict[str, float], duration: Callable[[Action], float]) -> Tick:
+        start = max(since, self.free[action.lane], *(ended[full_name(self.role, wait)] for wait in action.waits))
+        tick = Tick(self.role, action, start, start + duration(action))
+        self.free[action.lane] = ended[full_name(self.role, action.name)] = tick.end
+        return tick
+
+    def _ready(self, action: Action, ended: Mapping[str, float]) -> bool:
+        return all(full_name(self.role, wait) in ended for wait in action.waits)
+
+    def _own_waits_stand_before(self, action: Action) -> bool:
+        """A wire action is issued once: what it needs of its own role must have been listed before it."""
+        names = [full_name(self.role, wait) for wait in action.waits]
+        return all(name in self._own for name in names if name.startswith(f"{self.role}/"))
 
 
 def full_name(role: str, wait: str) -> str:
     """The name of an action across roles; a wait without a role means one's own."""
     return wait if "/" in wait.split("(")[0] else f"{role}/{wait}"
-
-
-def _stuck_table(program: Program, cursor: dict[str, int], ended: dict[str, float]) -> str:
-    lines = ["nobody can go on:"]
-    for role, actions in program.roles:
-        if cursor[role] == len(actions):
-            lines.append(f"  {role}: finished")
-            continue
-        action = actions[cursor[role]]
-        missing = [wait for wait in action.waits if full_name(role, wait) not in ended]
-        lines.append(f"  {role}: action {cursor[role]} of {len(actions)}, {action.name}  <-- waits for {', '.join(missing)}")
-    return "\n".join(lines)

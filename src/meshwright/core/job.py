@@ -6,6 +6,7 @@ ranks, `steps` are global steps, and the seed fixes initial values, data order a
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 from meshwright.core.errors import Fault
@@ -60,6 +61,13 @@ class ParameterGroup:
     lr_factor: float = 1.0
     weight_decay: float | None = None
 
+    def faults(self) -> Iterator[Fault]:
+        where = f"optimizer.groups '{self.pattern}'"
+        if not 0 <= self.lr_factor < inf:
+            yield Fault(f"a learning-rate factor of {self.lr_factor}", "write a number from 0 up; 0 holds them still", where)
+        if self.weight_decay is not None and not 0 <= self.weight_decay < inf:
+            yield Fault(f"a weight decay of {self.weight_decay}", "write a number from 0 up; 0 is none", where)
+
 
 @dataclass(frozen=True)
 class Optimizer:
@@ -74,7 +82,7 @@ class Optimizer:
     groups: tuple[ParameterGroup, ...] = ()
 
     def faults(self) -> Iterator[Fault]:
-        if self.lr <= 0:
+        if not 0 < self.lr < inf:
             yield Fault(f"a learning rate of {self.lr}", "write a number above 0", "optimizer.lr")
         if not all(0 <= beta < 1 for beta in self.betas):
             yield Fault(
@@ -84,6 +92,16 @@ class Optimizer:
             )
         if not 0 <= self.momentum < 1:
             yield Fault(f"a momentum of {self.momentum}", "write a number from 0 up to, not including, 1", "optimizer.momentum")
+        elif self.momentum and self.name != "sgd":
+            text = f"momentum = {self.momentum} with {self.name}, which has none: its first beta is {self.betas[0]}"
+            yield Fault(text, 'remove it, or set name = "sgd"', "optimizer.momentum")
+        if not 0 <= self.weight_decay < inf:
+            text = f"a weight decay of {self.weight_decay}"
+            yield Fault(text, "write a number from 0 up; 0 is none", "optimizer.weight_decay")
+        if not 0 <= self.eps < inf:
+            yield Fault(f"an eps of {self.eps}", "write a number from 0 up; 1e-8 is usual", "optimizer.eps")
+        for group in self.groups:
+            yield from group.faults()
 
 
 @dataclass(frozen=True)
@@ -150,7 +168,7 @@ class Train:
             yield Fault(f"{self.steps} steps", "write at least 1", "train.steps")
         if self.batch < 1:
             yield Fault(f"a global batch of {self.batch} samples", "write at least 1", "train.batch")
-        if self.clip < 0:
+        if not 0 <= self.clip < inf:
             yield Fault(f"a gradient norm of {self.clip}", "write a number above 0, or 0 not to clip", "train.clip")
 
 

@@ -12,7 +12,7 @@ Axes in order, outermost first, so that neighbours along the last axis are neigh
     Mesh.of(dp_replicate=2, tp=3): rank = dp_replicate * 3 + tp        ranks 0 1 2 | 3 4 5
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from math import prod
 
@@ -92,7 +92,9 @@ class Mesh:
         return prod(map(self.size, axes))
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands: its index along every axis."""
+        """Where `rank` stands: its index along every axis. Raises ValueError for a rank that the mesh does not have."""
+        if not 0 <= rank < self.world:
+            raise ValueError(f"there is no rank {rank} in {self}: it has {self.world}. Count ranks from 0 to {self.world - 1}")
         index = {}
         for axis in reversed(AXES):
             rank, index[axis] = divmod(rank, self.size(axis))
@@ -108,22 +110,22 @@ class Mesh:
     def peers(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """The ranks that differ from `rank` only along `axes`, itself included, in rank order."""
         free = set(axes)
-        mine = self.coordinate(rank)
-        fixed = {axis: mine[axis] for axis in AXES if axis not in free}
-        return tuple(r for r in self._slice(fixed))
+        first = self.rank({axis: index for axis, index in self.coordinate(rank).items() if axis not in free})
+        return tuple(first + offset for offset in self._plane(free))
 
     def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Every group that spans `axes`: together they hold each rank once."""
-        axes = tuple(axes)
-        leaders = self._slice(dict.fromkeys(axes, 0))
-        return tuple(self.peers(leader, axes) for leader in leaders)
+        free = set(axes)
+        offsets = self._plane(free)
+        return tuple(tuple(first + offset for offset in offsets) for first in self._plane(set(AXES) - free))
 
-    def _slice(self, fixed: Mapping[str, int]) -> tuple[int, ...]:
+    def _plane(self, axes: Set[str]) -> list[int]:
+        """The ranks at 0 along every axis other than `axes`, in rank order."""
         ranks = [0]
         for axis in AXES:
-            steps = [fixed[axis]] if axis in fixed else range(self.size(axis))
+            steps = range(self.size(axis)) if axis in axes else (0,)
             ranks = [rank * self.size(axis) + step for rank in ranks for step in steps]
-        return tuple(ranks)
+        return ranks
 
     def __str__(self) -> str:
         used = [f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1]

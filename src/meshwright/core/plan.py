@@ -50,7 +50,7 @@ class Plan:
         run = run or Run()
         ordered = in_phase_order(strategies)
         space = Space.one_device(mesh, anatomy)
-        faults = [*job.faults(), *run.faults(), *_choice_faults(ordered)]
+        faults = [*job.faults(), *run.faults(), *_choice_faults(ordered), *_model_faults(anatomy)]
         for strategy in ordered:
             faults += strategy.check(job, space)
             space = strategy.place(space)
@@ -98,7 +98,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """All that affects numbers, as plain values: the job, the mesh, the micro-batch, the strategies, the parameters."""
-        weights = [[weight.name, list(weight.shape), list(weight.aliases), weight.trainable] for weight in self.anatomy.weights]
+        weights = [[w.name, list(w.shape), list(w.visits), list(w.aliases), w.trainable] for w in self.anatomy.weights]
         return {
             "job": asdict(self.job),
             "mesh": {axis: self.mesh.size(axis) for axis in AXES},
@@ -111,13 +111,38 @@ class Plan:
     @property
     def hash(self) -> str:
         """16 hex digits that name every choice that affects numbers."""
-        return sha256(json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:16]
+        said = json.dumps(_canonical(self.as_dict()), sort_keys=True, separators=(",", ":"))
+        return sha256(said.encode()).hexdigest()[:16]
+
+
+def _canonical(value: Any) -> Any:
+    """`value` with whole numbers written one way: plans that hold 1 and 1.0 are equal, so their hashes are too."""
+    if isinstance(value, dict):
+        return {key: _canonical(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_canonical(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _model_faults(anatomy: Anatomy) -> Iterator[Fault]:
+    if not anatomy.trainable:
+        text = f"none of the {len(anatomy.weights)} parameters of {anatomy.name} is trained"
+        yield Fault(text, "leave requires_grad set on those that shall be trained", "model")
 
 
 def _choice_faults(strategies: tuple[Strategy, ...]) -> Iterator[Fault]:
     order = [strategy.name for strategy in strategies if strategy.phase == "order"]
     if len(order) > 1:
         yield Fault(f"{' and '.join(order)} both decide the order of the step", "keep one of them", "strategies")
+    stores: dict[str, list[str]] = {}
+    for strategy in dict.fromkeys(strategies):
+        if strategy.phase == "store":
+            stores.setdefault(strategy.as_dict().get("axis", ""), []).append(strategy.name)
+    for axis, names in stores.items():
+        if len(names) > 1:
+            yield Fault(
+                f"{' and '.join(names)} both decide how weights are stored along {axis}", "keep one of them", "strategies"
+            )
     for name in sorted({str(strategy) for strategy in strategies if strategies.count(strategy) > 1}):
         yield Fault(f"{name} stands twice in the list", "remove one", "strategies")
 

@@ -11,7 +11,7 @@ Strategies may add PACK (gradients of a bucket into one contiguous buffer) and U
 
 from collections import defaultdict
 
-from meshwright.core.anatomy import NBYTES
+from meshwright.core.anatomy import NBYTES, ROOT
 from meshwright.core.job import Job
 from meshwright.core.program import Action, Hold, Program
 from meshwright.core.space import Bundle, Space
@@ -57,7 +57,7 @@ def _backward(space: Space, job: Job, micro: int, micro_batch: int) -> list[Acti
     anatomy, width = space.anatomy, NBYTES[job.precision.parameters]
     appearing: dict[str, list[Hold]] = defaultdict(list)
     for bundle in space.bundles() if micro == 0 else ():
-        appearing[bundle.last or anatomy.visits[0]].append(Hold(gradient(bundle), bundle.numel * width))
+        appearing[_first_backward(bundle, anatomy.visits)].append(Hold(gradient(bundle), bundle.numel * width))
     actions = []
     for visit, flops in zip(reversed(anatomy.visits), reversed(anatomy.flops), strict=True):
         waits = (f"F({visit}, {micro})", f"LOSS({micro})")
@@ -66,3 +66,9 @@ def _backward(space: Space, job: Job, micro: int, micro_batch: int) -> list[Acti
             Action("B", visit, micro, "compute", waits, (), None, 2 * flops * micro_batch, tuple(appearing[visit]), frees)
         )
     return actions
+
+
+def _first_backward(bundle: Bundle, visits: tuple[str, ...]) -> str:
+    """The visit whose backward is the first to add to the gradients of `bundle`: the last of its users in the forward."""
+    used = {visit for weight in bundle.weights for visit in weight.visits}
+    return visits[-1] if ROOT in used else max(used, key=visits.index)

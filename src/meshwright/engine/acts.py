@@ -6,19 +6,24 @@ are. With it every rank knows, before its first backward, the one global denomin
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
-from meshwright.core.anatomy import ROOT
+from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
+from meshwright.core.steps import ROLE
 from meshwright.core.strategy import Handler
 from meshwright.engine.buckets import Bucket
 from meshwright.engine.loss import Batch
+from meshwright.engine.optimizers import forget_scale, scale_in_step
 from meshwright.engine.state import Metrics, State
 from meshwright.model.dice import Dice
-from meshwright.model.drive import Drive, backward, refuse_side_paths
+from meshwright.model.drive import Drive, Visit, backward
 from meshwright.model.dropout import StatelessDropout
+from meshwright.model.paths import pieces
+from meshwright.model.values import tensors
 
 
 class Acts:
@@ -27,7 +32,9 @@ class Acts:
     def __init__(self, plan: Plan, state: State, optimizer: torch.optim.Optimizer, drive: Drive, dice: Dice | None) -> None:
         self.plan, self.state, self.optimizer = plan, state, optimizer
         self._drive, self._dice = drive, dice
-        self._step, self._checked, self._count = 0, False, 0.0
+        self._step, self._rows, self._stop, self._checked, self._under_way = 0, 0, False, False, False
+        self._stateless = None if dice is None else StatelessDropout(dice)
+        self._carriers = {name: act for act in plan.program.actions(ROLE) if act.transfer for name in act.tensors}
         self.handlers: Mapping[str, Handler] = {
             "COUNT": self.count,
             "LOSS": self.loss,
@@ -40,14 +47,14 @@ class Acts:
         }
 
     def begin(self, step: int, batch: Batch | None, *, stop: bool) -> None:
-        """Cut the rank's rows into micro-batches; one without rows stands in with the example and weighs nothing."""
+        """Cut the rank's rows into micro-batches; one without rows stands in with the example and weighs nothing.
+
+        Raises ValueError for a batch with more rows than the plan's, or whose tensors differ in rows.
+        """
         size, example = self.plan.micro_batch, self.state.subject.stand_in
         micros: list[Batch] = []
         weights = []
-        rows = 0 if batch is None else len(next(iter(batch.values())))
-        if rows > self.plan.local_batch:
-            text = f"the batch has {rows} rows and this rank plays {self.plan.local_batch} in a step"
-            raise ValueError(f"{text}; pass at most that many, or raise train.batch")
+        rows = 0 if batch is None else self._rows_of(batch)
         for micro in range(self.plan.num_micro):
             part = (
                 {key: value[micro * size : (micro + 1) * size] for key, value in batch.items()} if batch is not None else example
@@ -57,8 +64,10 @@ class Acts:
             weights.append(0.0 if empty else 1.0)
         device = self.state.world.device
         self.state.begin([{key: value.to(device) for key, value in micro.items()} for micro in micros], weights)
-        self._step = step
-        self.state.header = torch.tensor([0.0, float(stop), rows], dtype=torch.float64, device=device)
+        self._step, self._rows, self._stop = step, rows, stop
+        if self._under_way:  # the last step did not come to its end: what it left must not be added to this one
+            self._end()
+        self._under_way = True
 
     def start(self, action: Action, tensor: torch.Tensor) -> None:
         """Start the collective of `action` on `tensor`; without a transfer there is nothing to send."""
@@ -68,10 +77,11 @@ class Acts:
 
     def count(self, action: Action) -> None:
         """Count what this rank's rows weigh, and start adding it up over the ranks."""
-        for micro, weight in zip(self.state.micros, self.state.weights, strict=True):
-            if weight:
-                self.state.header[0] += self.state.loss.count(micro)
-        self.start(action, self.state.header)
+        state = self.state
+        counts = [state.loss.count(micro) for micro, weight in zip(state.micros, state.weights, strict=True) if weight]
+        header = [float(sum(counts)), float(self._stop), float(self._rows)]
+        state.header = torch.tensor(header, dtype=torch.float64, device=state.world.device)
+        self.start(action, state.header)
 
     def forward(self, micro: int, reach: Callable[[str], None]) -> None:
         """Run the model's own forward on one micro-batch; `reach` is called before each block."""
@@ -87,29 +97,32 @@ class Acts:
         state, micro = self.state, action.micro or 0
         outputs, closing = state.closings.pop(micro)
         total = state.loss.total(outputs, state.micros[micro]) * state.weights[micro]
-        self._count = state.header[0].item()
-        state.tally[0] += total.detach()
-        scaled = total / max(self._count, 1.0)
         if not self._checked:
-            self._check_paths(scaled, micro, [tensor for tensor, _ in closing.glue])
+            self._check_paths(total, micro, outputs, closing)
+        state.tally += total.detach()
+        scaled = total / max(self._count(), 1.0)
         del outputs, total
-        scaled.backward()
-        backward(closing)
+        with self._no_draws():
+            if scaled.requires_grad:  # unless this forward passed no trained parameter
+                scaled.backward()
+            backward(closing)
 
     def backward(self, action: Action) -> None:
         """Run the backward of one visit; one that the forward did not reach has none."""
         visit = self.state.passes[action.micro or 0].visits.pop(action.subject, None)
         if visit is not None:
-            backward(visit)
+            with self._no_draws():
+                backward(visit)
 
     def pack(self, action: Action) -> None:
-        """Put the gradients of `action.tensors` into the bucket, which is made at its first use and stays."""
-        bucket = self.state.buckets.get(action.subject)
+        """Put the gradients of `action.tensors` into the bucket that carries them, made at its first use; it stays."""
+        carrier = self._carriers[action.tensors[0]]
+        bucket = self.state.buckets.get(carrier.subject)
         if bucket is None:
-            parameters = [self.state.subject.parameters[name] for name in action.tensors]
-            dtype = getattr(torch, self.plan.job.precision.reduce)
-            bucket = self.state.buckets[action.subject] = Bucket(parameters, dtype)
-        bucket.pack()
+            parameters = {name: self.state.subject.parameters[name] for name in carrier.tensors}
+            bucket = Bucket(parameters, getattr(torch, self.plan.job.precision.reduce))
+            self.state.buckets[carrier.subject] = bucket
+        bucket.pack(action.tensors)
 
     def tally(self, action: Action) -> None:
         """Start adding up the loss over the ranks."""
@@ -126,20 +139,40 @@ class Acts:
         norm = torch.nn.utils.get_total_norm(grads)
         self.state.grad_norm = norm.item()
         limit = self.plan.job.train.clip
-        if limit and not self.state.grad_norm <= limit:
-            torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        if limit and not self.state.grad_norm + 1e-6 <= limit:  # as torch.nn.utils.clip_grad_norm_ has it
+            scale_in_step(self.optimizer, parameters, norm, limit)
 
     def update(self, action: Action) -> None:
         """Let the optimizer step, unless nothing counted in this step; the gradients are gone afterwards."""
-        if self._count:
+        if self._count():
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._end()
 
     def metrics(self, step: int, lr: float) -> Metrics:
         """What the step did, from the header and the tally that all ranks share."""
         count, stop, _ = self.state.header.tolist()
-        loss = self.state.tally[0].item() / max(count, 1.0)
+        loss = self.state.tally.item() / max(count, 1.0)
         return Metrics(step, loss, self.state.grad_norm, lr, int(count), stop=stop > 0, skipped=not count)
+
+    def _count(self) -> float:
+        return self.state.header[0].item()
+
+    def _end(self) -> None:
+        forget_scale(self.optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
+        self._under_way = False
+
+    def _rows_of(self, batch: Batch) -> int:
+        rows = {key: len(value) for key, value in batch.items()}
+        if len(set(rows.values())) != 1:
+            given = ", ".join(f"{key} {count}" for key, count in rows.items()) or "no tensors"
+            text = f"the batch holds {given}; needed are the same rows in every tensor"
+            raise ValueError(f"{text}; pass None when this rank has no rows left")
+        count = next(iter(rows.values()))
+        if count > self.plan.local_batch:
+            text = f"the batch has {count} rows and this rank plays {self.plan.local_batch} in a step"
+            raise ValueError(f"{text}; pass at most that many, or raise train.batch")
+        return count
 
     def _autocast(self) -> AbstractContextManager:
         precision = self.plan.job.precision
@@ -157,7 +190,14 @@ class Acts:
         first = (micro * plan.num_data + plan.data_index(self.state.world.rank)) * plan.micro_batch
         cursor = self._step * plan.job.train.batch + first
         self._dice.begin(self._step, torch.arange(cursor, cursor + rows, device=self.state.world.device))
-        return StatelessDropout(self._dice)
+        return self._stateless or nullcontext()
+
+    def _no_draws(self) -> AbstractContextManager:
+        """Refuse randomness in backward: a model that recomputes would meet other masks than its forward did."""
+        if self._dice is None:
+            return nullcontext()
+        self._dice.enter("a recomputation in backward, which redraws its dropout: turn off the model's own checkpointing")
+        return self._stateless or nullcontext()
 
     def _announcing(self, reach: Callable[[str], None]) -> Callable[[str], None]:
         if self._dice is None:
@@ -170,11 +210,13 @@ class Acts:
 
         return announced
 
-    def _check_paths(self, loss: torch.Tensor, micro: int, glue: list[torch.Tensor]) -> None:
+    def _check_paths(self, loss: torch.Tensor, micro: int, outputs: Any, closing: Visit) -> None:
+        if loss.shape != ():
+            text = f"the loss has the shape {list(loss.shape)}; needed is a scalar, the sum over what counts"
+            raise PlanError(text, fix="return total.sum() from Loss.total", where="loss")
         subject = self.state.subject
-        names = {id(parameter): name for name, parameter in subject.parameters.items()}
-        held = {id(subject.parameters[w.name]): w.name for w in subject.anatomy.weights if ROOT not in w.visits}
-        inner = [tensor for visit in self.state.passes[micro].visits.values() for tensor, _ in visit.glue]
-        refuse_side_paths([*inner, *glue], held, "the glue between blocks")
-        refuse_side_paths([loss], names, "the loss")
+        found = pieces(self.state.passes[micro], closing)
+        found.refuse_unknown(subject.trainable, {weight.name: weight.visits for weight in subject.anatomy.weights})
+        handed = {id(tensor) for tensor in tensors(outputs)}
+        found.refuse_loss(loss, {name: p for name, p in subject.parameters.items() if id(p) not in handed})
         self._checked = True

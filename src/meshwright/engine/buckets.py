@@ -6,27 +6,29 @@ micro-batches add in place and the optimizer reads the reduced values without a 
     flat   [ w0.grad | w1.grad | w2.grad ]        w1.grad is flat[a:b].view(shape)
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 
 
 class Bucket:
-    """One flat buffer of `dtype`, and a view of it per parameter."""
+    """One flat buffer of `dtype`, and a view of it per parameter, by logical name."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
-        self.parameters = tuple(parameters)
-        self.flat = torch.empty(sum(p.numel() for p in self.parameters), dtype=dtype, device=self.parameters[0].device)
-        self.views: list[torch.Tensor] = []
+    def __init__(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
+        self.parameters = dict(parameters)
+        device = next(iter(self.parameters.values())).device
+        self.flat = torch.empty(sum(p.numel() for p in self.parameters.values()), dtype=dtype, device=device)
+        self.views: dict[str, torch.Tensor] = {}
         start = 0
-        for parameter in self.parameters:
-            self.views.append(self.flat[start : start + parameter.numel()].view(parameter.shape))
+        for name, parameter in self.parameters.items():
+            self.views[name] = self.flat[start : start + parameter.numel()].view(parameter.shape)
             start += parameter.numel()
 
-    def pack(self) -> None:
-        """Copy the gradients in; a parameter that backward did not reach has a gradient of zero."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
+    def pack(self, names: Iterable[str]) -> None:
+        """Copy the gradients of `names` in; a parameter that backward did not reach has a gradient of zero."""
+        for name in names:
+            parameter, view = self.parameters[name], self.views[name]
             if parameter.grad is None:
                 view.zero_()
             else:
@@ -36,8 +38,8 @@ class Bucket:
 
     def unpack(self) -> None:
         """Copy the values back into the parameters' gradients, in the parameters' dtype."""
-        for parameter, view in zip(self.parameters, self.views, strict=True):
+        for name, parameter in self.parameters.items():
             if parameter.grad is None:
-                parameter.grad = view.to(parameter.dtype)
+                parameter.grad = self.views[name].to(parameter.dtype)
             else:
-                parameter.grad.copy_(view)
+                parameter.grad.copy_(self.views[name])

@@ -8,17 +8,27 @@ player calls the model at a micro-batch's first F; each block, before it runs, p
 actions are looked up in a table from kind to handler; strategies bring handlers for the kinds they introduced.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
+from torch import nn
 
+from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
 from meshwright.core.steps import ROLE
 from meshwright.core.strategy import Handler
 from meshwright.engine.acts import Acts
 from meshwright.engine.loss import Batch
-from meshwright.engine.optimizers import MakeOptimizer, make_optimizer, parameter_groups, restore_state, state_tensors
+from meshwright.engine.optimizers import (
+    MakeOptimizer,
+    check_optimizer,
+    group_numbers,
+    make_optimizer,
+    parameter_groups,
+    restore_state,
+    state_tensors,
+)
 from meshwright.engine.schedule import factor
 from meshwright.engine.state import Metrics, State
 from meshwright.model.dice import Dice
@@ -41,7 +51,9 @@ class Player:
         trainable = state.subject.trainable
         spec = plan.job.optimizer
         self.optimizer = optimizer(parameter_groups(spec, trainable)) if optimizer else make_optimizer(spec, trainable)
+        check_optimizer(self.optimizer, trainable)
         self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        self._numbers = group_numbers(self.optimizer)
         self._drive = Drive(state.subject.blocks, in_place=plan.anatomy.in_place)
         self._acts = Acts(plan, state, self.optimizer, self._drive, dice)
         handlers: dict[str, Handler] = dict(self._acts.handlers)
@@ -72,6 +84,7 @@ class Player:
         for work in state.works.values():
             work.wait()
         self.steps_done += 1
+        state.forget()
         return acts.metrics(self.steps_done, lr)
 
     def start(self, action: Action) -> None:
@@ -82,21 +95,18 @@ class Player:
         """All that must be saved, by logical name: parameters, persistent buffers, optimizer state."""
         subject = self.state.subject
         parameters = {f"model/{name}": parameter.detach() for name, parameter in subject.parameters.items()}
-        known = {name for name, _ in subject.module.named_parameters(remove_duplicate=False)}
-        buffers = {f"buffer/{name}": value for name, value in subject.module.state_dict().items() if name not in known}
-        moments = {f"optimizer/{name}": value for name, value in state_tensors(self.optimizer, subject.trainable).items()}
-        return parameters | buffers | moments
+        buffers = {f"buffer/{name}": buffer for name, buffer in _persistent_buffers(subject.module)}
+        state = state_tensors(self.optimizer, subject.trainable, self._numbers)
+        return parameters | buffers | {f"optimizer/{name}": value for name, value in state.items()}
 
     def restore(self, saved: Mapping[str, torch.Tensor], steps_done: int) -> None:
         """Take up `saved` (as `tensors` gave it) after `steps_done` global steps."""
         subject = self.state.subject
-        buffers = dict(subject.module.named_buffers())
         with torch.no_grad():
             for name, parameter in subject.parameters.items():
                 parameter.copy_(saved[f"model/{name}"])
-            for name, value in saved.items():
-                if name.startswith("buffer/"):
-                    buffers[name.removeprefix("buffer/")].copy_(value)
+            for name, buffer in _persistent_buffers(subject.module):
+                buffer.copy_(saved[f"buffer/{name}"])
         moments = {name.removeprefix("optimizer/"): value for name, value in saved.items() if name.startswith("optimizer/")}
         restore_state(self.optimizer, subject.trainable, moments)
         self.steps_done = steps_done
@@ -118,10 +128,10 @@ class Player:
             target = self._place.get((visit, micro))
             if target is None or target < self._cursor:
                 known = " ".join(self.plan.anatomy.visits)
-                text = f"the model reached block '{visit}' out of the order that the plan knows: {known}"
-                raise RuntimeError(
-                    f"{text}. A forward may leave blocks out, not call them in another order; declare larger blocks."
-                )
+                what = "out of the order" if target is not None else "more often than in the order"
+                text = f"the model reached block '{visit}' {what} that the plan knows: {known}"
+                fix = "a forward may leave blocks out; let it call them in the order of the trial run, or declare larger blocks"
+                raise PlanError(text, fix=fix, where="model")
             while self._cursor < target:
                 self._play_next()
             self._play_next()
@@ -144,6 +154,10 @@ class Player:
         actions: tuple[Action, ...], handlers: Mapping[str, Handler]
     ) -> list[tuple[Action, Handler | None, tuple[str, ...]]]:
         """Each action with its handler and the wire actions it waits for; compute actions end in list order anyway."""
+        unknown = sorted({action.kind for action in actions}.difference(handlers, ("F",)))
+        if unknown:
+            fix = "return a handler from the strategy's `bind` for each kind that its `rewrite` adds"
+            raise PlanError(f"nobody plays {', '.join(unknown)}", fix=fix, where="program")
         on_wire = {action.name for action in actions if action.lane == "wire"}
         resolved = []
         for action in actions:
@@ -152,3 +166,11 @@ class Player:
                 (action, handler, tuple(name for name in action.waits if name in on_wire and action.lane == "compute"))
             )
         return resolved
+
+
+def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that belong to the model's state, by name: what a state_dict holds, whatever hooks make of it."""
+    for path, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer

@@ -16,6 +16,6 @@ def factor(schedule: Schedule, step: int, steps: int) -> float:
         done = (step - schedule.warmup) / max(1, steps - 1 - schedule.warmup)
         return schedule.floor + (1 - schedule.floor) * 0.5 * (1 + cos(pi * min(1.0, done)))
     into_decay = step - (steps - schedule.decay) + 1
-    if schedule.name == "wsd" and into_decay > 0:
+    if schedule.name == "wsd" and schedule.decay and into_decay > 0:
         return 1 - (1 - schedule.floor) * min(1.0, into_decay / schedule.decay)
     return 1.0

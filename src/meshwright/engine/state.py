@@ -55,7 +55,7 @@ class State:
     loss: Loss
     micros: list[Batch] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)  # 0.0 for a micro-batch that only stands in
-    tally: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+    tally: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     header: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
     passes: dict[int, Pass] = field(default_factory=dict)
     closings: dict[int, tuple[Any, Visit]] = field(default_factory=dict)
@@ -64,12 +64,17 @@ class State:
     grad_norm: float = 0.0
 
     def begin(self, micros: list[Batch], weights: list[float]) -> None:
-        """Forget the last step and take these micro-batches."""
+        """Forget the last step, which may have failed, and take these micro-batches."""
+        self.forget()
         self.micros, self.weights = micros, weights
+        self.tally = torch.zeros((), dtype=torch.float64, device=self.world.device)
+
+    def forget(self) -> None:
+        """Let go of the rows, activations and messages of a step; its header and tally stay."""
+        self.micros = []
         self.passes.clear()
         self.closings.clear()
         self.works.clear()
-        self.tally = torch.zeros(3, dtype=torch.float64, device=self.world.device)
 
     def tensor(self, subject: str) -> torch.Tensor:
         """The flat tensor that an action on `subject` moves: a bucket, or one parameter's gradient."""

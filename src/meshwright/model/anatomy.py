@@ -15,6 +15,7 @@ and that is said.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import combinations
 
 from torch import nn
 
@@ -25,9 +26,10 @@ _CHAINS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def find_blocks(module: nn.Module, declared: Sequence[str] = ()) -> dict[str, nn.Module]:
-    """The blocks of `module` by name, in module order. `declared` names replace the search.
+    """The blocks of `module` by name, in module order. `declared` names replace the search; WHOLE alone is the module.
 
-    Raises PlanError for a declared name that is no submodule, or that lies inside another declared block.
+    Raises PlanError for a declared name that is no submodule, and for one that lies inside another declared block or is
+    the same module.
     """
     if declared:
         return _declared(module, declared)
@@ -70,15 +72,20 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _declared(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    known = dict(module.named_modules())
+    if tuple(names) == (WHOLE,):
+        return {WHOLE: module}
+    known = {name: inner for name, inner in module.named_modules(remove_duplicate=False) if name}
     faults = [
-        Fault(f"the model has no module '{name}'", nearest(name, known), "model.blocks") for name in names if name not in known
+        Fault(f"the model has no module '{name}'", nearest(name, [*known, WHOLE]), "model.blocks")
+        for name in names
+        if name not in known
     ]
-    for outer in names:
-        faults += [
-            Fault(f"'{inner}' lies inside '{outer}', and both are declared as blocks", "declare one of the two", "model.blocks")
-            for inner in names
-            if inner.startswith(f"{outer}.")
-        ]
+    for first, second in combinations((name for name in names if name in known), 2):
+        inside = known[second] in known[first].modules()
+        if inside or known[first] in known[second].modules():
+            outer, inner = (first, second) if inside else (second, first)
+            how = "is the same module as" if known[first] is known[second] else "lies inside"
+            text = f"'{inner}' {how} '{outer}', and both are declared as blocks"
+            faults.append(Fault(text, "declare one of the two", "model.blocks"))
     raise_faults(faults)
     return {name: known[name] for name in names}

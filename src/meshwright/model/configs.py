@@ -7,7 +7,10 @@ Overrides replace fields before the config is made, so that what transformers de
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,14 @@ from meshwright.core.errors import Fault, PlanError, nearest, raise_faults
 WHERE = "model.source"
 FIXED = ("model_type", "architectures", "transformers_version", "dtype", "use_cache")
 PER_LAYER = ("layer_types", "mlp_layer_types")
+
+
+@dataclass(frozen=True)
+class TextLimits:
+    """The number of tokens in the vocabulary and the longest sample; None where the model does not say."""
+
+    vocabulary: int | None = None
+    positions: int | None = None
 
 
 def config_factory(source: str, overrides: Mapping[str, Any]) -> Callable[[], nn.Module]:
@@ -51,6 +62,17 @@ def config_factory(source: str, overrides: Mapping[str, Any]) -> Callable[[], nn
         )
     architecture = _architecture(names[0], model_type)
     return lambda: architecture(copy.deepcopy(config))
+
+
+def text_limits(module: nn.Module) -> TextLimits:
+    """What the config of a transformers model says about the text that it takes; nothing for other modules."""
+    config: Any = vars(module).get("config")
+    if "PreTrainedConfig" not in {kind.__name__ for kind in type(config).__mro__}:  # by name: importing it takes 2 s
+        return TextLimits()
+    config = config.get_text_config()
+    said = config.to_dict()
+    sizes = [said.get(config.attribute_map.get(name, name)) for name in ("vocab_size", "max_position_embeddings")]
+    return TextLimits(*(size if isinstance(size, int) and size > 0 else None for size in sizes))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -90,13 +112,29 @@ def _config(config_class: Any, raw: dict[str, Any], overrides: dict[str, Any]) -
             words = fields.pop(name)
             fields |= {name: words[:depth]} if depth <= len(words) else {}
     try:
-        return config_class.from_dict(fields)
+        with _no_word_on_special_tokens():
+            return config_class.from_dict(fields)
     except Exception as error:  # transformers raises a dozen kinds for values it refuses
         given = f" with {overrides}" if overrides else ""
         fix = "change the field that the message names; overrides must fit each other (heads divide the width...)"
         raise PlanError(
             f"transformers refuses the config{given}: {error}", fix=fix, where="model.overrides" if overrides else WHERE
         ) from error
+
+
+@contextmanager
+def _no_word_on_special_tokens() -> Iterator[None]:
+    """Keep transformers from warning that bos or eos lie outside of the vocabulary: they act in generation, not in training."""
+    logger = logging.getLogger(transformers.configuration_utils.__name__)
+
+    def other(record: logging.LogRecord) -> bool:
+        return "_token_id" not in record.getMessage()
+
+    logger.addFilter(other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(other)
 
 
 def _architecture(name: str, model_type: str) -> type[nn.Module]:

@@ -2,6 +2,8 @@
 
 Reading takes no parameter memory: the constructor runs on blank parameters, the trial on fake ones. Only a model whose
 forward looks at values is made once, whole, on the CPU.
+
+A model is run in training mode. One that comes in training mode keeps what it set itself: a part in eval mode stays so.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.core.anatomy import ROOT, Anatomy, Weight
+from meshwright.core.errors import PlanError
 from meshwright.model.anatomy import WHOLE, find_blocks, owners
 from meshwright.model.blueprint import Blueprint
 from meshwright.model.dice import Dice, Sites
@@ -26,7 +29,8 @@ Example = Mapping[str, torch.Tensor]
 class Reading:
     """A model that can be made: `blueprint` for its values, `block_names`, its `anatomy`, and its dropout `sites`.
 
-    `example` is one row of every key of a batch, for ranks that have none.
+    `example` is one row of every key of a batch, for ranks that have none. `stateful` are the buffers that a training
+    forward writes.
     """
 
     blueprint: Blueprint
@@ -34,6 +38,7 @@ class Reading:
     anatomy: Anatomy
     sites: Sites
     example: dict[str, torch.Tensor]
+    stateful: tuple[str, ...] = ()
 
     def make(
         self, device: torch.device | str, dtype: torch.dtype
@@ -41,16 +46,18 @@ class Reading:
         """A module with initial values on `device`, in training mode; its blocks; its logical parameters by first name."""
         module = self.blueprint.instance()
         self.blueprint.materialize(module, dtype=dtype, device=device)
-        return module.train(), _blocks(module, self.block_names), dict(module.named_parameters())
+        return _training(module), _blocks(module, self.block_names), dict(module.named_parameters())
 
 
 def read(loaded: Loaded, example: Example, targets: tuple[str, ...]) -> Reading:
     """The reading of the model that `loaded` builds, learnt from a forward on rows like those of `example`.
 
-    `targets` are the keys of the batch that are not passed to the model. Raises PlanError when a tensor leaves a block
-    behind its outputs, or when the model draws random numbers that cannot be replayed.
+    `targets` are the keys of the batch that are not passed to the model. Raises PlanError when the forward fails on the
+    example, when a tensor goes round the border of a block, when gradients are taken between blocks, and when the model
+    draws random numbers that cannot be replayed.
     """
     plan = loaded.blueprint
+    _check_example(example)
     inputs = {key: value for key, value in example.items() if key not in targets}
     module = plan.instance()
     names = tuple(find_blocks(module, loaded.blocks or ()))
@@ -61,34 +68,46 @@ def read(loaded: Loaded, example: Example, targets: tuple[str, ...]) -> Reading:
     held = owners(module, _blocks(module, names))
     holders = {name: held.get(id(parameter), []) for name, parameter in module.named_parameters()}
     weights = tuple(
-        Weight(name, entry.shape, visits_of(holders[name], name in found.direct, found), entry.requires_grad, entry.aliases)
+        Weight(name, entry.shape, visits_of(holders[name], found.users[name], found.visits), entry.requires_grad, entry.aliases)
         for name, entry in plan.logical.items()
     )
     numel, flops = tuple(found.stream_numel), tuple(found.flops)
-    notes = tuple(_notes(names, weights))
+    notes = tuple(_notes(names, weights, found.stateful))
     anatomy = Anatomy(loaded.name, tuple(found.visits), weights, numel, flops, bool(sites.allowed), found.in_place, notes)
-    return Reading(plan, names, anatomy, sites, {key: value[:1].clone() for key, value in example.items()})
+    row = {key: value.detach()[:1].clone() for key, value in example.items()}
+    return Reading(plan, names, anatomy, sites, row, tuple(found.stateful))
 
 
 def _blocks(module: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module]:
     return {WHOLE: module} if names == (WHOLE,) else {name: module.get_submodule(name) for name in names}
 
 
+def _training(module: nn.Module) -> nn.Module:
+    return module if module.training else module.train()
+
+
 def _trial(plan: Blueprint, names: tuple[str, ...], inputs: Example) -> tuple[Findings, Sites]:
     rows = {key: _rows(value) for key, value in inputs.items()}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    module = plan.instance().train()
+    module = _training(plan.instance())
     fake_copy(module, mode)
     try:
         with mode:
             fakes = {key: mode.from_tensor(value) for key, value in rows.items()}
             return _forward(module, names, fakes)
+    except PlanError:
+        raise
     except Exception as error:
         if not depends_on_values(error):
-            raise
-    module = plan.instance().train()
+            raise _failed(error, rows) from error
+    module = _training(plan.instance())
     plan.materialize(module)
-    return _forward(module, names, rows)
+    try:
+        return _forward(module, names, rows)
+    except PlanError:
+        raise
+    except Exception as error:
+        raise _failed(error, rows) from error
 
 
 def _forward(module: nn.Module, names: tuple[str, ...], rows: Example) -> tuple[Findings, Sites]:
@@ -101,12 +120,33 @@ def _forward(module: nn.Module, names: tuple[str, ...], rows: Example) -> tuple[
 def _rows(value: torch.Tensor) -> torch.Tensor:
     """PROBE_BATCH rows like those of `value`."""
     repeats = -(-PROBE_BATCH // len(value))
-    return value.repeat(repeats, *[1] * (value.ndim - 1))[:PROBE_BATCH]
+    rows = value.detach().repeat(repeats, *[1] * (value.ndim - 1))[:PROBE_BATCH]
+    return rows.requires_grad_(value.requires_grad)
 
 
-def _notes(names: tuple[str, ...], weights: tuple[Weight, ...]) -> Iterator[str]:
+def _check_example(example: Example) -> None:
+    shapes = {key: tuple(value.shape) for key, value in example.items()}
+    rows = {shape[0] if shape else 0 for shape in shapes.values()}
+    if len(rows) != 1 or 0 in rows:
+        given = ", ".join(f"{key} of shape {list(shape)}" for key, shape in shapes.items()) or "no tensors"
+        text = f"the example batch holds {given}; needed are the same rows along dim 0 of every tensor, at least one"
+        raise PlanError(
+            text, fix="give one batch as the loader makes it, by the names of the forward's arguments", where="example"
+        )
+
+
+def _failed(error: Exception, rows: Example) -> PlanError:
+    given = ", ".join(f"{key} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}" for key, value in rows.items())
+    text = f"the forward fails in a trial run on {given or 'no arguments'}: {type(error).__name__}: {error}"
+    fix = "repair the forward (the traceback above is its own), or the example: its keys, less the targets, are the arguments"
+    return PlanError(text, fix=fix, where="model")
+
+
+def _notes(names: tuple[str, ...], weights: tuple[Weight, ...], stateful: list[str]) -> Iterator[str]:
     if names == (WHOLE,):
         yield "no chain of blocks was found: the model runs as one block, so nothing overlaps with its backward"
     in_glue = [weight.name for weight in weights if ROOT in weight.visits]
     if in_glue:
         yield f"{len(in_glue)} parameters are used outside blocks ({in_glue[0]}...): complete after the last backward"
+    if stateful:
+        yield f"{len(stateful)} buffers are written by the forward ({stateful[0]}...): every rank writes its own"

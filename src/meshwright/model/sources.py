@@ -33,13 +33,14 @@ class Model:
     """What a factory may return: the module, and what cannot be seen from it.
 
     `example` is one batch as keyword arguments of the forward, samples along dim 0. `blocks` are the names of the
-    submodules that form the chain, where the search would find others. `loss` takes the module's output and the batch.
+    submodules that form the chain, where the search would find others. `loss` is a `Loss`, a sum and a count; whoever
+    plays the model checks it.
     """
 
     module: nn.Module
     example: Mapping[str, torch.Tensor] | None = None
     blocks: Sequence[str] | None = None
-    loss: Callable[..., torch.Tensor] | None = None
+    loss: object | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Loaded:
     blueprint: Blueprint
     example: dict[str, torch.Tensor] | None = None
     blocks: tuple[str, ...] | None = None
-    loss: Callable[..., torch.Tensor] | None = None
+    loss: object | None = None
 
 
 def load_model(source: ModelSource, seed: int) -> Loaded:

@@ -1,9 +1,10 @@
 """One forward on fake tensors: what cannot be read off the module tree is learnt from a run that computes nothing.
 
-The trial finds the order in which blocks are visited, what each hands on, the operations it costs, whether a block is
-called twice, whether glue uses parameters directly, whether the model writes in place, and where it draws random
-numbers. It runs the model's own forward, on a batch of `PROBE_BATCH` samples (a prime, so that a batch dim is told
-apart from others), under FakeTensorMode; a model whose forward depends on values is run once on real ones.
+The trial finds the order in which blocks are visited, what each hands on, the operations it costs, which parameters each
+visit and the glue use, whether a block is called twice, whether the model writes in place, which buffers it writes, and
+where it draws random numbers. It runs the model's own forward, on a batch of `PROBE_BATCH` samples (a prime, so that a
+batch dim is told apart from others), under FakeTensorMode; a model whose forward depends on values is run once on real
+ones.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,25 +14,45 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.overrides import TorchFunctionMode
 
 from meshwright.core.anatomy import ROOT
 from meshwright.core.errors import PlanError
-from meshwright.model.drive import Drive, Pass, Visit
+from meshwright.model.drive import LARGER, Drive
+from meshwright.model.flops import Flops
+from meshwright.model.paths import pieces
 from meshwright.model.values import tensors
 
 PROBE_BATCH = 3
+NEEDS_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+# What torch says of fake tensors elsewhere; the last is the fake kernel of grouped_mm, stricter than the real one.
+LACKS = ("tensor subclass", "not allocated", "fake impl", "Expected inputs of BF16 type")
 
 
 @dataclass
 class Findings:
-    """What one forward showed, per visit in order; `direct` are names of parameters that glue uses without their block."""
+    """What one forward showed, per visit in order.
+
+    `users` are, per parameter by name, the visits that use it (ROOT for glue); `stateful` the buffers that are written.
+    """
 
     visits: list[str] = field(default_factory=list)
     flops: list[int] = field(default_factory=list)
     stream_numel: list[int] = field(default_factory=list)
-    direct: set[str] = field(default_factory=set)
+    users: dict[str, set[str]] = field(default_factory=dict)
+    stateful: list[str] = field(default_factory=list)
     in_place: bool = False
 
 
@@ -40,7 +61,8 @@ def observe(
 ) -> Findings:
     """What one training forward of `module` shows; `call()` runs it on PROBE_BATCH samples, `enter` hears of each visit.
 
-    Raises PlanError when a tensor leaves a block behind its outputs, or when the forward fails.
+    Raises PlanError for a tensor that goes round the border of a block, and for gradients taken between blocks; what the
+    forward itself raises passes through.
     """
     try:
         return _observe(module, blocks, enter, call, in_place=False)
@@ -53,84 +75,84 @@ def observe(
 def fake_copy(module: nn.Module, mode: FakeTensorMode) -> None:
     """Give `module` fake CPU parameters and buffers, in place, ties kept: the shapes of everything, the storage of nothing."""
     fakes: dict[int, nn.Parameter] = {}
+    copies: dict[int, torch.Tensor] = {}
     with mode:
         for owner in module.modules():
-            for name, parameter in owner.named_parameters(recurse=False):
-                if id(parameter) not in fakes:
-                    blank = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-                    fakes[id(parameter)] = nn.Parameter(blank, requires_grad=parameter.requires_grad)
-                setattr(owner, name, fakes[id(parameter)])
-            for name, buffer in owner.named_buffers(recurse=False):
-                setattr(owner, name, mode.from_tensor(buffer))
+            for name, parameter in owner._parameters.items():
+                if parameter is not None:
+                    if id(parameter) not in fakes:
+                        blank = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+                        fakes[id(parameter)] = nn.Parameter(blank, requires_grad=parameter.requires_grad)
+                    owner._parameters[name] = fakes[id(parameter)]
+            for name, buffer in owner._buffers.items():
+                if buffer is not None:
+                    owner._buffers[name] = copies.setdefault(id(buffer), mode.from_tensor(buffer))
 
 
 def depends_on_values(error: BaseException) -> bool:
-    """Whether `error` says that the forward looked at the values of a fake tensor."""
-    return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+    """Whether `error`, or what led to it, says that the forward needs what fake tensors lack: values, memory, a kernel."""
+    if isinstance(error, NEEDS_VALUES) or any(phrase in str(error) for phrase in LACKS):
+        return True
+    before = error.__cause__ or error.__context__
+    return before is not None and depends_on_values(before)
 
 
 def _observe(
     module: nn.Module, blocks: Mapping[str, nn.Module], enter: Callable[[str], None], call: Callable[[], Any], *, in_place: bool
 ) -> Findings:
-    found, counter = Findings(in_place=in_place), FlopCounterMode(display=False)
+    found, counter = Findings(in_place=in_place), Flops()
     totals: list[int] = []
 
     def reach(visit: str) -> None:
-        totals.append(counter.get_total_flops())
+        totals.append(counter.total)
         found.visits.append(visit)
         enter(visit)
 
     drive = Drive(blocks, in_place=in_place)
+    before = _versions(module)
+    enter("")
     try:
-        with counter:
-            _, closing, seen = drive.forward(reach, call)
-            totals.append(counter.get_total_flops())
+        with counter, _NoGradientsInGlue(drive):
+            outputs, closing, passed = drive.forward(reach, call)
+            totals.append(counter.total)
     finally:
         drive.detach()
+    after = _versions(module)
+    found.stateful = [name for name in after if after[name] != before.get(name)]
     found.flops = [(end - start) // PROBE_BATCH for start, end in pairwise(totals)]
-    found.stream_numel = [sum(t.numel() for t, _ in visit.outputs) // PROBE_BATCH for visit in seen.visits.values()]
+    found.stream_numel = [sum(leaf.numel() for _, leaf in visit.outputs) // PROBE_BATCH for visit in passed.visits.values()]
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    found.direct = _direct_uses(seen, closing, names)
+    users = pieces(passed, closing).users
+    found.users = {name: set(users.get(key, ())) for key, name in names.items()}
+    for tensor in tensors(outputs):  # a parameter among the outputs takes its gradient straight from the loss
+        if id(tensor) in names:
+            found.users[names[id(tensor)]].add(ROOT)
     return found
 
 
-def _direct_uses(seen: Pass, closing: Visit, names: Mapping[int, str]) -> set[str]:
-    """Names of the parameters that glue reaches without passing through a block; refuses paths that pass through one."""
-    inside: dict[Any, str] = {}
-    for visit in seen.visits.values():
-        for node in _nodes(tensor for tensor, _ in visit.outputs):
-            if not _is_leaf(node):
-                inside[node] = visit.name
-    roots = [tensor for visit in (*seen.visits.values(), closing) for tensor, _ in visit.glue]
-    direct = set()
-    for node in _nodes(roots):
-        if node in inside:
-            text = f"a tensor left the block '{inside[node]}' behind its outputs and came back in the glue between blocks"
-            raise PlanError(
-                text,
-                fix="return that tensor among the outputs of its block, or declare a larger block that holds both",
-                where="model",
-            )
-        if _is_leaf(node) and id(node.variable) in names:
-            direct.add(names[id(node.variable)])
-    return direct
+def visits_of(blocks: Sequence[str], users: set[str], visits: Sequence[str]) -> tuple[str, ...]:
+    """The visits, in order, that may use a parameter: those of the `blocks` that hold it, and those among its `users`.
+
+    ROOT comes last, when glue uses it, or when no visit does.
+    """
+    used = tuple(visit for visit in visits if visit.split("#")[0] in blocks or visit in users)
+    return (*used, ROOT) if ROOT in users or not used else used
 
 
-def _nodes(roots: Any) -> set[Any]:
-    todo = [root.grad_fn for root in tensors(list(roots)) if root.grad_fn is not None]
-    known = set(todo)
-    while todo:
-        following = [node for node, _ in todo.pop().next_functions if node is not None and node not in known]
-        known.update(following)
-        todo.extend(following)
-    return known
+class _NoGradientsInGlue(TorchFunctionMode):
+    """Refuses a gradient taken between blocks: the graph ends at the last border, so it would miss what lies behind."""
+
+    def __init__(self, drive: Drive) -> None:
+        super().__init__()
+        self._drive = drive
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward) and self._drive.in_glue:
+            text = f"the forward takes gradients itself ({func.__name__}) between blocks, where the graph is cut"
+            raise PlanError(text, fix=f"take them inside one block, or {LARGER}", where="model")
+        return func(*args, **(kwargs or {}))
 
 
-def _is_leaf(node: Any) -> bool:
-    return node.name() == "torch::autograd::AccumulateGrad"
-
-
-def visits_of(blocks: Sequence[str], direct: bool, found: Findings) -> tuple[str, ...]:
-    """The visits that use a parameter held by `blocks`, in forward order; ROOT when glue uses it, or no visited block does."""
-    used = tuple(visit for visit in found.visits if visit.split("#")[0] in blocks)
-    return (*used, ROOT) if direct or not used else used
+def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """What changes when a buffer is written or replaced, by name."""
+    return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}

@@ -1,38 +1,81 @@
-"""Tensors inside what a module takes and gives: tuples, lists, dicts and transformers' ModelOutput."""
+"""Tensors inside what a module takes and gives: tuples, lists, dicts, dataclasses, transformers' ModelOutput.
 
-import copy
-from collections.abc import Iterator, Mapping
+A tensor in any other object is not seen. It keeps its graph, and passes borders between blocks uncut.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 
 
-def tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors(value: Any) -> list[torch.Tensor]:
     """The tensors in `value`, in order."""
+    found: list[torch.Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
-        yield value
+        found.append(value)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from tensors(item)
+            _collect(item, found)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from tensors(item)
+            _collect(item, found)
+    elif _is_record(value):
+        for item in _items(value).values():
+            _collect(item, found)
 
 
 def swap(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
-    """`value` with each tensor whose id is in `new` replaced; containers are copied, the rest is handed on."""
+    """`value` with each tensor whose id is in `new` replaced.
+
+    Lists, dicts and dataclasses are changed in place, because others may hold the same object and write into it (a
+    list of skips, a cache). Tuples are made anew where something in them changes.
+    """
     if isinstance(value, torch.Tensor):
         return new.get(id(value), value)
     if isinstance(value, tuple):
-        items = [swap(item, new) for item in value]
-        return tuple(items) if type(value) is tuple else type(value)(*items)
+        return _swap_tuple(value, new)
     if isinstance(value, list):
-        return [swap(item, new) for item in value]
-    if type(value) is dict:
-        return {key: swap(item, new) for key, item in value.items()}
-    if isinstance(value, dict):  # a ModelOutput keeps its items in attributes too: set them through the object
-        fresh = copy.copy(value)
-        for key, item in value.items():
-            fresh[key] = swap(item, new)
-        return fresh
+        for index, item in enumerate(value):
+            fresh = swap(item, new)
+            if fresh is not item:
+                value[index] = fresh
+    elif isinstance(value, dict):  # a ModelOutput keeps its items in attributes too: setting an item sets both
+        for key, item in list(value.items()):
+            fresh = swap(item, new)
+            if fresh is not item:
+                value[key] = fresh
+    elif _is_record(value):
+        for name, item in _items(value).items():
+            fresh = swap(item, new)
+            if fresh is not item:
+                object.__setattr__(value, name, fresh)  # a frozen one too: it stays the same value, cut or restored
     return value
+
+
+def _swap_tuple(value: tuple[Any, ...], new: Mapping[int, torch.Tensor]) -> tuple[Any, ...]:
+    items = [swap(item, new) for item in value]
+    if all(fresh is item for fresh, item in zip(items, value, strict=True)):
+        return value
+    is_named = "_fields" in dir(value)  # a namedtuple takes its items one by one
+    return type(value)(*items) if is_named else type(value)(items)
+
+
+def _is_record(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type)
+
+
+def _items(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that have a value."""
+    found = {}
+    for field in fields(value):
+        with suppress(AttributeError):  # one with init=False may have none yet
+            found[field.name] = getattr(value, field.name)
+    return found

@@ -4,18 +4,22 @@ Runs of equal actions on consecutive blocks are drawn as one row; what waits for
 memory is said in its row.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
 from itertools import groupby
+from time import perf_counter
 
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from meshwright.core.anatomy import NBYTES
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
 from meshwright.core.steps import ROLE
+from meshwright.verifier.verdict import Verdict
 
 MEANINGS = {
     "COUNT": "count the tokens of this step",
@@ -40,17 +44,28 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.3g} TiB"
 
 
+def work(flops: float) -> str:
+    """Floating-point operations in the unit that fits, three digits."""
+    for unit in ("", "K", "M", "G", "T"):
+        if flops < 1000:
+            return f"{flops:.3g} {unit}FLOP"
+        flops /= 1000
+    return f"{flops:.3g} PFLOP"
+
+
 def plan_view(plan: Plan, *, every: bool = False) -> RenderableType:
     """The summary and the action table of `plan`; `every` draws each action in a row of its own."""
-    return Group(_summary(plan), _actions(plan, every=every))
+    return Group(_summary(plan), "", _actions(plan, every=every))
 
 
 def _summary(plan: Plan) -> Table:
-    table = Table.grid(padding=(0, 2))
+    table = Table.grid(Column(min_width=22), Column(overflow="fold"), padding=(0, 2))
     job, precision = plan.job, plan.job.precision
     numel, width = plan.anatomy.numel, NBYTES[precision.parameters]
     moments = {"adamw": 2, "sgd": 1 if job.optimizer.momentum else 0}[job.optimizer.name]
-    batch = f"{job.train.batch} samples = {plan.num_data} ranks x {plan.num_micro} micro-batches x {plan.micro_batch}"
+    ranks = "1 rank" if plan.num_data == 1 else f"{plan.num_data} ranks"
+    micros = "1 micro-batch" if plan.num_micro == 1 else f"{plan.num_micro} micro-batches"
+    each = "" if job.data.source == "example" else f"; {job.data.sequence} tokens each"
     sent = sum(
         a.transfer.nbytes * 2 * (n - 1) / n
         for a in plan.program.actions(ROLE)
@@ -61,21 +76,22 @@ def _summary(plan: Plan) -> Table:
         "model": f"{plan.anatomy.name}: {numel:,} parameters in {len(plan.anatomy.visits)} blocks",
         "mesh": f"{plan.mesh} ({plan.mesh.world} ranks)" if plan.mesh.world > 1 else "one device",
         "strategies": ", ".join(map(str, plan.strategies)) or "none",
-        "global batch": f"{batch}; {job.data.sequence} tokens each",
-        "precision": f"parameters, gradients, moments {precision.parameters}; compute {precision.compute}; wire {precision.reduce}",
+        "global batch": f"{job.train.batch} samples = {ranks} x {micros} of {plan.micro_batch}{each}",
+        "precision": f"weights, gradients, moments {precision.parameters}; compute {precision.compute}; wire {precision.reduce}",
         "states per rank": f"{size(numel * width * (2 + moments))} (parameters, gradients, {moments} moments)",
         "sent per rank and step": size(sent),
         "plan": plan.hash,
     }
     for key, value in rows.items():
-        table.add_row(Text(key, style="bold"), value)
+        table.add_row(Text(key, style="bold"), Text(value))
     for note in plan.anatomy.notes:
-        table.add_row(Text("note", style="bold yellow"), note)
+        table.add_row(Text("note", style="bold yellow"), Text(note))
     return table
 
 
 def _actions(plan: Plan, *, every: bool) -> Table:
-    table = Table("lane", "action", "what happens", box=None, header_style="bold", padding=(0, 2, 0, 0))
+    columns = (Column("lane", min_width=7), Column("action", overflow="fold"), Column("what happens", overflow="fold"))
+    table = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
     actions = plan.program.actions(ROLE)
     lanes = {action.name: action.lane for action in actions}
     for run in _runs(actions, every=every):
@@ -84,7 +100,9 @@ def _actions(plan: Plan, *, every: bool) -> Table:
         number = f" x{len(run)}" if len(run) > 1 else ""
         name = first.subject if first.kind in ("PACK", "REDUCE", "UNPACK") else ""
         label = f"{first.kind}{number}{micro} {name}".rstrip()
-        table.add_row(first.lane, label, "; ".join(_details(run, lanes)), style="cyan" if first.lane == "wire" else "")
+        table.add_row(
+            first.lane, Text(label), Text("; ".join(_details(run, lanes))), style="cyan" if first.lane == "wire" else ""
+        )
     return table
 
 
@@ -98,7 +116,7 @@ def _details(run: list[Action], lanes: Mapping[str, str]) -> Iterator[str]:
     flops = sum(action.flops for action in run)
     taken = sum(hold.nbytes for action in run for hold in action.takes)
     if flops:
-        yield f"{flops:.3g} FLOP"
+        yield work(flops)
     if taken:
         yield f"takes {size(taken)}"
     waits = [wait for wait in first.waits if lanes.get(wait) != first.lane]
@@ -113,6 +131,46 @@ def _runs(actions: tuple[Action, ...], *, every: bool) -> Iterator[list[Action]]
         yield [action for _, action in group]
 
 
+def verdict_view(verdict: Verdict) -> RenderableType:
+    """A verdict as a short table: the outcome, then the largest error per quantity, or what differs first."""
+    if not verdict.passed:
+        return Text(str(verdict), style="red")
+    table = Table.grid(padding=(0, 2))
+    table.add_row("largest relative errors", f"(allowed: {verdict.tolerance:g})")
+    for quantity, error in verdict.worst.items():
+        table.add_row(f"  {quantity}", f"{error:.2g}")
+    head = f"{verdict.mesh} equals one device after {verdict.steps} steps of {verdict.model}, on {verdict.body}"
+    return Group(Text(head, style="green"), table)
+
+
+@contextmanager
+def training_view(console: Console, steps: int, first: int) -> Iterator[Callable[[int, str], None]]:
+    """What to call after each step with its number and `figures`: moves a bar on a terminal, prints 20 lines elsewhere."""
+    if console.is_terminal:
+        with _bar(console) as bar:
+            task = bar.add_task("train", total=steps, completed=first, figures="")
+            yield lambda step, text: bar.update(task, completed=step, figures=" ".join(text.split()))
+        return
+    started, often = perf_counter(), max(1, steps // 20)
+
+    def line(step: int, text: str) -> None:
+        if step % often == 0 or step in (first + 1, steps):
+            left = (perf_counter() - started) / (step - first) * (steps - step)
+            console.print(f"step {step:>{len(str(steps))}}/{steps}  {text}  ETA {duration(left)}")
+
+    yield line
+
+
+def figures(loss: float, grad_norm: float, tokens_per_s: float, memory: int) -> str:
+    """The figures of one step, aligned, with units."""
+    return f"loss {loss:.4f}  norm {grad_norm:.3f}  {tokens_per_s:6,.0f} tok/s  {size(memory):>8}"
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds, as 0:02:05."""
+    return str(timedelta(seconds=round(seconds)))
+
+
 class _Figures(ProgressColumn):
     """Loss, gradient norm, tokens per second and memory of the last step."""
 
@@ -120,12 +178,8 @@ class _Figures(ProgressColumn):
         return Text(str(task.fields["figures"]))
 
 
-def training_bar(console: Console) -> Progress:
-    """A progress bar for a run; update its task's `figures` with `figures(...)`."""
-    step = TextColumn("step {task.completed:.0f}/{task.total:.0f}")
-    return Progress(SpinnerColumn(), step, BarColumn(bar_width=20), _Figures(), TimeRemainingColumn(), console=console)
-
-
-def figures(loss: float, grad_norm: float, tokens_per_s: float, memory: int) -> str:
-    """The figures of one step, aligned, with units."""
-    return f"loss {loss:.4f}  norm {grad_norm:6.3f}  {tokens_per_s:,.0f} tok/s  {size(memory)}"
+def _bar(console: Console) -> Progress:
+    """A bar that, with its figures, fits into 80 columns."""
+    step = TextColumn("{task.completed:.0f}/{task.total:.0f}")
+    left = TimeRemainingColumn(compact=False)
+    return Progress(SpinnerColumn(), step, BarColumn(bar_width=8), _Figures(), TextColumn("ETA"), left, console=console)

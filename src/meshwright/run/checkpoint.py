@@ -20,7 +20,8 @@ pickle in any file, and ranks exchange plain numbers.
 import logging
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from hashlib import sha256
 from heapq import heapify, heapreplace
 from pathlib import Path
@@ -58,7 +59,8 @@ def save(
         keep: how many of the newest good checkpoints stay, at least 1.
         device: where the collectives of `group` take their operands; the CPU when None.
 
-    A good checkpoint of the same state and step is left as it is (a line in the log says so); a damaged one is replaced.
+    What stands there for the same step is replaced, unless it equals what was written to the last bit; a good checkpoint
+    of another model is not overwritten.
 
     Raises CheckpointError on every rank when any rank fails; on that rank the error is caused by its own OSError. The
     partial folder is gone then and earlier checkpoints are untouched.
@@ -68,10 +70,6 @@ def save(
     fix = "hold the same tensors on every rank before saving"
     ranks.agree("the list of tensors", lambda: _state_digest(step, tensors, meta, keep), fix=fix)
     token = ranks.do("making the folder", lambda: _begin(place, step, tensors) if group.index == 0 else b"")[0][:4]
-    if token == bytes(4):
-        if group.index == 0:
-            logger.info("step %d is saved already in '%s': left as it is", step, place)
-        return place
     partial = partial_folder(place, token.hex())
     shares = _dealt(tensors, group.size)
     mine = {name: tensors[name] for name in shares[group.index]}
@@ -107,18 +105,20 @@ def load(path: Path, wanted: Wanted | None = None) -> tuple[dict[str, torch.Tens
     return dict(read_entries(path, chosen)), manifest.meta
 
 
-def newest_good(folder: Path, expected: Wanted | None = None) -> tuple[Path | None, Manifest | None, list[tuple[Path, str]]]:
+def newest_good(
+    folder: Path, check: Callable[[Manifest, Path], None] | None = None
+) -> tuple[Path | None, Manifest | None, list[tuple[Path, str]]]:
     """The newest checkpoint in `folder` that is whole, its manifest, and the newer ones that were passed over, with reasons.
 
-    With `expected` (every tensor of the state), a checkpoint of another model is passed over too. No good one: (None,
-    None, all that were rejected); a folder that does not exist holds none.
+    `check(manifest, path)` raises CheckpointError for one that must be passed over too, such as that of another model. No
+    good one: (None, None, all that were rejected); a folder that does not exist holds none.
     """
     rejected: list[tuple[Path, str]] = []
     for step, path in listed(folder):
         try:
             if path != step_folder(folder, step):
                 raise CheckpointError("half-written: the save was stopped", fix="save again", where=str(path))
-            return path, _whole(path, step, expected), rejected
+            return path, _whole(path, step, check), rejected
         except CheckpointError as error:
             rejected.append((path, "; ".join(f"{fault.where}: {fault.what}" for fault in error.faults)))
     return None, None, rejected
@@ -173,7 +173,7 @@ def _state_digest(step: int, tensors: Mapping[str, torch.Tensor], meta: Mapping[
 
 
 def _begin(place: Path, step: int, tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """Make the partial folder and return its token; four zero bytes when a good checkpoint of the same state is there."""
+    """Make the partial folder and return its token. Raises CheckpointError when `place` holds another model."""
     place.parent.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(place):
         try:
@@ -182,8 +182,7 @@ def _begin(place: Path, step: int, tensors: Mapping[str, torch.Tensor]) -> bytes
             logger.warning("a damaged checkpoint is replaced: %s", error)
         else:
             check_state(manifest, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}, place)
-            return bytes(4)
-    token = b"\1" + secrets.token_bytes(3)
+    token = secrets.token_bytes(4)
     os.mkdir(partial_folder(place, token.hex()))
     return token
 
@@ -200,6 +199,10 @@ def _unpacked(record: bytes) -> Shard:
 
 
 def _publish(partial: Path, place: Path, manifest: Manifest) -> bytes:
+    if os.path.lexists(place) and _equals(place, manifest):
+        logger.info("step %d is saved already in '%s', equal to the last bit: left as it is", manifest.step, place)
+        remove(partial)
+        return b""
     with (partial / FILE_NAME).open("xb", buffering=0) as file:
         write_all(file.fileno(), memoryview(manifest.dump().encode()))
         os.fsync(file.fileno())
@@ -207,13 +210,19 @@ def _publish(partial: Path, place: Path, manifest: Manifest) -> bytes:
     return b""
 
 
-def _whole(path: Path, step: int | None = None, expected: Wanted | None = None) -> Manifest:
+def _equals(place: Path, manifest: Manifest) -> bool:
+    with suppress(CheckpointError):
+        return _whole(place).dump() == manifest.dump()
+    return False
+
+
+def _whole(path: Path, step: int | None = None, check: Callable[[Manifest, Path], None] | None = None) -> Manifest:
     """The manifest of the checkpoint in `path` after checking all of it. Raises CheckpointError."""
     manifest = read_manifest(path)
     if step is not None and manifest.step != step:
         raise CheckpointError(f"its manifest is of step {manifest.step}", fix="rename the folder to match", where=str(path))
-    if expected is not None:
-        check_state(manifest, expected, path)
+    if check is not None:
+        check(manifest, path)
     check_sums(path, manifest.files)
     return manifest
 

@@ -67,9 +67,11 @@ class Feed:
         mine = [i for micro in range(plan.num_micro) for i in share(ids, micro, plan.num_micro, self.index, plan.num_data)]
         return self.data.batch(mine) if any(i != ABSENT for i in mine) else None
 
-    def exhausted(self, step: int) -> bool:
-        """Whether no sample is left at `step`, on any rank."""
-        return all(i == ABSENT for i in self.order.ids(step, self.plan.job.train.batch))
+    @property
+    def num_steps(self) -> int | None:
+        """The global steps that the samples last; None when they are repeated without end. The last one may be short."""
+        num = len(self.data) * self.order.epochs
+        return -(-num // self.plan.job.train.batch) or None
 
 
 def open_data(source: DataSource, example: Mapping[str, torch.Tensor] | None) -> Data:

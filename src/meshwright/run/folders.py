@@ -2,6 +2,7 @@
 
     step-00000100/                     a checkpoint
     step-00000200.partial-5f3a9c01/    being written, or what a stopped save left behind, or on its way out
+    step-00000300.aside-0c77d1e4/      a checkpoint that a run went back behind; kept, never taken, removed by nobody
 
 A checkpoint comes to be by one rename, and goes by one: it is renamed to a partial one before it is deleted, so that a
 crash in the middle of either leaves nothing half-made under a good name. Links are neither followed nor removed.
@@ -66,6 +67,12 @@ def prune(place: Path, keep: int) -> None:
                 remove(path)
     except OSError as error:
         logger.warning("old checkpoints in '%s' stay: %s", place.parent, error)
+
+
+def set_aside(folder: Path, step: int) -> list[Path]:
+    """Rename the checkpoints in `folder` that are later than `step`, so that no reader takes them; returns their new places."""
+    later = [path for found, path in listed(folder) if found > step and path == step_folder(folder, found)]
+    return [path.rename(path.with_name(f"{path.name}.aside-{secrets.token_hex(4)}")) for path in reversed(later)]
 
 
 def remove(path: Path) -> None:

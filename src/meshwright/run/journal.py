@@ -1,14 +1,22 @@
 """The metrics of a run as JSON lines, one per global step, and the proof that a resumed run repeats it.
 
 After a kill, a run goes on from its last checkpoint and plays some steps again. Their lines are in the file already: a
-replayed step must give the same loss and gradient norm to the last bit, and the journal says whether it did. New lines
-are appended; a line cut short by the kill is removed.
+replayed step must give the same loss and gradient norm to the last bit, and the journal says whether it did. A line cut
+short by the kill is removed, new lines are appended.
+
+    step 41 .. 47      then a kill; the last checkpoint is of step 40
+    step 41 .. 47      played again: equal, so nothing is written; 48, 49 ... are appended
+
+A step that differs (the plan or the data changed) is appended too: of several lines of one step, the last one counts.
 """
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from meshwright.core.errors import PlanError
 
 EXACT = ("loss", "grad_norm", "tokens")
 
@@ -25,33 +33,38 @@ class Replay:
         if not self.steps:
             return ""
         if self.differs is None:
+            if self.steps == 1:
+                return f"step {self.first} was played again and equals its first playing to the last bit"
             return f"{self.steps} steps were played again from step {self.first}: each equals its first playing to the last bit"
         old, new = self.differs
-        pairs = ", ".join(f"{key} {old[key]!r} then, {new[key]!r} now" for key in EXACT)
+        pairs = ", ".join(f"{key} {old[key]!r} then, {new[key]!r} now" for key in EXACT if repr(old[key]) != repr(new[key]))
         return f"step {old['step']} was played again and differs: {pairs}"
 
 
 class Journal:
-    """`metrics.jsonl` in the run's folder, written by rank 0. `known` are the steps that it held when it was opened."""
+    """`metrics.jsonl` in the run's folder, written by rank 0. `known` are the steps that it held when it was opened.
+
+    Raises PlanError when a whole line of the file is not one that a journal writes.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
         self.known = self._read()
         self.replay = Replay()
-        self._file = self.path.open("a")
+        self._file = self.path.open("a", encoding="ascii")
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append the line of a step, or hold it against the line that the step has already."""
+        """Append the line of a step; one that was played before is held against its line, and appended if it differs."""
         old = self.known.get(line["step"])
-        if old is None:
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
-            return
-        self.replay.steps += 1
-        self.replay.first = self.replay.first or line["step"]
-        if self.replay.differs is None and any(old[key] != line[key] for key in EXACT):
-            self.replay.differs = (old, line)
+        if old is not None:
+            self.replay.steps += 1
+            self.replay.first = self.replay.first or line["step"]
+            if all(repr(old[key]) == repr(line[key]) for key in EXACT):  # repr: a NaN equals a NaN
+                return
+            self.replay.differs = self.replay.differs or (old, line)
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
@@ -61,8 +74,19 @@ class Journal:
         if not self.path.exists():
             return {}
         raw = self.path.read_bytes()
-        whole = raw[: raw.rfind(b"\n") + 1]
-        if len(whole) < len(raw):  # the kill came in the middle of a line
-            self.path.write_bytes(whole)
-        lines = [json.loads(text) for text in whole.splitlines()]
+        end = raw.rfind(b"\n") + 1
+        if end < len(raw):  # the kill came in the middle of a line
+            os.truncate(self.path, end)
+        lines = (_line(text, f"{self.path}:{number}") for number, text in enumerate(raw[:end].splitlines(), start=1))
         return {line["step"]: line for line in lines}
+
+
+def _line(text: bytes, where: str) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        line = None
+    if not isinstance(line, dict) or not {"step", *EXACT} <= line.keys():
+        what = f"this line is not one of metrics: {text[:60].decode(errors='replace')!r}"
+        raise PlanError(what, fix="remove the line, or move the file away: the steps are written anew", where=where)
+    return line

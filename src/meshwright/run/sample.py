@@ -10,8 +10,8 @@ from meshwright.model.random import key, uniform
 def sample_text(module: nn.Module, prompt: str, num_tokens: int, context: int, seed: int, temperature: float = 0.7) -> str:
     """`prompt` continued by `num_tokens` bytes drawn from the model at `temperature`, seeing `context` bytes back.
 
-    The same seed gives the same text. Bytes that are no UTF-8 are shown as replacement characters. The module is put
-    back into the mode in which it was.
+    The same seed gives the same text. Bytes that are no UTF-8, and control characters, which would act on a terminal, are
+    shown as replacement characters. The module is put back into the mode in which it was.
     """
     was_training = module.training
     device = next(module.parameters()).device
@@ -27,4 +27,5 @@ def sample_text(module: nn.Module, prompt: str, num_tokens: int, context: int, s
                 tokens.append(min(int(torch.searchsorted(reached, drawn).item()), len(reached) - 1))
     finally:
         module.train(was_training)
-    return bytes(token % 256 for token in tokens).decode(errors="replace")
+    text = bytes(token % 256 for token in tokens).decode(errors="replace")
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)

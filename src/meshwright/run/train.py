@@ -18,10 +18,14 @@ from meshwright.core.errors import PlanError
 from meshwright.core.mesh import AXES
 from meshwright.core.plan import Plan
 from meshwright.engine.player import Player
+from meshwright.engine.state import Metrics
 from meshwright.run.checkpoint import load, newest_good, save
 from meshwright.run.feed import Feed
-from meshwright.run.folders import step_folder
+from meshwright.run.folders import listed, set_aside, step_folder
+from meshwright.run.guard import Progress
 from meshwright.run.journal import Journal, Replay
+from meshwright.run.manifest import CheckpointError, Manifest
+from meshwright.run.shards import read_manifest
 
 CHECKPOINTS = "checkpoints"
 
@@ -63,50 +67,63 @@ class Ended:
 def resume(player: Player, plan: Plan, world: World, data_digest: str, step: int | None = None) -> Resumed:
     """Take up the newest good checkpoint of the run's folder (or that of `step`) on every rank.
 
-    Rank 0 looks and tells the others the step, so that all take the same one. Raises PlanError when `step` is asked for
-    and not there, or when every checkpoint is of another model.
+    Rank 0 looks and tells the others the step, so that all take the same one. Damaged checkpoints and those of another
+    model are passed over. When the run goes back to `step` under a plan or with data that changed since, later checkpoints
+    are set aside: they belong to another course of the run.
+
+    Raises PlanError when `step` is asked for and not there, and when there are checkpoints and none can be used: starting
+    from nothing would in time replace them.
     """
     folder = Path(plan.run.folder) / CHECKPOINTS
     notes: list[str] = []
     found = torch.zeros(1, dtype=torch.int64, device=world.device)
     if world.rank == 0:
-        found[0] = _choose(folder, step, notes)
+        found[0] = _newest(folder, player, notes) if step is None else _asked_for(folder, player, step)
     world.group(AXES).broadcast(found, source=0, action="resume").wait()
     if found.item() <= 0:
-        return Resumed(0, tuple(notes))
+        return Resumed(0, ("starting from step 0", *notes))
     tensors, meta = load(step_folder(folder, int(found.item())))
-    _check_model(tensors, player)
-    notes += _changes(meta, plan, data_digest)
+    changes = _changes(meta, plan, data_digest)
+    if world.rank == 0 and changes and step is not None:
+        aside = set_aside(folder, step)
+        notes += [f"later checkpoints were set aside: {', '.join(path.name for path in aside)}"] if aside else []
     player.restore(tensors, int(found.item()))
-    return Resumed(player.steps_done, (f"resumed from step {player.steps_done}", *notes))
+    return Resumed(player.steps_done, (f"resumed from step {player.steps_done}", *notes, *changes))
 
 
 def train(
-    player: Player, plan: Plan, feed: Feed, world: World, stopping: Callable[[], bool], watch: Callable[[Line], None]
+    player: Player,
+    plan: Plan,
+    feed: Feed,
+    world: World,
+    stopping: Callable[[], bool],
+    watch: Callable[[Line], None],
+    progress: Progress | None = None,
 ) -> Ended:
-    """Play the steps that are left; `stopping()` is asked before each, `watch` sees each line on rank 0."""
-    run, job = plan.run, plan.job
+    """Play the steps that are left; `stopping()` is asked before each, `watch` sees each line on rank 0.
+
+    `progress` is kept up to date, so that a failure can say where it happened. A last checkpoint is saved at the end.
+    """
+    run, first = plan.run, player.steps_done
+    steps = plan.job.train.steps if feed.num_steps is None else min(plan.job.train.steps, feed.num_steps)
     journal = Journal(Path(run.folder)) if world.rank == 0 else None
-    process, saved, loss = psutil.Process(), None, None
-    stopped = False
+    progress = progress or Progress()
+    process, loss, stopped = psutil.Process(), None, False
+    saved = step_folder(Path(run.folder) / CHECKPOINTS, first) if first else None
     try:
-        while player.steps_done < job.train.steps and not stopped and not feed.exhausted(player.steps_done):
+        while player.steps_done < steps and not stopped:
+            progress.step, progress.phase = player.steps_done + 1, "training"
             started = perf_counter()
             metrics = player.step(feed.batch(player.steps_done), stop=stopping())
-            seconds = perf_counter() - started
+            line = _line(metrics, perf_counter() - started, _memory(process, world.device))
             loss, stopped = metrics.loss, metrics.stop
             if journal is not None:
-                speed = metrics.tokens / seconds
-                memory = _memory(process, world.device)
-                line = Line(
-                    metrics.step, loss, metrics.grad_norm, metrics.lr, metrics.tokens, seconds, speed, memory, metrics.skipped
-                )
                 journal.write(asdict(line))
                 watch(line)
-            if stopped or (run.save_every and player.steps_done % run.save_every == 0):
+            due = run.save_every and player.steps_done % run.save_every == 0
+            if stopped or due or player.steps_done == steps:
+                progress.phase = "saving"
                 saved = save_run(player, plan, world, feed.data.digest)
-        if saved is None or saved != step_folder(saved.parent, player.steps_done):
-            saved = save_run(player, plan, world, feed.data.digest)
     finally:
         if journal is not None:
             journal.close()
@@ -120,34 +137,51 @@ def save_run(player: Player, plan: Plan, world: World, data_digest: str) -> Path
     return save(folder, player.steps_done, player.tensors(), meta, world.group(AXES), plan.run.keep, world.device)
 
 
-def _choose(folder: Path, step: int | None, notes: list[str]) -> int:
-    if step is not None:
-        if not step_folder(folder, step).is_dir():
-            there = ", ".join(path.name for path in sorted(folder.glob("step-*"))) if folder.is_dir() else "none"
-            raise PlanError(f"there is no checkpoint of step {step}", fix=f"choose one of: {there}", where=str(folder))
-        return step
-    path, manifest, rejected = newest_good(folder)
+def _line(metrics: Metrics, seconds: float, memory: int) -> Line:
+    m, speed = metrics, metrics.tokens / seconds
+    return Line(m.step, m.loss, m.grad_norm, m.lr, m.tokens, seconds, speed, memory, m.skipped)
+
+
+def _newest(folder: Path, player: Player, notes: list[str]) -> int:
+    """The step of the newest checkpoint that can be used, 0 when none was ever finished."""
+    path, manifest, rejected = newest_good(folder, lambda manifest, place: check_model(manifest, player, place))
     notes += [f"passed over {bad.name}: {why}" for bad, why in rejected]
-    if manifest is None:
-        return 0
-    if rejected and path is not None:
-        notes.append(f"using the previous good checkpoint, {path.name}")
-    return manifest.step
-
-
-def _check_model(tensors: Mapping[str, torch.Tensor], player: Player) -> None:
-    mine = {name: tuple(p.shape) for name, p in player.tensors().items() if not name.startswith("optimizer/")}
-    theirs = {name: tuple(tensor.shape) for name, tensor in tensors.items() if not name.startswith("optimizer/")}
-    wrong = [
-        f"{name}: {theirs.get(name)} saved, {mine.get(name)} here"
-        for name in {**mine, **theirs}
-        if mine.get(name) != theirs.get(name)
-    ]
-    if wrong:
-        text = f"the checkpoint is of another model: {'; '.join(sorted(wrong)[:5])}" + (
-            f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+    finished = [bad for bad, _ in rejected if ".partial-" not in bad.name]
+    if manifest is not None and path is not None:
+        notes += [f"{path.name} is the newest good checkpoint"] if finished else []
+        return manifest.step
+    if finished:
+        text = f"none of the {len(finished)} checkpoints here can be used:\n  " + "\n  ".join(notes)
+        fix = (
+            "train into another run.folder, or restore a checkpoint from a copy; to start from step 0 here, move the folder away"
         )
-        raise PlanError(text, fix="train into another run.folder, or go back to the model that saved it", where="run.folder")
+        raise PlanError(text, fix=fix, where=str(folder))
+    return 0
+
+
+def _asked_for(folder: Path, player: Player, step: int) -> int:
+    path = step_folder(folder, step)
+    if not path.is_dir():
+        raise PlanError(f"there is no checkpoint of step {step}", fix=f"choose one of: {names_in(folder)}", where=str(folder))
+    check_model(read_manifest(path), player, path)
+    return step
+
+
+def names_in(folder: Path) -> str:
+    """The checkpoints in `folder` in words, oldest first."""
+    return ", ".join(path.name for step, path in reversed(listed(folder)) if path == step_folder(folder, step)) or "none"
+
+
+def check_model(manifest: Manifest, player: Player, path: Path) -> None:
+    """Raise CheckpointError unless `manifest`, that of the checkpoint in `path`, is of the model that `player` plays."""
+    mine = {name: tuple(tensor.shape) for name, tensor in player.tensors().items() if not name.startswith("optimizer/")}
+    theirs = {name: entry.shape for name, entry in manifest.entries.items() if not name.startswith("optimizer/")}
+    wrong = sorted(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
+    if wrong:
+        shown = "; ".join(f"{name}: {theirs.get(name)} saved, {mine.get(name)} here" for name in wrong[:3])
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        fix = "train into another run.folder, or go back to the model that saved it"
+        raise CheckpointError(f"it is of another model: {shown}{more}", fix=fix, where=path.name)
 
 
 def _changes(meta: Mapping[str, Any], plan: Plan, data_digest: str) -> list[str]:

@@ -2,36 +2,42 @@
 
 The comparison runs in float64 with plain SGD: Adam would hide a gradient that is wrong by a factor. Errors of gradients
 and parameters are measured against the largest magnitude in their block, because a gradient that is truly zero (a key
-bias) holds nothing but rounding noise. Each rank compares its own copy, so a replica that drifts is found.
+bias) holds nothing but rounding noise. Each rank compares its own copy, so a replica that drifts is found. NaN is a
+difference, and so is a collective that the program does not state; what was not compared does not pass. Gradients are
+read by one more action, put before CLIP: PROBE (hold every gradient against one device, before it is clipped).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from itertools import zip_longest
+from math import inf, isnan, nan
 
 import torch
 
 from meshwright.comm.group import Entry, World
 from meshwright.core.job import Job, Optimizer, Precision, Schedule
+from meshwright.core.mesh import AXES
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action, Program
 from meshwright.core.steps import ROLE
 from meshwright.engine.player import Player
 from meshwright.engine.state import State
 from meshwright.verifier.reference import Case, Reference, StepTruth, Values
-from meshwright.verifier.verdict import Difference, Verdict, diagnose
+from meshwright.verifier.verdict import COMPARED, QUANTITIES, Difference, Verdict, diagnose
 
 TOLERANCE = 1e-10
+Message = tuple[str, str, tuple[str, ...], int, str]  # action, collective, axes, bytes that the rank puts in, algorithm
 
 
 @dataclass
 class RankReport:
-    """What one rank found: differences, the worst error per quantity, a digest of its parameters, what it sent."""
+    """What one rank found: differences, the worst error per quantity, a digest per parameter, what it sent."""
 
     rank: int
     differences: list[Difference] = field(default_factory=list)
     worst: dict[str, float] = field(default_factory=dict)
-    digest: str = ""
+    digests: dict[str, str] = field(default_factory=dict)
     sent: list[Entry] = field(default_factory=list)
     steps: int = 0
 
@@ -64,53 +70,80 @@ def compare_rank(case: Case, world: World, reference: Reference) -> RankReport:
             report.steps += 1
     finally:
         player.close()
-    report.digest = _digest(subject.parameters)
+    report.digests = {name: _digest(parameter) for name, parameter in subject.parameters.items()}
     report.sent = list(world.ledger.entries)
     return report
 
 
-def judge(case: Case, reports: list[RankReport], body: str, versions: Mapping[str, str], tolerance: float = TOLERANCE) -> Verdict:
+def judge(case: Case, reports: list[RankReport], body: str, versions: Mapping[str, str]) -> Verdict:
     """The verdict over all ranks' reports: equality with one device, replicas alike, and what was sent as planned."""
-    found = sorted((d for report in reports for d in report.differences), key=lambda d: d.step)
-    for report in reports[1:]:
-        if report.digest != reports[0].digest:
-            found.append(Difference(report.steps, "replica", "all parameters", "any", float("nan"), report.rank))
-    worst = {key: max(report.worst.get(key, 0.0) for report in reports) for key in reports[0].worst}
-    planned = planned_bytes(case.plan)
-    unplanned = [
-        report.rank for report in reports if sent_bytes(report) != {key: value * report.steps for key, value in planned.items()}
-    ]
-    if unplanned:
-        found.append(Difference(0, "ledger", "", "", float("nan"), unplanned[0]))
     plan = case.plan
+    found = [difference for report in reports for difference in report.differences]
+    found += [d for report in reports for d in (_drift(report, reports[0]), _unplanned(report, plan)) if d is not None]
+    found.sort(key=lambda d: (d.step, QUANTITIES.index(d.quantity)))
+    missing = tuple(_missing(plan, reports))
     return Verdict(
         plan=plan.hash,
         mesh=str(plan.mesh),
         model=plan.anatomy.name,
         body=body,
-        steps=reports[0].steps,
-        tolerance=tolerance,
-        passed=not found,
-        worst=worst,
-        bytes_planned=planned,
-        cause=diagnose(found),
+        steps=min((report.steps for report in reports), default=0),
+        tolerance=TOLERANCE,
+        passed=not found and not missing,
+        worst={key: _worst(report.worst[key] for report in reports if key in report.worst) for key in COMPARED},
+        bytes_planned={name: nbytes for name, _, _, nbytes, _ in planned_messages(plan)},
+        cause=diagnose(found) or ("incomplete" if missing else ""),
         first=found[0] if found else None,
         others=max(0, len(found) - 1),
+        missing=missing,
         versions=dict(versions),
     )
 
 
-def planned_bytes(plan: Plan) -> dict[str, int]:
-    """The bytes that each action of the program puts into a collective, per rank and step."""
-    return {action.name: action.transfer.nbytes for action in plan.program.actions(ROLE) if action.transfer is not None}
+def planned_messages(plan: Plan) -> list[Message]:
+    """What each rank puts into collectives in one step, in the order of the program."""
+    return [
+        (action.name, move.collective, tuple(axis for axis in AXES if axis in move.axes), move.nbytes, move.algorithm)
+        for action in plan.program.actions(ROLE)
+        if (move := action.transfer) is not None
+    ]
 
 
-def sent_bytes(report: RankReport) -> dict[str, int]:
-    """The bytes that a rank did put into collectives, per action, over all its steps."""
-    total: dict[str, int] = {}
-    for entry in report.sent:
-        total[entry.action] = total.get(entry.action, 0) + entry.nbytes
-    return total
+def issued_messages(report: RankReport) -> list[Message]:
+    """What a rank did put into collectives, over all its steps, in order."""
+    return [(entry.action, entry.collective, tuple(entry.axes), entry.nbytes, entry.algorithm) for entry in report.sent]
+
+
+def _missing(plan: Plan, reports: list[RankReport]) -> Iterator[str]:
+    """What keeps the reports from being a proof, in sentences."""
+    here = {report.rank for report in reports}
+    for rank in sorted(set(range(plan.mesh.world)) - here):
+        yield f"rank {rank} did not report"
+    for report in reports:
+        if not report.steps:
+            yield f"rank {report.rank} compared no step"
+        elif report.steps != reports[0].steps:
+            yield f"rank {report.rank} compared {report.steps} steps and rank {reports[0].rank} {reports[0].steps}"
+        for quantity in COMPARED if report.steps else ():
+            if quantity not in report.worst:
+                yield f"rank {report.rank} compared no {quantity}"
+
+
+def _drift(report: RankReport, other: RankReport) -> Difference | None:
+    """The first parameter of which two ranks hold different bits; a rounding error that differs grows from step to step."""
+    names = [name for name in {**other.digests, **report.digests} if report.digests.get(name) != other.digests.get(name)]
+    return Difference(max(0, report.steps - 1), "replica", names[0], "", None, report.rank) if names else None
+
+
+def _unplanned(report: RankReport, plan: Plan) -> Difference | None:
+    """The first collective that is not the one that the program states at this place."""
+    planned, issued = planned_messages(plan), issued_messages(report)
+    wanted = planned * report.steps
+    for i, (mine, theirs) in enumerate(zip_longest(issued, wanted)):
+        if mine != theirs:
+            said = f"{mine or 'no collective'} where the program states {theirs or 'none'}"
+            return Difference(i // max(1, len(planned)), "ledger", said, "", None, report.rank)
+    return None
 
 
 class _Watch:
@@ -123,13 +156,14 @@ class _Watch:
     def samples(self, batch: Mapping[str, torch.Tensor] | None, truth: StepTruth, index: int) -> None:
         """The rows must be this rank's share of the reference's global batch."""
         plan = self._case.plan
+        self._note("samples", 0.0)
         starts = [(micro * plan.num_data + index) * plan.micro_batch for micro in range(plan.num_micro)]
         wanted = [row for start in starts for row in range(start, start + plan.micro_batch)]
         for key, whole in truth.batch.items():
             rows = whole[[row for row in wanted if row < len(whole)]]
             mine = rows[:0] if batch is None else batch[key]
             if mine.shape != rows.shape or not torch.equal(mine, rows):
-                self._add("samples", key, "", 1.0)
+                self._add("samples", key, "", None)
 
     def number(self, quantity: str, mine: float, wanted: float) -> None:
         error = abs(mine - wanted) / max(abs(wanted), 1e-300)
@@ -137,23 +171,37 @@ class _Watch:
         if not error <= TOLERANCE:
             self._add(quantity, "", "", error)
 
-    def values(self, quantity: str, step: int, mine: Mapping[str, torch.Tensor], wanted: Values) -> None:
+    def values(
+        self, quantity: str, step: int, mine: Mapping[str, torch.Tensor], wanted: Values, factor: float | None = None
+    ) -> None:
         """Each tensor against the scale of its block, in the order of backward: the last block first."""
         self.step = step
         scales = self._scales(wanted)
         for name in reversed(list(wanted)):
             block = self._reference.block_of[name]
-            tensor = mine[name].detach()
-            error = ((tensor - wanted[name]).abs().max() / scales[block]).item() if tensor.numel() else 0.0
+            error = _distance(mine[name].detach(), wanted[name]) / scales[block]
             self._note(quantity, error)
             if not error <= TOLERANCE:
-                self._add(quantity, name, block, error, _factor(tensor, wanted[name]))
+                self._add(quantity, name, block, error, factor)
 
     def gradients(self, action: Action, state: State) -> None:
         """The handler of PROBE: every gradient as the optimizer is about to see it, before clipping."""
         grads = {name: p.grad for name, p in state.subject.trainable.items()}
         found = {name: torch.zeros_like(state.subject.parameters[name]) if g is None else g for name, g in grads.items()}
-        self.values("gradient", self.step, found, self._reference.steps[self.step].gradients)
+        wanted = self._reference.steps[self.step].gradients
+        self.values("gradient", self.step, found, wanted, self._common_factor(found, wanted))
+
+    def _common_factor(self, mine: Values, wanted: Values) -> float | None:
+        """The number f with mine = f * wanted for all gradients at once, when there is one."""
+        norm = sum((tensor * tensor).sum().item() for tensor in wanted.values())
+        if not norm > 0:
+            return None
+        factor = sum((mine[name] * wanted[name]).sum().item() for name in wanted) / norm
+        scales = self._scales(wanted)
+        errors = [
+            _distance(mine[name], factor * tensor) / scales[self._reference.block_of[name]] for name, tensor in wanted.items()
+        ]
+        return factor if all(error <= 1e-8 * max(1.0, abs(factor)) for error in errors) else None
 
     def _scales(self, wanted: Values) -> dict[str, float]:
         scales: dict[str, float] = {}
@@ -164,9 +212,9 @@ class _Watch:
         return scales
 
     def _note(self, quantity: str, error: float) -> None:
-        self._report.worst[quantity] = max(self._report.worst.get(quantity, 0.0), error)
+        self._report.worst[quantity] = _worst([self._report.worst.get(quantity, 0.0), error])
 
-    def _add(self, quantity: str, name: str, block: str, error: float, factor: float | None = None) -> None:
+    def _add(self, quantity: str, name: str, block: str, error: float | None, factor: float | None = None) -> None:
         self._report.differences.append(Difference(self.step, quantity, name, block, error, self._report.rank, factor))
 
 
@@ -185,18 +233,18 @@ def _with_probe(plan: Plan) -> Plan:
     return replace(plan, program=program)
 
 
-def _factor(mine: torch.Tensor, wanted: torch.Tensor) -> float | None:
-    """The number f with mine = f * wanted, when there is one; None for zeros and for other differences."""
-    norm = (wanted * wanted).sum()
-    if not norm > 0:
-        return None
-    factor = (mine * wanted).sum() / norm
-    alike = (mine - factor * wanted).abs().max() <= 1e-8 * wanted.abs().max()
-    return factor.item() if alike else None
+def _distance(mine: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The largest difference of two elements; infinite when the shapes differ, NaN when an element is NaN."""
+    if mine.shape != wanted.shape:
+        return inf
+    return (mine - wanted).abs().max().item() if mine.numel() else 0.0
 
 
-def _digest(parameters: Mapping[str, torch.Tensor]) -> str:
-    digest = sha256()
-    for name in sorted(parameters):
-        digest.update(parameters[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+def _worst(errors: Iterable[float]) -> float:
+    """The largest of `errors`; NaN is worse than any number, and having none is NaN too."""
+    found = list(errors)
+    return nan if not found or any(isnan(error) for error in found) else max(found)
+
+
+def _digest(parameter: torch.Tensor) -> str:
+    return sha256(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()

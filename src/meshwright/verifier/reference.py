@@ -75,10 +75,14 @@ def run_reference(case: Case, steps: int) -> Reference:
         optimizer.zero_grad(set_to_none=True)
         loss = _loss(case, subject, dice, batch, step)
         loss.backward()
-        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trainable.items()}
+        for parameter in trainable.values():
+            if parameter.grad is None:  # a step that does not reach a parameter has a gradient of zero, and still decays it
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = {name: p.grad.clone() for name, p in trainable.items() if p.grad is not None}
         clip = plan.job.train.clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(list(trainable.values()), clip)
-        optimizer.step()
+        if case.loss.count(batch) > 0:  # a step in which nothing counts leaves the parameters as they were
+            optimizer.step()
         after = {name: p.detach().clone() for name, p in subject.parameters.items()}
         reference.steps.append(StepTruth(batch, loss.item(), norm.item(), gradients, after))
     return reference

@@ -1,12 +1,15 @@
 """What can be proved of a program without running it.
 
-Reads the list of every role and reports, all at once: names that are not unique, waits for actions that do not exist,
-lists in which somebody waits for ever, a backward before its forward, a gradient that no transfer brings to where the
-optimizer wants it (or too early, or after the clip), and memory taken and not returned.
+Reads the list of every role and reports, all at once: names that are not unique, waits for actions that do not exist or
+come later, lists in which somebody waits for ever, a backward before its forward, a gradient that no transfer brings to
+where the optimizer wants it (or too early, or after the clip), a weight that CLIP or STEP leaves out, and memory taken
+and not returned.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from meshwright.core.anatomy import ROOT
 from meshwright.core.clock import Stuck, full_name, play
 from meshwright.core.errors import Fault
 from meshwright.core.plan import Plan
@@ -21,6 +24,7 @@ def prove(plan: Plan) -> list[Fault]:
     for role, actions in plan.program.roles:
         faults += [Fault(text, _FIX, f"program.{role}") for text in _order_faults(plan.program, role, actions)]
         faults += [Fault(text, _FIX, f"program.{role}") for text in _memory_faults(actions)]
+        faults += [Fault(text, _FIX, f"program.{role}") for text in _update_faults(plan, actions)]
         faults += [Fault(text, _FIX, f"program.{role}") for text in _gradient_faults(plan, actions)]
     try:
         play(plan.program)
@@ -31,14 +35,20 @@ def prove(plan: Plan) -> list[Fault]:
 
 def _order_faults(program: Program, role: str, actions: Sequence[Action]) -> Iterator[str]:
     everywhere = {full_name(other, action.name) for other, listed in program.roles for action in listed}
+    mine = {full_name(role, action.name) for action in actions}
     at: dict[str, int] = {}
+    passed: set[str] = set()
     for index, action in enumerate(actions):
         if action.name in at:
             yield f"{action.name} stands twice, as actions {at[action.name]} and {index}"
         at[action.name] = index
         for wait in action.waits:
-            if full_name(role, wait) not in everywhere:
+            name = full_name(role, wait)
+            if name not in everywhere:
                 yield f"{action.name} waits for {wait}, which nobody plays"
+            elif name in mine and name not in passed:
+                yield f"{action.name} waits for {wait}, which stands later in the list"
+        passed.add(full_name(role, action.name))
     for action in actions:
         forward = f"F({action.subject}, {action.micro})"
         if action.kind == "B" and at.get(forward, len(actions)) > at[action.name]:
@@ -61,38 +71,49 @@ def _memory_faults(actions: Sequence[Action]) -> Iterator[str]:
         yield f"{taker} takes {name}, and nobody frees it"
 
 
-def _gradient_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
-    """A gradient that backward leaves as a summand must be moved after its last backward, and before CLIP starts."""
-    index = {action.name: i for i, action in enumerate(actions)}
-    clip = next((action for action in actions if action.kind == "CLIP"), None)
-    if clip is None or not any(action.kind == "STEP" for action in actions):
+def _update_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
+    """CLIP must see every gradient, STEP every weight, and STEP what CLIP left."""
+    found = {action.kind: action for action in actions if action.kind in ("CLIP", "STEP")}
+    if len(found) < 2:
         yield "there is no CLIP and STEP: the parameters would never change"
         return
-    before_clip = _all_waits(actions, clip)
+    for kind, action in found.items():
+        left_out = [weight.name for weight in plan.anatomy.trainable if weight.name not in set(action.tensors)]
+        if left_out:
+            yield f"{kind} leaves out {len(left_out)} weights ({left_out[0]}...)"
+    if found["CLIP"].name not in _all_waits(actions, found["STEP"]):
+        yield "STEP does not wait for CLIP"
+
+
+def _gradient_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
+    """A gradient that backward leaves as a summand must be moved after its last backward, and before CLIP starts."""
+    movers: dict[str, list[Action]] = defaultdict(list)
+    last: dict[str, int] = {}
+    for i, action in enumerate(actions):
+        if action.transfer is not None:
+            for name in action.tensors:
+                movers[name].append(action)
+        if action.kind == "B":
+            last[action.subject] = last[ROOT] = i
+    index = {action.name: i for i, action in enumerate(actions)}
+    before_clip = {name for action in actions if action.kind == "CLIP" for name in _all_waits(actions, action)}
     for home in plan.space.homes:
-        if not home.weight.trainable:
-            continue
-        backwards = [
-            i
-            for i, a in enumerate(actions)
-            if a.kind == "B" and (a.subject in home.weight.visits or "(root)" in home.weight.visits)
-        ]
-        for axis, act in home.moves().items():
-            movers = [
-                a
-                for a in actions
-                if home.weight.name in a.tensors and a.transfer and axis in a.transfer.axes and a.transfer.collective == act
-            ]
-            if not movers:
-                yield f"the gradient of {home.weight.name} stays a pending sum over {axis}: no {act} moves it"
-            elif len(movers) > 1:
-                names = ", ".join(mover.name for mover in movers)
-                yield f"the gradient of {home.weight.name} is moved {len(movers)} times over {axis}: {names}"
-            elif backwards and index[movers[0].name] < max(backwards):
-                late = actions[max(backwards)].name
-                yield f"{movers[0].name} moves the gradient of {home.weight.name} before {late} has added to it"
-            elif movers[0].name not in before_clip:
-                yield f"CLIP does not wait for {movers[0].name}, which moves the gradient of {home.weight.name}"
+        weight = home.weight
+        complete = max((last[visit] for visit in weight.visits if visit in last), default=-1)
+        for axis, act in home.moves().items() if weight.trainable else ():
+            found = [mover.name for mover in movers[weight.name] if _does(mover, act, axis)]
+            if not found:
+                yield f"the gradient of {weight.name} stays a pending sum over {axis}: no {act} moves it"
+            elif len(found) > 1:
+                yield f"the gradient of {weight.name} is moved {len(found)} times over {axis}: {', '.join(found)}"
+            elif index[found[0]] < complete:
+                yield f"{found[0]} moves the gradient of {weight.name} before {actions[complete].name} has added to it"
+            elif found[0] not in before_clip:
+                yield f"CLIP does not wait for {found[0]}, which moves the gradient of {weight.name}"
+
+
+def _does(action: Action, act: str, axis: str) -> bool:
+    return action.transfer is not None and action.transfer.collective == act and axis in action.transfer.axes
 
 
 def _all_waits(actions: Sequence[Action], action: Action) -> set[str]:

@@ -2,37 +2,47 @@
 
 Four causes look alike on a loss curve and are told apart here, in this order: the initial values differ (`init`), the
 samples differ (`data order`), all gradients differ by one factor (`loss scale`), or the technique computes something
-else (`technique`).
+else (`technique`). A comparison that left something out proves nothing: it fails as `incomplete`.
 """
 
 import json
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from pathlib import Path
+from typing import Any
 
-QUANTITIES = ("initial value", "samples", "loss", "gradient", "grad norm", "parameter", "replica")
+COMPARED = ("initial value", "samples", "gradient", "loss", "grad norm", "parameter")  # by every rank
+QUANTITIES = (*COMPARED, "replica", "ledger")  # within a step, the earlier one is the cause of the later
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that differs beyond the tolerance: `error` is relative to the largest magnitude in its block."""
+    """One thing that differs beyond the tolerance.
+
+    `error` is relative to the largest magnitude in the block; None where a difference has no size (samples, bytes).
+    `factor` is the number by which all gradients of this step on this rank differ, if there is one.
+    """
 
     step: int
     quantity: str
     name: str
     block: str
-    error: float
+    error: float | None
     rank: int
     factor: float | None = None
 
     def __str__(self) -> str:
-        where = f" of {self.name} in block {self.block}" if self.name else ""
-        size = f"by {self.error:.3g} of the block's scale" if self.name else f"by {self.error:.3g}"
-        return f"step {self.step}: the {self.quantity}{where} differs {size} on rank {self.rank}"
+        where = (f" of {self.name}" if self.name else "") + (f" in block {self.block}" if self.block else "")
+        size = "" if self.error is None else f" by {self.error:.3g}" + (" of the block's scale" if self.block else "")
+        return f"step {self.step}: the {self.quantity}{where} differs{size} on rank {self.rank}"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome: `passed` when nothing differs beyond `tolerance`. `worst` is the largest error per quantity."""
+    """The outcome: `passed` when all was compared and nothing differs beyond `tolerance`.
+
+    `worst` is the largest error per quantity, `missing` says in sentences what was not compared.
+    """
 
     plan: str
     mesh: str
@@ -46,32 +56,45 @@ class Verdict:
     cause: str = ""
     first: Difference | None = None
     others: int = 0
+    missing: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Write the verdict as JSON."""
+        """Write the verdict as JSON; an error that is no finite number becomes the text "nan" or "inf"."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        path.write_text(json.dumps(_plain(asdict(self)), indent=2, allow_nan=False) + "\n")
 
     def __str__(self) -> str:
         errors = ", ".join(f"{quantity} {error:.2g}" for quantity, error in self.worst.items())
         if self.passed:
             seen = f"largest relative errors: {errors}; allowed {self.tolerance:g}"
             return f"{self.mesh} equals one device after {self.steps} steps ({seen})"
+        if self.first is None:
+            return f"{self.mesh} was NOT compared with one device: {'; '.join(self.missing)}"
         more = f"\n  and {self.others} more differences" if self.others else ""
         return f"{self.mesh} does NOT equal one device (allowed {self.tolerance:g}; cause: {self.cause})\n  {self.first}{more}"
 
 
 def diagnose(differences: list[Difference]) -> str:
-    """The cause of the earliest differences, one of `init`, `data order`, `loss scale`, `technique`."""
+    """The cause of the earliest differences, one of `init`, `data order`, `loss scale`, `technique`; "" without any."""
     if not differences:
         return ""
-    if any(d.quantity == "initial value" for d in differences):
+    start = min(difference.step for difference in differences)
+    early = [difference for difference in differences if difference.step == start]
+    seen = {difference.quantity for difference in early}
+    if "initial value" in seen:
         return "init"
-    if any(d.quantity == "samples" for d in differences):
+    if "samples" in seen:
         return "data order"
-    first = min(d.step for d in differences)
-    factors = [d.factor for d in differences if d.step == first and d.quantity == "gradient"]
+    factors = [difference.factor for difference in early if difference.quantity == "gradient"]
     known = [factor for factor in factors if factor is not None]
     uniform = bool(known) and len(known) == len(factors) and max(known) - min(known) <= 1e-6 * abs(max(known, key=abs))
-    return "loss scale" if uniform and abs(known[0] - 1) > 1e-6 else "technique"
+    return "loss scale" if uniform else "technique"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not isfinite(value) else value

@@ -11,7 +11,7 @@ wrong as soon as ranks hold different numbers of valid tokens.
 
     loss = sum_ranks sum_tokens l / sum_ranks count        weights I -> R, so their gradients are P
 
-Cost: two messages of 24 bytes per rank and step; memory of activations / n. A rank without data takes part with zero
+Cost: two messages, of 24 and 8 bytes, per rank and step; memory of activations / n. A rank without data takes part with zero
 weight: its labels are ignored, its gradients are zero, and nobody waits.
 Limits: the global batch must divide by the ranks. The gradients stay pending sums: a storing strategy must add them up.
 Paper: Dean et al. 2012, "Large Scale Distributed Deep Networks" (NeurIPS); Goyal et al. 2017, arXiv 1706.02677, section 3
@@ -29,6 +29,7 @@ from meshwright.core.program import Action, Program, Transfer
 from meshwright.core.space import Home, Space
 from meshwright.core.strategy import Phase, Strategy
 
+NBYTES = {"COUNT": 24, "TALLY": 8}  # tokens, wishes to stop, rows; the loss: float64
 DATA_AXES = ("dp_replicate", "dp_shard")
 
 
@@ -55,7 +56,7 @@ class Batch(Strategy):
         return replace(home, layout=home.layout.with_place(self.axis, R), grad=home.grad.with_place(self.axis, P))
 
     def _share(self, action: Action) -> Action:
-        if action.kind not in ("COUNT", "TALLY"):
+        if action.kind not in NBYTES:
             return action
         axes = (*(action.transfer.axes if action.transfer else ()), self.axis)
-        return replace(action, lane="wire", transfer=Transfer("all_reduce", axes, 24, dtype="float64"))
+        return replace(action, lane="wire", transfer=Transfer("all_reduce", axes, NBYTES[action.kind], dtype="float64"))

@@ -3,10 +3,11 @@
 Why it works: each rank's gradient is a summand of the true one (see `batch`), so one all-reduce per gradient makes all
 replicas equal, and equal replicas that take equal steps stay equal. The gradients of the last layers are complete
 first, so they travel while the earlier layers still compute. Small blocks are coalesced into buckets of a stated size,
-because a message has a fixed cost; nothing is sent while micro-batches accumulate.
+because a message has a fixed cost; nothing is sent while micro-batches accumulate. Per bucket there is one REDUCE (sum
+gradients over the ranks along the axis).
 
-    compute   F0 F1 F2 LOSS B2 PACK(2) B1 PACK(1) B0 PACK(0)          CLIP STEP
-    wire                          REDUCE(2) REDUCE(1) REDUCE(0)
+    compute   F0 F1 F2 LOSS B2 PACK(2) B1 PACK(1)  B0 PACK(0)            CLIP STEP
+    wire                                   REDUCE(2, 1)     REDUCE(0)
     gradients P -> I along the axis: the move table says all_reduce
 
     sent per rank and step = 2 (n-1)/n * S          S: bytes of the trainable parameters in the reduction dtype
@@ -21,12 +22,13 @@ Paper: Li et al. 2020, "PyTorch Distributed", arXiv 2006.15704 (bucketing and ov
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import ClassVar
 
 from meshwright.core.anatomy import NBYTES
 from meshwright.core.errors import Fault, nearest
 from meshwright.core.job import Job
-from meshwright.core.layout import I
+from meshwright.core.layout import I, R
 from meshwright.core.program import Action, Hold, Program, Transfer, index_of_last, with_waits
 from meshwright.core.space import Bundle, Space
 from meshwright.core.steps import gradient
@@ -46,7 +48,7 @@ class Replicate(Strategy):
 
     def check(self, job: Job, space: Space) -> Iterator[Fault]:
         yield from replica_faults(self.name, self.axis, self.algorithm, space)
-        if self.bucket_mb <= 0:
+        if not 0 < self.bucket_mb < inf:
             text = f"buckets of {self.bucket_mb} MiB"
             yield Fault(text, "write a size above 0; 25 is a good start", "strategies.replicate.bucket_mb")
 
@@ -54,7 +56,7 @@ class Replicate(Strategy):
         return space.with_homes(lambda home: replace(home, grad=home.grad.with_place(self.axis, I)))
 
     def rewrite(self, program: Program, space: Space, job: Job) -> Program:
-        buckets = coalesce(space.bundles(), self.bucket_mb * 2**20 / NBYTES[job.precision.parameters])
+        buckets = coalesce(space.bundles(), self.bucket_mb * 2**20 / NBYTES[job.precision.reduce])
         for number, bucket in enumerate(buckets):
             program = program.edit(lambda actions, n=number, b=bucket: self._reduce(actions, str(n), b, space, job))
         return program
@@ -63,26 +65,46 @@ class Replicate(Strategy):
         return {"REDUCE": runtime.start}
 
     def _reduce(self, actions: list[Action], name: str, bucket: Sequence[Bundle], space: Space, job: Job) -> list[Action]:
-        """`actions` with the PACK and REDUCE of one bucket, right after the backwards that complete it."""
-        last = bucket[-1].last or space.anatomy.visits[0]
-        after = [i for i, action in enumerate(actions) if action.kind == "B" and action.subject == last]
+        """`actions` with one bucket: each bundle is packed right after its own backward, while its gradients are in cache.
+
+        The whole leaves after the last backward. A bucket of another dtype takes finished sums only, and is unpacked.
+        """
         casts = job.precision.reduce != job.precision.parameters
         tensors = tuple(weight.name for bundle in bucket for weight in bundle.weights)
         numel = sum(bundle.numel for bundle in bucket)
         held = Hold(f"bucket({name})", numel * NBYTES[job.precision.reduce])
-        grads = tuple(map(gradient, bucket))
-        pack_at, reduce_at = (after[-1] if casts else after[0]), after[-1]
-        pack = Action("PACK", name, waits=(actions[pack_at].name,), tensors=tensors, takes=(held,), frees=() if casts else grads)
+        packs = []
+        for bundle in bucket:
+            at = _backwards(actions, bundle, space)[-1 if casts else 0]
+            grads = () if casts else (gradient(bundle),)
+            mine = tuple(weight.name for weight in bundle.weights)
+            takes = () if packs else (held,)
+            packs.append(Action("PACK", bundle.name, waits=(actions[at].name,), tensors=mine, takes=takes, frees=grads))
+            actions.insert(_behind(actions, at), packs[-1])
+        last = _backwards(actions, bucket[-1], space)[-1]
+        waits = tuple(dict.fromkeys((*(pack.name for pack in packs), actions[last].name)))
         transfer = Transfer("all_reduce", (self.axis,), held.nbytes, self.algorithm, job.precision.reduce)
-        waits = tuple(dict.fromkeys((pack.name, actions[reduce_at].name)))
         reduce = Action("REDUCE", name, lane="wire", waits=waits, tensors=tensors, transfer=transfer)
-        actions.insert(reduce_at + 1, reduce)
-        actions.insert(pack_at + 1, pack)
+        actions.insert(_behind(actions, last), reduce)
         if not casts:
-            return _end(actions, reduce.name, held.name, grads)
+            return _end(actions, reduce.name, held.name, tuple(map(gradient, bucket)))
         unpack = Action("UNPACK", name, waits=(reduce.name,), tensors=tensors, frees=(held.name,))
         actions.insert(index_of_last(actions, "CLIP") or 0, unpack)
         return _end(actions, unpack.name, "", ())
+
+
+def _backwards(actions: Sequence[Action], bundle: Bundle, space: Space) -> list[int]:
+    """Where the backwards stand that complete the gradients of `bundle`, one per micro-batch."""
+    last = bundle.last or space.anatomy.visits[0]
+    return [i for i, action in enumerate(actions) if action.kind == "B" and action.subject == last]
+
+
+def _behind(actions: Sequence[Action], at: int) -> int:
+    """The place behind the backward at `at` and all that follows from it already."""
+    place = at + 1
+    while actions[place].kind in ("PACK", "REDUCE"):
+        place += 1
+    return place
 
 
 def coalesce(bundles: Sequence[Bundle], limit: float) -> list[list[Bundle]]:
@@ -103,10 +125,22 @@ def replica_faults(name: str, axis: str, algorithm: str, space: Space) -> Iterat
     elif axis not in space.data_axes:
         text = f"the copies along {axis} would all see the same samples: nothing splits the batch there"
         yield Fault(text, f'add [[strategies]] name = "batch", axis = "{axis}"', f"strategies.{name}")
+    else:
+        yield from _apart_faults(name, axis, space)
     if algorithm != "backend":
         yield Fault(
             f"there is no all-reduce algorithm '{algorithm}'", nearest(algorithm, ["backend"]), f"strategies.{name}.algorithm"
         )
+
+
+def _apart_faults(name: str, axis: str, space: Space) -> Iterator[Fault]:
+    """Copies along two axes would be summed one axis after the other: two messages where one does."""
+    for other in DATA_AXES:
+        homes = [home for home in space.homes if home.weight.trainable and home.layout.place(other) == R]
+        if other != axis and any(home.grad.place(other) == I for home in homes):
+            text = f"weights are kept whole along {other} already, and now along {axis} too"
+            ranks = space.mesh.size(axis) * space.mesh.size(other)
+            yield Fault(text, f"make it one axis: mesh.{other} = {ranks}, mesh.{axis} = 1", f"strategies.{name}.axis")
 
 
 def _end(actions: list[Action], awaited: str, held: str, grads: tuple[str, ...]) -> list[Action]:

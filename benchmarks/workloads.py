@@ -1,0 +1,136 @@
+"""The models and steps that benchmarks measure: a 25 M Llama on real text, in an ordinary loop, in DDP and in ours.
+
+    large   hidden 512, 8 layers, 25.6 M parameters, 8 x 256 tokens    compute decides
+    small   the same model, 2 x 128 tokens                             communication and Python show
+    toy     hidden 64, 8 thin layers, 1 x 64 tokens                    Python alone
+
+Text is the source of Python's standard library as bytes. All loops train the same parameters on the same samples with the
+same fused AdamW, the same groups (no decay on 1-D weights) and clipping to norm 1. One thread per rank.
+"""
+
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  the field's name
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from meshwright.api import alone, build, make_plan, read
+from meshwright.comm.distributed import TorchWorld
+from meshwright.core.job import DataSource, Job, ModelSource, Optimizer, Train
+from meshwright.core.mesh import Mesh
+from meshwright.engine.optimizers import parameter_groups
+from meshwright.run.text import TextData
+
+VOCABULARY = 256
+HEAVY = ("torch", "transformers.models.llama.modeling_llama", "meshwright.api")  # what ranks import before they fork
+OPTIMIZER = Optimizer("adamw", lr=3e-4, weight_decay=0.1, betas=(0.9, 0.95))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A Llama and the samples of one global step."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    batch: int
+    sequence: int
+
+    def model(self) -> nn.Module:
+        """The model with transformers' own initial values."""
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads,
+            use_cache=False,
+        )
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config)
+
+
+WORKLOADS = {
+    "large": Workload(512, 1376, 8, 8, 8, 256),
+    "small": Workload(512, 1376, 8, 8, 2, 128),
+    "toy": Workload(64, 172, 8, 4, 1, 64),
+}
+
+
+class Batches:
+    """Batches of stdlib text, another one each step, the same sequence of them for every configuration."""
+
+    def __init__(self, workload: Workload) -> None:
+        folder = Path(sysconfig.get_path("stdlib")) / "json"
+        self._data = TextData(DataSource(str(folder), sequence=workload.sequence))
+        self._batch, self._step = workload.batch, 0
+
+    def next(self) -> dict[str, torch.Tensor]:
+        """The global batch of the next step: input_ids and shifted labels."""
+        first, num = self._step * self._batch, len(self._data) - 1
+        self._step += 1
+        return self._data.batch([i % num for i in range(first, first + self._batch)])
+
+
+def ordinary(rank: int, size: int, workload: str, ddp: bool = False, store: str = "") -> Callable[[], object]:
+    """The step of an ordinary PyTorch loop; with `ddp`, wrapped in DistributedDataParallel over gloo."""
+    torch.set_num_threads(1)
+    spec = WORKLOADS[workload]
+    model: nn.Module = spec.model()
+    names = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW(
+        parameter_groups(OPTIMIZER, names), lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True
+    )
+    if ddp:
+        _join(rank, size, store)
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    batches, share = Batches(spec), slice(rank * spec.batch // size, (rank + 1) * spec.batch // size)
+
+    def step() -> float:
+        batch = batches.next()
+        inputs, labels = batch["input_ids"][share], batch["labels"][share]
+        optimizer.zero_grad(set_to_none=True)
+        logits = model(input_ids=inputs).logits
+        loss = F.cross_entropy(logits.view(-1, VOCABULARY), labels.reshape(-1))
+        loss.backward()
+        nn.utils.clip_grad_norm_(names.values(), 1.0)
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def ours(rank: int, size: int, workload: str, store: str = "") -> Callable[[], object]:
+    """The step of the engine on the same model: one device, or `batch` + `replicate` over gloo."""
+    torch.set_num_threads(1)
+    spec = WORKLOADS[workload]
+    batches = Batches(spec)
+    reading = read(spec.model(), Batches(spec).next())
+    job = Job(ModelSource("llama"), DataSource("stdlib", sequence=spec.sequence), Train(batch=spec.batch), OPTIMIZER)
+    mesh = Mesh(dp_replicate=size)
+    if size > 1:
+        _join(rank, size, store)
+    world = alone(torch.device("cpu")) if size == 1 else TorchWorld(mesh, rank, "cpu")
+    engine = build(reading, make_plan(reading, job, mesh), world=world)
+
+    def step() -> float:
+        return engine.step(engine.share(batches.next())).loss
+
+    return step
+
+
+def fresh_store() -> str:
+    """The path of a rendezvous file that does not exist yet, in a folder of its own."""
+    return str(Path(tempfile.mkdtemp(prefix="meshwright-bench-")) / "store")
+
+
+def _join(rank: int, size: int, store: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)

@@ -1,0 +1,35 @@
+"""What a plan knows of a model: counts, owners, and the visit that completes a gradient."""
+
+import pytest
+
+from meshwright.core.anatomy import ROOT, Anatomy, Weight
+
+TIED = Weight("embed.weight", (5, 2), ("embed", "head"), aliases=("head.weight",))
+MIDDLE = Weight("layer.weight", (2, 3), ("layer",))
+FROZEN = Weight("layer.table", (4,), ("layer",), trainable=False)
+GLUE = Weight("scale", (), (ROOT,))
+MODEL = Anatomy("model", ("embed", "layer", "head"), (TIED, MIDDLE, FROZEN, GLUE), (1, 1, 1), (1, 1, 1))
+
+
+def test_tied_parameters_are_counted_once():
+    assert MODEL.numel == 10 + 6 + 4 + 1
+
+
+def test_frozen_parameters_receive_no_gradient():
+    assert MODEL.trainable == (TIED, MIDDLE, GLUE)
+
+
+def test_a_tied_parameter_belongs_to_both_its_visits():
+    assert [MODEL.of(visit) for visit in MODEL.visits] == [(TIED,), (MIDDLE, FROZEN), (TIED,)]
+
+
+@pytest.mark.parametrize(
+    ("weights", "last"),
+    [([MIDDLE], "layer"), ([TIED], "embed"), ([MIDDLE, TIED], "embed"), ([GLUE], None), ([MIDDLE, GLUE], None)],
+)
+def test_the_earliest_user_in_the_forward_completes_the_gradient(weights: list[Weight], last: str | None):
+    assert MODEL.last_backward(weights) == last
+
+
+def test_a_scalar_has_one_element():
+    assert GLUE.numel == 1

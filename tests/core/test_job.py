@@ -1,0 +1,78 @@
+"""What cannot be trained is refused, each with what was given, what is needed and the repair."""
+
+from dataclasses import replace
+from math import inf, nan
+
+import pytest
+
+from meshwright.core.job import DataSource, Job, ModelSource, Optimizer, ParameterGroup, Precision, Run, Schedule, Train
+
+GOOD = Job(ModelSource("model.json"), DataSource("text.txt"), Train(steps=100))
+
+
+def test_a_job_with_a_model_and_data_is_accepted():
+    assert list(GOOD.faults()) == []
+    assert list(Run().faults()) == []
+
+
+@pytest.mark.parametrize(
+    ("part", "where", "said"),
+    [
+        ({"model": ModelSource()}, "model.source", "no model is named"),
+        ({"data": DataSource()}, "data.source", "no data is named"),
+        ({"data": DataSource("x", sequence=0)}, "data.sequence", "a sample of 0 tokens; needed is at least 1"),
+        ({"data": DataSource("x", epochs=-1)}, "data.epochs", "-1 epochs"),
+        ({"train": Train(steps=0)}, "train.steps", "0 steps"),
+        ({"train": Train(batch=0)}, "train.batch", "a global batch of 0 samples"),
+        ({"train": Train(clip=-1.0)}, "train.clip", "a gradient norm of -1.0"),
+        ({"train": Train(clip=nan)}, "train.clip", "a gradient norm of nan"),
+        ({"optimizer": Optimizer(lr=0.0)}, "optimizer.lr", "a learning rate of 0.0"),
+        ({"optimizer": Optimizer(lr=nan)}, "optimizer.lr", "a learning rate of nan"),
+        ({"optimizer": Optimizer(lr=inf)}, "optimizer.lr", "a learning rate of inf"),
+        ({"optimizer": Optimizer(betas=(0.9, 1.0))}, "optimizer.betas", "betas of (0.9, 1.0); needed are numbers from 0"),
+        ({"optimizer": Optimizer("sgd", momentum=1.0)}, "optimizer.momentum", "a momentum of 1.0"),
+        ({"optimizer": Optimizer("adamw", momentum=0.9)}, "optimizer.momentum", "momentum = 0.9 with adamw, which has none"),
+        ({"optimizer": Optimizer(weight_decay=-0.1)}, "optimizer.weight_decay", "a weight decay of -0.1"),
+        ({"optimizer": Optimizer(eps=-1.0)}, "optimizer.eps", "an eps of -1.0"),
+        (
+            {"optimizer": Optimizer(groups=(ParameterGroup("*.bias", lr_factor=-1.0),))},
+            "optimizer.groups '*.bias'",
+            "a learning-rate factor of -1.0",
+        ),
+        (
+            {"optimizer": Optimizer(groups=(ParameterGroup("*.bias", weight_decay=nan),))},
+            "optimizer.groups '*.bias'",
+            "a weight decay of nan",
+        ),
+        ({"schedule": Schedule("wsd", warmup=60, decay=41)}, "schedule", "60 warm-up and 41 decay steps do not fit into 100"),
+        ({"schedule": Schedule("cosine", floor=1.5)}, "schedule.floor", "a floor of 1.5; it is a share of optimizer.lr"),
+        ({"schedule": Schedule("cosine", decay=3)}, "schedule.decay", "decay = 3 with the cosine schedule, which has none"),
+        ({"precision": Precision("float16", "float16")}, "precision", "float16 needs loss scaling, which is not built yet"),
+        ({"precision": Precision("bfloat16", "float32")}, "precision.compute", "bfloat16 parameters with float32 compute"),
+        ({"precision": Precision("float64", "float32")}, "precision.compute", "float64 parameters with float32 compute"),
+        ({"precision": Precision("float32", "float64")}, "precision.parameters", "float64 compute with float32 parameters"),
+    ],
+)
+def test_a_faulty_part_is_refused_once_and_by_its_key(part: dict[str, object], where: str, said: str):
+    faults = list(replace(GOOD, **part).faults())
+    assert [fault.where for fault in faults] == [where]
+    assert faults[0].what.startswith(said)
+    assert faults[0].fix
+
+
+@pytest.mark.parametrize(
+    ("run", "where"), [(Run(save_every=-1), "run.save_every"), (Run(keep=0), "run.keep")], ids=["save_every", "keep"]
+)
+def test_a_faulty_run_is_refused(run: Run, where: str):
+    assert [fault.where for fault in run.faults()] == [where]
+
+
+def test_faults_of_all_parts_are_reported_together():
+    job = Job(ModelSource(), DataSource(), Train(steps=0, batch=0), Optimizer(lr=-1.0))
+    assert [fault.where for fault in job.faults()] == [
+        "model.source",
+        "data.source",
+        "train.steps",
+        "train.batch",
+        "optimizer.lr",
+    ]

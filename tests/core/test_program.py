@@ -1,0 +1,31 @@
+"""Actions and programs: names, edits, and how a rank finds its list."""
+
+from meshwright.core.program import Action, Program, index_of_last, with_waits
+
+ACTIONS = (Action("F", "a", 0), Action("F", "b", 0), Action("B", "b", 0), Action("B", "a", 0), Action("STEP"))
+
+
+def test_an_action_is_named_by_its_kind_subject_and_micro_batch():
+    names = [Action("STEP").name, Action("LOSS", micro=2).name, Action("REDUCE", "0").name, Action("F", "a", 0).name]
+    assert names == ["STEP()", "LOSS(2)", "REDUCE(0)", "F(a, 0)"]
+
+
+def test_the_last_action_of_a_kind_is_found_by_subject():
+    assert index_of_last(ACTIONS, "B") == 3
+    assert index_of_last(ACTIONS, "B", ["b"]) == 2
+    assert index_of_last(ACTIONS, "B", ["c"]) is None
+    assert index_of_last(ACTIONS, "REDUCE") is None
+
+
+def test_an_edit_returns_another_program_and_leaves_the_first():
+    program = Program.of({"a": ACTIONS, "b": ACTIONS[:1]})
+    edited = program.edit(lambda actions: actions[::-1])
+    assert edited.actions("a") == ACTIONS[::-1]
+    assert edited.actions("b") == ACTIONS[:1]
+    assert program == Program.of({"a": ACTIONS, "b": ACTIONS[:1]})
+    assert hash(program) == hash(Program.of({"a": ACTIONS, "b": ACTIONS[:1]}))
+
+
+def test_a_wait_is_added_once():
+    action = with_waits(Action("CLIP", waits=("x",)), ["y", "x", "y"])
+    assert action.waits == ("x", "y")

@@ -1,0 +1,79 @@
+"""A module driven block by block beside one ordinary backward of the same module, in float64."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.model.drive import Drive, backward
+from meshwright.model.reading import Reading, read
+from meshwright.model.sources import Model, load_factory
+from meshwright.model.values import tensors
+
+Gradients = dict[str, torch.Tensor | None]
+
+
+@dataclass
+class Driven:
+    """What came out: the visits that the drive saw, and the gradients by logical name, of the drive and of one backward."""
+
+    reading: Reading
+    visits: list[str]
+    gradients: Gradients
+    truth: Gradients
+
+    @property
+    def error(self) -> float:
+        """The largest difference, against the largest magnitude of the whole gradient. A None counts as zeros."""
+        scale = max(t.abs().max().item() for t in self.truth.values() if t is not None)
+        zero = torch.zeros(())
+        pairs = [(self.gradients[name], truth) for name, truth in self.truth.items()]
+        return max(((zero if a is None else a) - (zero if b is None else b)).abs().max().item() for a, b in pairs) / scale
+
+    @property
+    def in_glue(self) -> list[str]:
+        """The parameters that the anatomy says glue uses."""
+        return [weight.name for weight in self.reading.anatomy.weights if "(root)" in weight.visits]
+
+
+def weigh(outputs: Any) -> torch.Tensor:
+    """A scalar that depends on every element of every floating output by another factor."""
+    found = [tensor for tensor in tensors(outputs) if tensor.is_floating_point()]
+    return sum((t * torch.arange(t.numel(), dtype=t.dtype).mul(0.7).cos().view(t.shape)).sum() for t in found)
+
+
+def reading_of(
+    build: Callable[[], nn.Module], example: Mapping[str, torch.Tensor], blocks: Sequence[str] | None = None
+) -> Reading:
+    """The reading of the model that `build` makes, on `example` without targets."""
+    return read(load_factory(lambda: Model(build(), example, blocks), 0, "model"), example, ())
+
+
+def both_ways(
+    build: Callable[[], nn.Module],
+    example: Mapping[str, torch.Tensor],
+    blocks: Sequence[str] | None = None,
+    total: Callable[[Any], torch.Tensor] = weigh,
+) -> Driven:
+    """Gradients of `total(model(**example))`, both ways; the two losses must be equal to the last bit."""
+    reading = reading_of(build, example, blocks)
+    module, found, parameters = reading.make("cpu", torch.float64)
+    alone = copy.deepcopy(module)
+    inputs = {key: value.double() if value.is_floating_point() else value for key, value in example.items()}
+    expected = total(alone(**inputs))
+    expected.backward()
+    drive = Drive(found, in_place=reading.anatomy.in_place)
+    visits: list[str] = []
+    outputs, closing, passed = drive.forward(visits.append, lambda: module(**inputs))
+    loss = total(outputs)
+    assert torch.equal(loss, expected)
+    loss.backward()
+    backward(closing)
+    for visit in reversed(visits):
+        backward(passed.visits[visit])
+    drive.detach()
+    truth = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    return Driven(reading, visits, {name: parameter.grad for name, parameter in parameters.items()}, truth)

@@ -1,0 +1,320 @@
+"""Plain modules, block by block: gradients are those of one backward, whatever lies between the blocks."""
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.core.errors import PlanError
+from meshwright.model.drive import Drive, backward
+from tests.model.both_ways import Driven, both_ways, reading_of
+
+X = {"x": torch.linspace(-2, 2, 24).view(4, 6)}
+Forward = Callable[..., object]
+
+
+class Block(nn.Module):
+    """A linear and a tanh; `between` may replace what it does with its linear."""
+
+    def __init__(self, between: Forward | None = None) -> None:
+        super().__init__()
+        self.linear, self.between = nn.Linear(6, 6), between
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        if self.between is not None:
+            return self.between(self, *args, **kwargs)
+        return self.linear(*args).tanh()
+
+
+class Chain(nn.Module):
+    """Three blocks and a head; `glue(model, x)` is the forward."""
+
+    def __init__(self, glue: Forward, block: Forward | None = None) -> None:
+        super().__init__()
+        self.glue = glue
+        self.layers = nn.ModuleList(Block(block) for _ in range(3))
+        self.head = nn.Linear(6, 5)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+        self.register_buffer("shift", torch.linspace(-1, 1, 6))
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.glue(self, x)
+
+
+def driven(glue: Forward, block: Forward | None = None, blocks: list[str] | None = None) -> Driven:
+    done = both_ways(lambda: Chain(glue, block), X, blocks)
+    assert done.error < 1e-14
+    return done
+
+
+def test_skips_over_blocks_and_values_that_many_blocks_take():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        first = model.layers[0](x)
+        mixed = first * model.shift + x
+        second = model.layers[1](mixed)
+        third = model.layers[2](second + mixed)
+        return model.head(third * first + mixed), second
+
+    done = driven(glue)
+    assert done.visits == ["layers.0", "layers.1", "layers.2", "head"]
+    assert done.in_glue == ["scale"]  # used by nothing, so complete at the end
+
+
+def test_a_block_called_several_times_has_several_visits():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        for _ in range(2):
+            x = model.layers[0](model.layers[1](x) + x)
+        return model.head(x)
+
+    done = driven(glue)
+    assert done.visits == ["layers.1", "layers.0", "layers.1#2", "layers.0#2", "head"]
+    weights = {weight.name: weight.visits for weight in done.reading.anatomy.weights}
+    assert weights["layers.0.linear.weight"] == ("layers.0", "layers.0#2")
+    assert weights["layers.2.linear.weight"] == ("(root)",)
+
+
+def test_parameters_of_the_root_and_of_blocks_used_in_glue():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        for layer in model.layers:
+            x = layer(x) * model.scale
+        return F.linear(x, model.layers[0].linear.weight)
+
+    assert driven(glue).in_glue == ["scale", "layers.0.linear.weight", "head.weight", "head.bias"]
+
+
+def test_a_parameter_handed_to_another_block_belongs_to_both():
+    def block(block: Block, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.linear(block.linear(x).tanh(), weight)
+
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        for layer in model.layers[:2]:
+            x = layer(x, model.layers[2].linear.weight)
+        return model.layers[2](x, model.layers[2].linear.weight)
+
+    weights = {weight.name: weight.visits for weight in driven(glue, block).reading.anatomy.weights}
+    assert weights["layers.2.linear.weight"] == ("layers.0", "layers.1", "layers.2")
+    assert weights["layers.2.linear.bias"] == ("layers.2",)
+
+
+def test_a_block_called_by_another_block_is_a_part_of_it():
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared = nn.Linear(6, 6)
+            self.layers = nn.ModuleList(Block(lambda block, x: block.shared(block.linear(x).tanh())) for _ in range(3))
+            for layer in self.layers:
+                layer.shared = self.shared
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    done = both_ways(Outer, X)
+    assert done.error < 1e-14
+    assert done.visits == ["layers.0", "layers.1", "layers.2"]
+    assert done.reading.anatomy.weights[0].visits == ("layers.0", "layers.1", "layers.2")
+
+
+def test_parts_of_a_block_called_directly_are_glue():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        x = model.layers[1](model.layers[0].linear(x))
+        return model.head(model.layers[1].linear(x))
+
+    done = driven(glue)
+    assert done.visits == ["layers.1", "head"]
+    assert {"layers.0.linear.weight", "layers.1.linear.weight"} <= set(done.in_glue)
+
+
+def test_several_inputs_and_outputs_with_views_integers_and_things_that_are_no_tensors():
+    def block(block: Block, x: torch.Tensor, y: torch.Tensor, *, name: str, forward: None, size: torch.Size) -> object:
+        z = block.linear(y)
+        return x, z.view(size), x[:2], y, 3, None, x.argmax(), torch.max(z, 0, keepdim=True)
+
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        y, total = x, 0.0
+        for layer in model.layers:
+            same, z, part, y, _, _, index, most = layer(x * 1.5, y, name="a", forward=None, size=x.shape)
+            x, y, total = same + 1, z.tanh() * y, total + part.sum() * index + most.values
+        return x * total, y
+
+    assert driven(glue, block).visits == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_lists_that_blocks_write_into_stay_the_callers_lists():
+    def block(block: Block, x: torch.Tensor, past: list[torch.Tensor]) -> torch.Tensor:
+        past.append(past.pop(0).detach())
+        return block.linear(x * past[0]).tanh()
+
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        past = [model.head.weight[:1, :6] * i for i in range(1, 6)]
+        for layer in model.layers:
+            x = layer(x, past)
+        return x, past[0], past[4], past[2:4]
+
+    assert driven(glue, block).visits == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_objects_that_hold_tensors_unseen_pass_uncut():
+    class Opaque:
+        def __init__(self, x: torch.Tensor) -> None:
+            self.x = x
+
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        for layer in model.layers:
+            x = layer(x).x
+        return model.head(x)
+
+    done = driven(glue, lambda block, x: Opaque(block.linear(x).tanh()))
+    assert "layers.1.linear.weight" in done.in_glue
+
+
+def test_writing_in_place_into_a_blocks_output():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        for layer in model.layers:
+            y = layer(x)
+            y += x
+            y[:, 0] = y[:, 1] * 2
+            x = y
+        return x
+
+    done = driven(glue, lambda block, x: block.linear(x))
+    assert done.reading.anatomy.in_place
+
+
+def test_glue_that_is_overwritten_after_a_block_took_it():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        glue = model.layers[0](x) * 3
+        before = model.layers[1](glue)
+        glue *= 2
+        after = model.layers[2](glue)
+        return before * after, glue
+
+    assert driven(glue, lambda block, x: x + block.linear.bias).visits == ["layers.0", "layers.1", "layers.2"]
+
+
+def test_a_block_that_overwrites_its_input_is_refused_by_name():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        x = model.head(x)[:, :1] * x
+        for layer in model.layers:
+            x = x + layer(x)
+        return x
+
+    with pytest.raises(PlanError, match=r"(?s)the block 'layers\.0' writes into its input in place.*inplace=False"):
+        reading_of(lambda: Chain(glue, lambda block, x: block.linear(F.relu(x, inplace=True))), X)
+
+
+def test_frozen_parameters_and_a_frozen_embedding():
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(7, 6).requires_grad_(False)
+            self.layers = nn.ModuleList(Block() for _ in range(3))
+            self.layers[1].linear.weight.requires_grad_(False)
+            self.layers[2].requires_grad_(False)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.embed(ids)
+            for layer in self.layers:
+                x = layer(x) + x
+            return x
+
+    done = both_ways(Frozen, {"ids": torch.arange(8).view(2, 4) % 7})
+    assert done.error < 1e-14
+    assert {name for name, grad in done.gradients.items() if grad is not None} == {
+        "layers.0.linear.weight",
+        "layers.0.linear.bias",
+        "layers.1.linear.bias",
+    }
+    assert done.visits == ["embed", "layers.0", "layers.1", "layers.2"]
+
+
+def test_a_region_without_gradients_visits_nothing():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        with torch.no_grad():
+            x = model.layers[0](model.layers[1](x))
+        return model.layers[0](x)
+
+    done = driven(glue)
+    assert done.visits == ["layers.0"]
+    assert done.gradients["layers.1.linear.weight"] is None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_model_that_recomputes_its_blocks_itself(reentrant: bool):
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        x = model.head(x)[:, :1] * x
+        for layer in model.layers:
+            x = checkpoint(layer, x, use_reentrant=reentrant) * 2
+        return x
+
+    driven(glue)
+
+
+def test_hooks_that_change_inputs_outputs_and_gradients():
+    def build() -> nn.Module:
+        model = Chain(lambda model, x: model.layers[2](model.layers[1](model.layers[0](x * model.scale))))
+        for layer in model.layers:
+            layer.register_forward_pre_hook(lambda module, args: (args[0].tanh(),))
+            layer.register_forward_hook(lambda module, args, output: output * 2)
+            layer.register_full_backward_hook(lambda module, into, out: (into[0] * 3,))
+        return model
+
+    assert both_ways(build, X).error < 1e-14
+
+
+def test_inputs_that_require_gradients_receive_them():
+    x = X["x"].clone().requires_grad_()
+    done = both_ways(lambda: Chain(lambda model, x: model.layers[1](model.layers[0](x) + x)), {"x": x})
+    assert done.error < 1e-14
+    x = X["x"].clone().requires_grad_()
+    model = Chain(lambda model, x: model.layers[0](x) + x)
+    drive = Drive({"layers.0": model.layers[0]})
+    outputs, closing, passed = drive.forward(lambda visit: None, lambda: model(x[:]))
+    outputs.sum().backward()
+    backward(closing)
+    backward(passed.visits["layers.0"])
+    drive.detach()
+    (expected,) = torch.autograd.grad(model(x).sum(), x)
+    assert torch.allclose(x.grad, expected, rtol=1e-6)
+
+
+def test_the_graph_of_a_block_is_gone_after_its_backward():
+    kept: list[weakref.ref] = []
+
+    def block(block: Block, x: torch.Tensor) -> torch.Tensor:
+        y = block.linear(x).exp()
+        kept.append(weakref.ref(y.untyped_storage()))
+        return y.sum(-1, keepdim=True) * x
+
+    model = Chain(lambda model, x: model.layers[2](model.layers[1](model.layers[0](x)) * 2) * 2, block)
+    drive = Drive({f"layers.{i}": model.layers[i] for i in range(3)})
+    gc.collect()
+    gc.disable()
+    try:
+        outputs, closing, passed = drive.forward(lambda visit: None, lambda: model(X["x"]))
+        outputs.sum().backward()
+        backward(closing)
+        alive = []
+        for visit in ("layers.2", "layers.1", "layers.0"):
+            backward(passed.visits.pop(visit))
+            alive.append([ref() is not None for ref in kept])
+    finally:
+        gc.enable()
+    assert alive == [[True, True, False], [True, False, False], [False, False, False]]
+
+
+def test_a_detached_drive_leaves_the_module_as_it_was():
+    model = Chain(lambda model, x: model.layers[0](x))
+    own = model.layers[1].forward = lambda x: x
+    drive = Drive({"layers.0": model.layers[0], "layers.1": model.layers[1]})
+    assert torch.equal(model(X["x"]), model.layers[0].linear(X["x"]).tanh())  # outside a drive, the block's own forward
+    drive.detach()
+    drive.detach()
+    assert "forward" not in vars(model.layers[0])
+    assert model.layers[1].forward is own

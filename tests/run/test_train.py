@@ -1,0 +1,225 @@
+"""The loop round the step, ranks as threads: what it saves, where it goes on, and that it does so bit for bit."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.comm.group import World
+from meshwright.core.errors import PlanError
+from meshwright.core.job import DataSource, Optimizer, Precision, Run, Schedule
+from meshwright.core.plan import Plan
+from meshwright.model.reading import Reading
+from meshwright.run.checkpoint import compare
+from meshwright.run.feed import ExampleData, open_feed
+from meshwright.run.folders import step_folder
+from meshwright.run.guard import Progress
+from meshwright.run.train import CHECKPOINTS, Ended, Line, Resumed, resume, save_run, train
+from meshwright.testing.spawn import on_threads
+from tests.tiny import plan_of, player_of, reading_of, rows, tiny_job
+
+STEPS = 12
+READING = reading_of(p=0.1)
+SPARE = reading_of(spare=True)
+
+
+@dataclass(frozen=True)
+class Course:
+    """A run of `ranks` threads in `folder`; `stop(rank, steps_done)` is asked before each step."""
+
+    folder: Path
+    ranks: int = 2
+    epochs: int = 0
+    save_every: int = 4
+    lr: float = 1e-2
+    reading: Reading = READING
+    count: int = 24
+    keep: int = 9
+    stop: Callable[[int, int], bool] = lambda rank, done: False
+
+    @property
+    def plan(self) -> Plan:
+        job = tiny_job(
+            optimizer=Optimizer("adamw", lr=self.lr),
+            schedule=Schedule("cosine", warmup=2, floor=0.1),
+            precision=Precision(),
+            data=DataSource("example", epochs=self.epochs),
+        )
+        made = plan_of(self.reading, self.ranks, job=replace(job, train=replace(job.train, steps=STEPS)))
+        return replace(made, run=Run(str(self.folder), save_every=self.save_every, keep=self.keep))
+
+    def play(self, step: int | None = None) -> list[tuple[Resumed, Ended, list[Line]]]:
+        """Resume (from `step`) and train to the end; what each rank got back, and the lines it was shown."""
+        data, plan = ExampleData(rows(self.count)), self.plan
+
+        def rank(world: World) -> tuple[Resumed, Ended, list[Line]]:
+            player, lines = player_of(self.reading, plan, world), []
+            resumed = resume(player, plan, world, data.digest, step)
+            feed = open_feed(data, plan, world.rank)
+            ended = train(player, plan, feed, world, lambda: self.stop(world.rank, player.steps_done), lines.append)
+            player.close()
+            return resumed, ended, lines
+
+        return on_threads(rank, plan.mesh)
+
+    def kept(self) -> list[str]:
+        return sorted(path.name for path in (self.folder / CHECKPOINTS).iterdir())
+
+    def journal(self) -> dict[int, tuple[float, float, int]]:
+        lines = [json.loads(text) for text in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return {line["step"]: (line["loss"], line["grad_norm"], line["tokens"]) for line in lines}
+
+
+def at(folder: Path, step: int) -> Path:
+    return step_folder(folder / CHECKPOINTS, step)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Course:
+    """A run of two ranks that nobody disturbed."""
+    course = Course(tmp_path_factory.mktemp("whole"))
+    course.play()
+    return course
+
+
+def test_a_run_saves_every_few_steps_and_at_the_end(tmp_path, whole):
+    assert whole.kept() == ["step-00000004", "step-00000008", "step-00000012"]
+    rare = Course(tmp_path / "rare", save_every=0)
+    (_, ended, _), _ = rare.play()
+    assert rare.kept() == ["step-00000012"]
+    assert ended.checkpoint == at(rare.folder, STEPS)
+    assert not ended.stopped
+    few = Course(tmp_path / "few", save_every=5, keep=2)
+    few.play()
+    assert few.kept() == ["step-00000010", "step-00000012"]
+
+
+def test_rank_0_is_shown_every_step_and_the_journal_holds_the_same(tmp_path):
+    course = Course(tmp_path)
+    (_, ended, lines), (_, _, others) = course.play()
+    assert [line.step for line in lines] == list(range(1, STEPS + 1))
+    assert others == []
+    assert {line.step: (line.loss, line.grad_norm, line.tokens) for line in lines} == course.journal()
+    assert all(line.tokens_per_s == pytest.approx(line.tokens / line.seconds) for line in lines)
+    assert lines[0].lr == pytest.approx(course.lr / 3), "the first of two steps on the way up"
+    assert (ended.step, ended.loss) == (STEPS, lines[-1].loss)
+
+
+@pytest.mark.parametrize("last", [1, 4, 7, 11])
+def test_a_run_that_one_rank_asks_to_stop_stops_everywhere_and_goes_on_bit_for_bit(tmp_path, whole, last):
+    course = Course(tmp_path, stop=lambda rank, done: rank == 1 and done == last - 1)
+    for _, ended, _ in course.play():
+        assert (ended.step, ended.stopped, ended.checkpoint) == (last, True, at(tmp_path, last))
+    for resumed, ended, _ in Course(tmp_path).play():
+        assert (resumed.step, resumed.notes[0]) == (last, f"resumed from step {last}")
+        assert (ended.step, ended.stopped) == (STEPS, False)
+    assert course.journal() == whole.journal()
+    assert compare(at(tmp_path, STEPS), at(whole.folder, STEPS)) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_another_number_of_ranks_goes_on_with_the_same_samples(tmp_path, whole, ranks):
+    Course(tmp_path, stop=lambda rank, done: done == 6).play()
+    (resumed, _, _), *_ = Course(tmp_path, ranks=ranks).play()
+    assert resumed.step == 7
+    assert any(f"mesh.dp_replicate was 2, is {ranks}" in note for note in resumed.notes)
+    mine, theirs = Course(tmp_path).journal(), whole.journal()
+    assert mine.keys() == theirs.keys()
+    assert all(mine[step][2] == theirs[step][2] for step in theirs), "the same tokens count"
+    assert all(mine[step][0] == pytest.approx(theirs[step][0], abs=1e-5) for step in theirs)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_finite_data_ends_the_run_with_a_short_batch(tmp_path, ranks):
+    """31 rows in steps of 12: the third step has 7, and with three ranks the last rank has none of them."""
+    course = Course(tmp_path, ranks=ranks, epochs=1, count=31)
+    for _, ended, _ in course.play():
+        assert (ended.step, ended.stopped) == (3, False)
+    assert course.kept() == ["step-00000003"]
+    assert sum(tokens for _, _, tokens in course.journal().values()) == int((rows(31)["labels"] != -100).sum())
+    alone = Course(tmp_path / "alone", ranks=1, epochs=1, count=31)
+    alone.play()
+    assert all(course.journal()[step][0] == pytest.approx(alone.journal()[step][0], abs=1e-5) for step in (1, 2, 3))
+
+
+def test_a_run_whose_data_changed_says_so(tmp_path):
+    Course(tmp_path, stop=lambda rank, done: done == 3).play()
+    (resumed, _, _), _ = Course(tmp_path, count=25).play()
+    assert resumed.notes == ("resumed from step 4", "the data changed since that checkpoint")
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(tmp_path, whole):
+    with pytest.raises(PlanError) as caught:
+        whole.play(step=5)
+    (fault,) = caught.value.faults
+    assert fault.what == "there is no checkpoint of step 5"
+    assert fault.fix == "choose one of: step-00000004, step-00000008, step-00000012"
+
+
+def test_going_back_without_a_change_leaves_later_checkpoints_where_they_are(tmp_path):
+    course = Course(tmp_path)
+    course.play()
+    before = {path: path.stat().st_mtime_ns for path in at(tmp_path, 8).iterdir()}
+    (resumed, ended, _), _ = course.play(step=4)
+    assert resumed.notes == ("resumed from step 4",)
+    assert str(ended.replay) == "8 steps were played again from step 5: each equals its first playing to the last bit"
+    assert {path: path.stat().st_mtime_ns for path in at(tmp_path, 8).iterdir()} == before
+
+
+def test_going_back_to_another_course_replaces_no_checkpoint_silently(tmp_path):
+    Course(tmp_path).play()
+    other = Course(tmp_path, lr=0.3)
+    (resumed, _, _), _ = other.play(step=4)
+    assert any(note.startswith("later checkpoints were set aside: step-00000008.aside-") for note in resumed.notes)
+    aside = [name for name in other.kept() if ".aside-" in name]
+    assert [name.split(".")[0] for name in aside] == ["step-00000008", "step-00000012"]
+    moved = tmp_path / "looked at" / "step-00000008"
+    moved.parent.mkdir()
+    (tmp_path / CHECKPOINTS / aside[0]).rename(moved)
+    assert compare(moved, at(tmp_path, 8)) != []
+    (again, _, _), _ = other.play()
+    assert again.notes == ("resumed from step 12",), "the newest is of the new course"
+
+
+def test_newer_checkpoints_of_another_model_are_passed_over(tmp_path):
+    Course(tmp_path, stop=lambda rank, done: done == 3).play()
+    foreign = Course(tmp_path / "foreign", reading=SPARE, stop=lambda rank, done: done == 5)
+    foreign.play()
+    at(tmp_path / "foreign", 6).rename(at(tmp_path, 6))
+    (resumed, _, _), _ = Course(tmp_path, stop=lambda rank, done: done == 4).play()
+    assert resumed.step == 4
+    assert "passed over step-00000006: step-00000006: it is of another model: model/layers.3.linear.bias" in resumed.notes[1]
+
+
+def test_a_failure_can_say_where_it_happened(tmp_path):
+    course = Course(tmp_path, ranks=1, save_every=2)
+    data, progress, seen = ExampleData(rows()), Progress(), []
+
+    def rank(world: World) -> None:
+        player = player_of(course.reading, course.plan, world)
+        feed = open_feed(data, course.plan, 0)
+        watch = lambda line: seen.append((line.step, progress.step, progress.phase))  # noqa: E731
+        train(player, course.plan, feed, world, lambda: False, watch, progress)
+        player.close()
+
+    on_threads(rank, course.plan.mesh)
+    assert seen == [(step, step, "training") for step in range(1, STEPS + 1)]
+    assert (progress.step, progress.phase) == (STEPS, "saving")
+
+
+def test_a_checkpoint_names_its_plan_and_its_data(tmp_path):
+    course = Course(tmp_path, ranks=1)
+
+    def rank(world: World) -> Path:
+        player = player_of(course.reading, course.plan, world)
+        place = save_run(player, course.plan, world, "d" * 64)
+        player.close()
+        return place
+
+    (place,) = on_threads(rank, course.plan.mesh)
+    meta = json.loads((place / "manifest.json").read_text())["meta"]
+    assert (meta["plan_hash"], meta["data"], meta["torch"]) == (course.plan.hash, "d" * 64, torch.__version__)
+    assert meta["plan"]["job"]["optimizer"]["name"] == "adamw"
