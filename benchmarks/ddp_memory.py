@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from benchmarks.method import Interval, interval
 from benchmarks.ranks import Ranks
 from benchmarks.result import Result
-from benchmarks.workloads import HEAVY, fresh_store, ordinary, ours
+from benchmarks.workloads import HEAVY, ddp, fresh_store, ours
 
 STEPS, WARMUP, BAR = 15, 3, 1.0
 CLAIM = (
@@ -30,7 +30,7 @@ KIB = 1024
 def watched(rank: int, size: int, **arguments: Any) -> Callable[[], object]:
     """The step of `arguments["kind"]` with its memory: (resident peak above imports, live storages), both in bytes."""
     imported = _resident("VmRSS")
-    run = (ours if arguments.pop("kind") == "ours" else ordinary)(rank, size, **arguments)
+    run = (ours if arguments.pop("kind") == "ours" else ddp)(rank, size, **arguments)
     live: list[int] = []
     register_optimizer_step_pre_hook(lambda *unused: live.append(_live()))
 
@@ -46,12 +46,11 @@ def main() -> None:
     """Measure, compare the larger of the two ranks, and write the result."""
     figures: dict[str, list[tuple[int, int]]] = {}
     with ExitStack() as open_ranks:
-        kinds: dict[str, dict[str, Any]] = {"torch": {"ddp": True}, "ours": {}, "twin": {"ddp": True}}
         groups = {
             kind: open_ranks.enter_context(
-                Ranks(kind, watched, 2, preload=HEAVY, kind=kind, workload="large", store=fresh_store(), **more)
+                Ranks(kind, watched, 2, preload=HEAVY, kind=kind, workload="large", store=fresh_store())
             )
-            for kind, more in kinds.items()
+            for kind in ("torch", "ours", "twin")
         }
         for kind, group in groups.items():
             costs = [group.step() for _ in range(WARMUP + STEPS)][WARMUP:]

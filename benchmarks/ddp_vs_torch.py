@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from benchmarks.method import Window, compare, measure
 from benchmarks.ranks import Ranks
 from benchmarks.result import Result
-from benchmarks.workloads import HEAVY, fresh_store, ordinary, ours
+from benchmarks.workloads import HEAVY, ddp, fresh_store, ours
 
 BARS = {"large": 1.02, "small": 1.0}
 WINDOWS = {"large": Window(30, 90, 1500), "small": Window(120, 360, 900, warmup=5)}
@@ -23,12 +23,8 @@ def main() -> None:
     for workload, bar in BARS.items():
         with ExitStack() as open_ranks:
             torch_ddp, engine, twin = (
-                open_ranks.enter_context(Ranks(name, step, 2, preload=HEAVY, workload=workload, store=fresh_store(), **more))
-                for name, step, more in (
-                    ("torch", ordinary, {"ddp": True}),
-                    ("ours", ours, {}),
-                    ("twin", ordinary, {"ddp": True}),
-                )
+                open_ranks.enter_context(Ranks(name, step, 2, preload=HEAVY, workload=workload, store=fresh_store()))
+                for name, step in (("torch", ddp), ("ours", ours), ("twin", ddp))
             )
             rounds = measure((torch_ddp, engine, twin), WINDOWS[workload])
         cpu = compare(rounds, "ours", base="torch", twin="twin", bar=bar)

@@ -19,7 +19,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 from benchmarks.method import Cost
 
@@ -30,11 +30,9 @@ Step = Callable[[], object]
 Start = Literal["forkserver", "spawn"]
 
 
-class Build(Protocol):
-    """A function of a module (it is sent by name) that prepares one rank and returns its step."""
-
-    def __call__(self, rank: int, size: int, **arguments: object) -> Step:
-        """Return the callable that runs one step on `rank` of `size`; what it returns becomes the note of the step."""
+# A function of a module (it is sent by name): build(rank, size, **arguments) prepares one rank and returns its step, whose
+# return value becomes the note of the step.
+Build = Callable[..., Step]
 
 
 class RankFailed(RuntimeError):
@@ -74,7 +72,7 @@ class Ranks:
         preload: Sequence[str] = ("torch",),
         start: Start = "forkserver",
         timeout_s: float = 600.0,
-        **arguments: object,
+        **arguments: Any,
     ) -> None:
         self.name, self.timeout_s = name, timeout_s
         os.environ.update({key: value for key, value in QUIET.items() if key not in os.environ})
@@ -159,7 +157,7 @@ class Ranks:
         return RankFailed(f"rank {rank} of {len(self.processes)} of configuration '{self.name}' failed: {why}")
 
 
-def _serve(pipe: Connection, build: Build, rank: int, size: int, arguments: dict[str, object]) -> None:
+def _serve(pipe: Connection, build: Build, rank: int, size: int, arguments: dict[str, Any]) -> None:
     try:
         run = build(rank, size, **arguments)
         pipe.send(Cost(0.0, 0.0))

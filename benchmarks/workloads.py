@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshwright.api import alone, build, make_plan, read
@@ -80,32 +81,15 @@ class Batches:
         return self._data.batch([i % num for i in range(first, first + self._batch)])
 
 
-def ordinary(rank: int, size: int, workload: str, ddp: bool = False, store: str = "") -> Callable[[], object]:
-    """The step of an ordinary PyTorch loop; with `ddp`, wrapped in DistributedDataParallel over gloo."""
-    torch.set_num_threads(1)
-    spec = WORKLOADS[workload]
-    model: nn.Module = spec.model()
-    names = dict(model.named_parameters())
-    optimizer = torch.optim.AdamW(
-        parameter_groups(OPTIMIZER, names), lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True
-    )
-    if ddp:
-        _join(rank, size, store)
-        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    batches, share = Batches(spec), slice(rank * spec.batch // size, (rank + 1) * spec.batch // size)
+def ordinary(rank: int, size: int, workload: str) -> Callable[[], object]:
+    """The step of an ordinary PyTorch loop on one device."""
+    return _loop(rank, size, WORKLOADS[workload], lambda model: model)
 
-    def step() -> float:
-        batch = batches.next()
-        inputs, labels = batch["input_ids"][share], batch["labels"][share]
-        optimizer.zero_grad(set_to_none=True)
-        logits = model(input_ids=inputs).logits
-        loss = F.cross_entropy(logits.view(-1, VOCABULARY), labels.reshape(-1))
-        loss.backward()
-        nn.utils.clip_grad_norm_(names.values(), 1.0)
-        optimizer.step()
-        return loss.item()
 
-    return step
+def ddp(rank: int, size: int, workload: str, store: str) -> Callable[[], object]:
+    """The same loop around torch's DistributedDataParallel over gloo, each rank on its share of the batch."""
+    _join(rank, size, store)
+    return _loop(rank, size, WORKLOADS[workload], lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True))
 
 
 def ours(rank: int, size: int, workload: str, store: str = "") -> Callable[[], object]:
@@ -123,6 +107,29 @@ def ours(rank: int, size: int, workload: str, store: str = "") -> Callable[[], o
 
     def step() -> float:
         return engine.step(engine.share(batches.next())).loss
+
+    return step
+
+
+def _loop(rank: int, size: int, spec: Workload, wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], object]:
+    torch.set_num_threads(1)
+    plain = spec.model()
+    names = dict(plain.named_parameters())
+    groups = parameter_groups(OPTIMIZER, names)
+    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True)
+    model = wrap(plain)
+    batches, share = Batches(spec), slice(rank * spec.batch // size, (rank + 1) * spec.batch // size)
+
+    def step() -> float:
+        batch = batches.next()
+        inputs, labels = batch["input_ids"][share], batch["labels"][share]
+        optimizer.zero_grad(set_to_none=True)
+        logits = model(input_ids=inputs).logits
+        loss = F.cross_entropy(logits.view(-1, VOCABULARY), labels.reshape(-1))
+        loss.backward()
+        nn.utils.clip_grad_norm_(names.values(), 1.0)
+        optimizer.step()
+        return loss.item()
 
     return step
 

@@ -24,4 +24,4 @@ earlier=$(ls "$run/checkpoints" | grep -E '^step-[0-9]+$' | tail -2 | head -1)
 show meshwright train "$run/plan.toml" --from-step "$((10#${earlier#step-}))" --run.sample_tokens 0
 
 say "Everything lies in $run"
-ls -d "$run"/*
+printf "  %s\n" "$run"/*

@@ -80,6 +80,15 @@ def test_clipping_is_that_of_torch(clip: float, clipped: bool):
     assert (moved > 1e-3) == clipped
 
 
+def test_a_norm_just_below_the_limit_is_scaled_as_torch_does_it():
+    free = pair()
+    norm = free.player.step(part(UNEVEN, 0, 12)).grad_norm
+    done = pair(job=job_of(clip=norm + 5e-7))
+    train(done, 1, clip=norm + 5e-7)
+    assert done.error < 1e-15
+    assert any(not torch.equal(done.parameters[name], free.parameters[name]) for name in free.parameters)
+
+
 def test_tied_parameters_count_once_and_frozen_ones_stay():
     done = pair(lambda: Tiny(tied=True), job=job_of(clip=0.05), micro_batch=4)
     assert train(done, 3, clip=0.05) < 1e-12
@@ -100,20 +109,23 @@ def test_parameters_that_a_step_does_not_reach_have_gradients_of_zero():
 
 
 def test_a_block_left_out_at_some_steps_is_no_fault():
-    def skipping(model: Custom, x: torch.Tensor) -> torch.Tensor:
-        for layer in model.layers if x[0, 0, 0] > 0 else (model.layers[2],):
-            x = layer(x).tanh()
-        return model.head(x)
+    class Skipping(Custom):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            x = self.embed(input_ids)
+            for layer in self.layers if input_ids[0, 0] < 7 else self.layers[2:]:
+                x = layer(x).tanh()
+            return self.head(x)
 
-    batches = [part(UNEVEN, start, start + 6) for start in range(0, 36, 6)]
-    done = pair(lambda: Custom(skipping), batches[0], micro_batch=3)
-    reached = set()
+    done = pair(lambda: Skipping(chain), {key: torch.zeros_like(value) for key, value in rows(2).items()}, micro_batch=3)
     optimizer = torch.optim.SGD(done.model.parameters(), **SGD)
-    for batch in batches:
+    reached = []
+    for start in range(0, 36, 3):
+        batch = part(UNEVEN, start, start + 3)
         done.player.step(batch)
         done.step_alone(optimizer, batch)
-        reached.add(done.model.layers[0].weight.grad is not None)
+        reached.append(done.model.layers[0].weight.grad is not None)
         assert done.error < 1e-13
+    assert set(reached) == {True, False}
 
 
 def test_a_forward_that_passes_no_trained_parameter_is_no_fault():
@@ -175,6 +187,14 @@ def test_bfloat16_compute_keeps_parameters_gradients_and_moments_in_float32():
     layers = half.player.state.subject.module.layers
     assert {dtype for layer in layers for dtype in layer.dtypes} == {torch.bfloat16}
     assert {value.dtype for value in half.player.tensors().values()} == {torch.float32}
+
+
+def test_a_weight_that_two_visits_cast_to_bfloat16_is_cast_for_each():
+    def twice(model: Custom, x: torch.Tensor) -> torch.Tensor:
+        return model.head(model.layers[0](model.layers[0](x).tanh()).tanh())
+
+    done = pair(lambda: Custom(twice), job=job_of(precision=Precision("float32", "bfloat16", "float32")), micro_batch=4)
+    assert done.player.step(part(UNEVEN, 0, 12)).loss == pytest.approx(done.loss_alone(part(UNEVEN, 0, 12)).item(), rel=0.01)
 
 
 def test_bfloat16_throughout():

@@ -14,6 +14,7 @@ from meshwright.model.sources import Model, load_factory
 from meshwright.model.values import tensors
 
 Gradients = dict[str, torch.Tensor | None]
+Forward = Callable[..., Any]
 
 
 @dataclass
@@ -77,3 +78,31 @@ def both_ways(
     drive.detach()
     truth = {name: parameter.grad for name, parameter in alone.named_parameters()}
     return Driven(reading, visits, {name: parameter.grad for name, parameter in parameters.items()}, truth)
+
+
+class Block(nn.Module):
+    """A linear and a tanh; `between` may replace what it does with its linear."""
+
+    def __init__(self, between: Forward | None = None) -> None:
+        super().__init__()
+        self.linear, self.between = nn.Linear(6, 6), between
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        if self.between is not None:
+            return self.between(self, *args, **kwargs)
+        return self.linear(*args).tanh()
+
+
+class Chain(nn.Module):
+    """Three blocks and a head; `glue(model, x)` is the forward."""
+
+    def __init__(self, glue: Forward, block: Forward | None = None) -> None:
+        super().__init__()
+        self.glue = glue
+        self.layers = nn.ModuleList(Block(block) for _ in range(3))
+        self.head = nn.Linear(6, 5)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+        self.register_buffer("shift", torch.linspace(-1, 1, 6))
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.glue(self, x)

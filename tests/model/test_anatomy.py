@@ -47,6 +47,12 @@ SHAPES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         lambda: net(layers=nn.ModuleList([nn.Linear(2, 2)] * 3)),
         ["layers.0"],
     ),
+    "a module that stands in two chains is one block": (
+        lambda: (lambda shared: net(left=nn.ModuleList([shared]), right=nn.ModuleList([shared, nn.Linear(2, 2)])))(
+            nn.Linear(2, 2)
+        ),
+        ["left.0", "right.1"],
+    ),
     "a chain without parameters is none": (
         lambda: net(one=nn.Linear(2, 2), acts=nn.ModuleList([nn.ReLU(), nn.Tanh()])),
         [WHOLE],

@@ -96,7 +96,9 @@ class Acts:
         """Take the loss of a micro-batch over the global count, and its gradient down to the last blocks' outputs."""
         state, micro = self.state, action.micro or 0
         outputs, closing = state.closings.pop(micro)
-        total = state.loss.total(outputs, state.micros[micro]) * state.weights[micro]
+        total = state.loss.total(outputs, state.micros[micro])
+        if not state.weights[micro]:
+            total = total * 0.0
         if not self._checked:
             self._check_paths(total, micro, outputs, closing)
         state.tally += total.detach()
@@ -110,7 +112,11 @@ class Acts:
     def backward(self, action: Action) -> None:
         """Run the backward of one visit; one that the forward did not reach has none."""
         visit = self.state.passes[action.micro or 0].visits.pop(action.subject, None)
-        if visit is not None:
+        if visit is None:
+            return
+        if self._dice is None:
+            backward(visit)
+        else:
             with self._no_draws():
                 backward(visit)
 

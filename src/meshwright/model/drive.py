@@ -15,21 +15,22 @@ it came later in the forward; so skips, several inputs and encoder-decoders need
 (`retain_graph`), since two glue tensors may share a part of their graph.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.core.errors import PlanError
 from meshwright.model.values import swap, tensors
 
-# Where a tensor of the model's graph takes its gradient, and the leaf that stands for it beyond the border. An edge, not the
-# tensor: glue may write into the tensor later, and that must not change what the leaf stood for.
+# Where the model's graph takes a gradient, and the leaf that stands for it beyond the border. For glue it is an edge, not
+# the tensor: glue may write into the tensor later, and that must not change what the leaf stood for.
 Cut = tuple[GradientEdge, torch.Tensor]
+Output = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Visit:
     """One call of one block: what it gave out, and the glue first seen on the way in."""
 
     name: str
-    outputs: list[Cut] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
     glue: list[Cut] = field(default_factory=list)
 
 
@@ -119,12 +120,9 @@ class Drive:
         visit = Visit(name if count == 1 else f"{name}#{count}")
         current.reach(visit.name)
         taken = self._take(current, (args, kwargs), visit)
-        own = {id(taken[id(tensor)]): tensor for tensor in tensors((args, kwargs)) if id(tensor) in taken} if taken else {}
         if taken:
             args, kwargs = swap((args, kwargs), taken)
         outputs = self._give(self._run(current, visit, forward, args, kwargs), visit)
-        if own:
-            swap((args, kwargs), own)  # lists and dicts that the block was given hold the caller's tensors again
         current.visits[visit.name] = visit
         return outputs
 
@@ -158,7 +156,7 @@ class Drive:
         for tensor in tensors(value):
             if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in new:
                 leaf = tensor.detach().requires_grad_()
-                visit.outputs.append((get_gradient_edge(tensor), leaf))
+                visit.outputs.append((tensor, leaf))
                 new[id(tensor)] = self._hand_out(leaf)
         return swap(value, new) if new else value
 
@@ -168,15 +166,16 @@ class Drive:
 
 def backward(visit: Visit) -> None:
     """Gradients of one visit: its parameters', and those of the leaves it took in. Forgets the visit's graph."""
-    _flow(visit.outputs, keep=False)
-    if visit.glue:
-        _flow(visit.glue, keep=True)
+    outputs, glue = visit.outputs, visit.glue
     visit.outputs, visit.glue = [], []
+    _flow(outputs, keep=False)
+    if glue:
+        _flow(glue, keep=True)
 
 
-def _flow(cuts: list[Cut], *, keep: bool) -> None:
-    reached = [(edge, leaf.grad) for edge, leaf in cuts if leaf.grad is not None]
+def _flow(cuts: Sequence[Cut | Output], *, keep: bool) -> None:
+    reached = [cut for cut in cuts if cut[1].grad is not None]
     if reached:
-        edges, grads = zip(*reached, strict=True)
-        # What torch.autograd.backward calls after checking shapes, which match here by construction: 20 us less of 70.
-        _engine_run_backward(edges, grads, keep, False, (), allow_unreachable=True, accumulate_grad=True)
+        edges, grads = tuple([cut[0] for cut in reached]), tuple([cut[1].grad for cut in reached])
+        # What torch.autograd.backward calls after it has checked shapes, which match here by construction: 30 us less of 70.
+        torch.autograd.Variable._execution_engine.run_backward(edges, grads, keep, False, (), True, True)

@@ -61,7 +61,7 @@ def pieces(passed: Pass, closing: Visit) -> Pieces:
     owner: dict[Node, str] = {}
     users: dict[int, set[str]] = defaultdict(set)
     for visit in passed.visits.values():
-        for node in behind(edge.node for edge, _ in visit.outputs):
+        for node in behind(tensor.grad_fn for tensor, _ in visit.outputs):
             if is_leaf(node):
                 users[id(node.variable)].add(visit.name)
             elif owner.setdefault(node, visit.name) != visit.name:

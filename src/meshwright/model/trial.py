@@ -74,19 +74,17 @@ def observe(
 
 def fake_copy(module: nn.Module, mode: FakeTensorMode) -> None:
     """Give `module` fake CPU parameters and buffers, in place, ties kept: the shapes of everything, the storage of nothing."""
-    fakes: dict[int, nn.Parameter] = {}
-    copies: dict[int, torch.Tensor] = {}
+    parameters = {id(parameter): parameter for parameter in module.parameters()}
     with mode:
-        for owner in module.modules():
-            for name, parameter in owner._parameters.items():
-                if parameter is not None:
-                    if id(parameter) not in fakes:
-                        blank = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-                        fakes[id(parameter)] = nn.Parameter(blank, requires_grad=parameter.requires_grad)
-                    owner._parameters[name] = fakes[id(parameter)]
-            for name, buffer in owner._buffers.items():
-                if buffer is not None:
-                    owner._buffers[name] = copies.setdefault(id(buffer), mode.from_tensor(buffer))
+        fakes = {key: _blank(parameter) for key, parameter in parameters.items()}
+        buffers = {id(buffer): mode.from_tensor(buffer) for buffer in module.buffers()}
+    for owner in module.modules():
+        owner._parameters.update({name: fakes[id(p)] for name, p in owner._parameters.items() if p is not None})
+        owner._buffers.update({name: buffers[id(b)] for name, b in owner._buffers.items() if b is not None})
+
+
+def _blank(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu"), parameter.requires_grad)
 
 
 def depends_on_values(error: BaseException) -> bool:

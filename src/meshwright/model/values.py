@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+_PLAIN = frozenset({type(None), bool, int, float, str})
+
 
 def tensors(value: Any) -> list[torch.Tensor]:
     """The tensors in `value`, in order."""
@@ -19,6 +21,8 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _collect(value: Any, found: list[torch.Tensor]) -> None:
+    if type(value) in _PLAIN:  # most of what a block is called with; this runs for every block of every step
+        return
     if isinstance(value, torch.Tensor):
         found.append(value)
     elif isinstance(value, (tuple, list)):
@@ -56,7 +60,7 @@ def swap(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
         for name, item in _items(value).items():
             fresh = swap(item, new)
             if fresh is not item:
-                object.__setattr__(value, name, fresh)  # a frozen one too: it stays the same value, cut or restored
+                object.__setattr__(value, name, fresh)  # a frozen one too: leaf or not, it is the same value
     return value
 
 

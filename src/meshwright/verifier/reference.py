@@ -107,7 +107,10 @@ def _plain_sgd(job: Job, subject: Subject) -> torch.optim.Optimizer:
 
 
 class _announced:  # noqa: N801  reads as a phrase in a with statement
-    """While active, blocks say that they are entered, so that dropout sites have the names they have in the engine."""
+    """While active, blocks say that they are entered, so that dropout sites have the names they have in the engine.
+
+    As there, a block that another block calls is a part of that one, and a call without gradients is no visit.
+    """
 
     def __init__(self, subject: Subject, enter: Callable[[str], None]) -> None:
         self._subject, self._enter = subject, enter
@@ -115,13 +118,24 @@ class _announced:  # noqa: N801  reads as a phrase in a with statement
 
     def __enter__(self) -> None:
         calls: dict[str, int] = {}
+        inside: list[str] = []
 
         def announce(name: str) -> None:
+            if inside or not torch.is_grad_enabled():
+                return
+            inside.append(name)
             calls[name] = calls.get(name, 0) + 1
             self._enter(name if calls[name] == 1 else f"{name}#{calls[name]}")
 
+        def leave(name: str) -> None:
+            if inside == [name]:
+                inside.clear()
+
         for name, block in self._subject.blocks.items():
-            self._handles.append(block.register_forward_pre_hook(lambda module, args, name=name: announce(name)))
+            self._handles += [
+                block.register_forward_pre_hook(lambda module, args, name=name: announce(name)),
+                block.register_forward_hook(lambda module, args, output, name=name: leave(name)),
+            ]
 
     def __exit__(self, *exc: object) -> None:
         for handle in self._handles:
