@@ -13,7 +13,7 @@ from benchmarks.result import Result
 from benchmarks.workloads import HEAVY, ddp, fresh_store, ours
 
 BARS = {"large": 1.02, "small": 1.0}
-WINDOWS = {"large": Window(30, 90, 1500), "small": Window(120, 360, 900, warmup=5)}
+WINDOWS = {"large": Window(24, 70, 700), "small": Window(100, 360, 500, warmup=5)}
 CLAIM = "two processes over gloo: our DDP step costs at most 1.02 x torch DDP on the large step, 1.0 x on the small one"
 
 

@@ -14,9 +14,11 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 import psutil
+import pytest
 import tomli_w
 
 from meshwright import cli
+from meshwright.run import launch as launch_module
 from meshwright.run.folders import step_folder
 
 ENV = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
@@ -133,12 +135,15 @@ def lay_out(folder: Path, **tables: object) -> Path:
     return path
 
 
+Said = tuple[int, str, str]  # exit code, stdout, stderr
+
+
 class Command:
     """`meshwright ARGV...` as a process of its own; `close` ends it and everything below it."""
 
     def __init__(self, *argv: object, launcher: tuple[str, ...] = ()) -> None:
         words = [sys.executable, "-m", *launcher, *([] if launcher else ["meshwright"]), *map(str, argv)]
-        self._out, self._err = TemporaryFile(), TemporaryFile()
+        self._out, self._err = TemporaryFile(), TemporaryFile()  # noqa: SIM115  closed by close()
         self.process = subprocess.Popen(
             words, env=ENV, stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err, start_new_session=True
         )
@@ -168,7 +173,7 @@ class Command:
             time.sleep(0.002)
         self.ranks()
 
-    def output(self) -> tuple[int, str, str]:
+    def output(self) -> Said:
         """The exit code, what was written to stdout and to stderr; no process below it runs any more."""
         code = self.process.wait()
         _, alive = psutil.wait_procs(list(self._seen.values()), timeout=20)
@@ -188,13 +193,42 @@ class Command:
         self._err.close()
 
 
-def command(*argv: object, launcher: tuple[str, ...] = ()) -> tuple[int, str, str]:
+def command(*argv: object, launcher: tuple[str, ...] = ()) -> Said:
     """How `meshwright ARGV...` ended as a process of its own: exit code, stdout, stderr."""
     running = Command(*argv, launcher=launcher)
     try:
         return running.output()
     finally:
         running.close()
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: object) -> Said:
+    """How `meshwright WORDS...` ends in this process: exit code, stdout, stderr."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        cli.app([str(word) for word in words])
+    return (ended.value.code or 0, *capsys.readouterr())
+
+
+def refuse_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a command that starts a rank fail its test."""
+
+    def started(*args: object) -> None:
+        pytest.fail("a rank was started")
+
+    monkeypatch.setattr(launch_module, "launch", started)
+
+
+def forget_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make sure that this process is no rank, whatever started the tests."""
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MESHWRIGHT_STORE", "MESHWRIGHT_LIFELINE"):
+        monkeypatch.delenv(key, raising=False)
+
+
+def become_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make this process the only rank of a job, as torchrun would start it."""
+    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(key, value)
 
 
 def metrics(run: Path) -> dict[int, tuple[float, float, int, float]]:

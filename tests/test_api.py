@@ -95,8 +95,8 @@ def heavy_ball(groups: list[dict]) -> torch.optim.Optimizer:
 def test_every_public_name_is_there():
     assert all(getattr(mw, name).__name__ == name for name in mw.__all__ if name != "__version__")
     assert sorted(mw.__all__) == dir(mw)
-    with pytest.raises(AttributeError, match="has no attribute 'trian'; it has Engine"):
-        mw.trian  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'Motor'; it has Engine"):
+        mw.Motor  # noqa: B018
 
 
 def test_one_rank_is_the_ordinary_loop_with_the_users_own_module_loss_and_optimizer():
@@ -211,7 +211,7 @@ def test_a_plan_for_more_ranks_than_there_are_is_refused():
 
 
 def test_a_plan_for_another_model_is_refused():
-    with pytest.raises(mw.PlanError, match="with other blocks or parameters(.|\n)*make the plan again from this model"):
+    with pytest.raises(mw.PlanError, match=r"with other blocks or parameters(.|\n)*make the plan again from this model"):
         build_with(model=Regression(7), example=batch(0))
 
 

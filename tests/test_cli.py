@@ -157,7 +157,7 @@ def test_the_traceback_of_the_rank_that_raised_is_shown_once(config, commands, t
 
 def test_a_full_disk_is_said_without_a_traceback_and_the_last_good_checkpoint_stays(config, left_alone, tmp_path):
     run = tmp_path / "run"
-    code, out, err = command("train", config, "--run.folder", run, "--model.source", f"{config.parent / 'model.py'}:fills")
+    code, _, err = command("train", config, "--run.folder", run, "--model.source", f"{config.parent / 'model.py'}:fills")
     assert code == 2
     assert err.startswith("error checkpoint: step 20 was not saved: writing failed on rank 0 (File too large)")
     assert "repair: " in err

@@ -7,43 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli import app
-from meshwright.run import launch as launch_module
-from tests.commands import LLAMA, SEQUENCE, STEPS, checkpoint, lay_out, metrics, steps_kept
-
-Said = tuple[int, str, str]
+from tests.commands import LLAMA, SEQUENCE, Said, become_the_only_rank, forget_ranks, lay_out, refuse_to_start, said
 
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch) -> Path:
-    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MESHWRIGHT_STORE", "MESHWRIGHT_LIFELINE"):
-        monkeypatch.delenv(key, raising=False)
+    forget_ranks(monkeypatch)
     return lay_out(tmp_path / "job")
 
 
 @pytest.fixture
 def say(capsys, monkeypatch) -> Callable[..., Said]:
     """Call the command in this process: exit code, stdout, stderr. It fails the test when it starts a rank."""
-
-    def started(*args: object) -> None:
-        pytest.fail("a rank was started")
-
-    monkeypatch.setattr(launch_module, "launch", started)
-
-    def call(*words: object) -> Said:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            app([str(word) for word in words])
-        return (ended.value.code or 0, *capsys.readouterr())
-
-    return call
-
-
-@pytest.fixture
-def as_rank(monkeypatch) -> None:
-    """This process is the only rank of a job, as torchrun would start it."""
-    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(key, value)
+    refuse_to_start(monkeypatch)
+    return lambda *words: said(capsys, *words)
 
 
 # plan
@@ -212,148 +189,9 @@ def test_a_comparison_that_cannot_be_made_is_refused(config, say, words, what):
     assert what in err
 
 
-def test_verify_is_no_rank_of_torchrun(config, say, as_rank):
+def test_verify_is_no_rank_of_torchrun(config, say, monkeypatch):
+    become_the_only_rank(monkeypatch)
     code, _, err = say("verify", config)
     assert code == 2
     assert "it starts its own ranks" in err
     assert not (config.parent / "run" / "verify").exists()
-
-
-# train, as the only rank
-
-
-def alone(config: Path, *words: object) -> list[object]:
-    return ["train", config, "--mesh.dp_replicate", 1, *words]
-
-
-def test_a_finished_run_has_nothing_to_do(config, say, as_rank):
-    assert say(*alone(config, "--train.steps", 3))[0] == 0
-    before = metrics(config.parent / "run")
-    code, out, _ = say(*alone(config, "--train.steps", 3))
-    assert code == 0
-    assert "resumed from step 3\nnothing to do: step 3 is reached already (train.steps = 3)" in out
-    assert metrics(config.parent / "run") == before
-
-
-def test_going_back_repeats_each_step_to_the_last_bit(config, say, as_rank):
-    say(*alone(config, "--train.steps", 30))
-    code, out, _ = say(*alone(config, "--train.steps", 30, "--from-step", 10))
-    assert code == 0
-    assert "resumed from step 10" in out
-    assert "20 steps were played again from step 11: each equals its first playing to the last bit" in out
-    assert steps_kept(config.parent / "run") == ["step-00000010", "step-00000020", "step-00000030"]
-
-
-def test_going_back_with_another_learning_rate_keeps_the_old_course_aside_and_says_so(config, say, as_rank):
-    run = config.parent / "run"
-    say(*alone(config, "--train.steps", 30))
-    before = metrics(run)
-    code, out, _ = say(*alone(config, "--train.steps", 30, "--from-step", 10, "--optimizer.lr", 0.5))
-    assert code == 0
-    assert "later checkpoints were set aside: step-00000020.aside-" in out
-    assert "the plan changed since that checkpoint: job.optimizer.lr was 0.01, is 0.5" in out
-    assert "step 12 was played again and differs: loss" in out
-    kept = [name for name in steps_kept(run) if ".aside-" not in name]
-    assert kept == ["step-00000010", "step-00000020", "step-00000030"]
-    assert len(steps_kept(run)) == 5
-    after = metrics(run)
-    assert after[10] == before[10]
-    assert after[30] != before[30]
-    assert "nothing to do" in say(*alone(config, "--train.steps", 30, "--optimizer.lr", 0.5))[1]
-
-
-def test_damaged_checkpoints_are_passed_over_for_the_previous_good_one_and_that_is_said(config, say, as_rank):
-    run = config.parent / "run"
-    say(*alone(config, "--train.steps", 40, "--run.keep", 9))
-    good = metrics(run)
-    shard = checkpoint(run, 40) / "rank-00000.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-1])
-    flipped = bytearray((checkpoint(run, 30) / "rank-00000.safetensors").read_bytes())
-    flipped[-1] ^= 1
-    (checkpoint(run, 30) / "rank-00000.safetensors").write_bytes(flipped)
-    (checkpoint(run, 20) / "manifest.json").rename(run / "manifest.json")
-    (run / "checkpoints" / "step-00000050.partial-1234abcd").mkdir()
-    code, out, _ = say(*alone(config, "--train.steps", 40, "--run.keep", 9))
-    assert code == 0
-    lines = out.splitlines()
-    assert lines[0] == "resumed from step 10"
-    assert [line.split(":")[0] for line in lines[1:5]] == [
-        "passed over step-00000050.partial-1234abcd",
-        "passed over step-00000040",
-        "passed over step-00000030",
-        "passed over step-00000020",
-    ]
-    assert "truncated" in lines[2]
-    assert lines[5] == "step-00000010 is the newest good checkpoint"
-    assert "30 steps were played again from step 11: each equals its first playing" in out
-    assert metrics(run) == good
-
-
-def test_when_no_checkpoint_can_be_used_the_run_does_not_start_over(config, say, as_rank):
-    run = config.parent / "run"
-    say(*alone(config, "--train.steps", 20))
-    for step in (10, 20):
-        (checkpoint(run, step) / "manifest.json").write_text("{}")
-    code, out, err = say(*alone(config, "--train.steps", 20))
-    assert (code, out) == (2, "")
-    assert "none of the 2 checkpoints here can be used" in err
-    assert "passed over step-00000010" in err
-    assert "to start from step 0 here, move the folder away" in err
-    assert steps_kept(run) == ["step-00000010", "step-00000020"]
-    (run / "checkpoints").rename(run / "moved")
-    code, out, _ = say(*alone(config, "--train.steps", 20))
-    assert code == 0
-    assert "starting from step 0" in out
-    assert "20 steps were played again from step 1: each equals" in out
-
-
-def test_a_save_that_was_stopped_before_the_first_checkpoint_is_no_damage(config, say, as_rank):
-    partial = config.parent / "run" / "checkpoints" / "step-00000010.partial-1234abcd"
-    partial.mkdir(parents=True)
-    code, out, _ = say(*alone(config, "--train.steps", 10))
-    assert code == 0
-    assert "starting from step 0\npassed over step-00000010.partial-1234abcd" in out
-    assert steps_kept(config.parent / "run") == ["step-00000010"]
-
-
-def test_the_checkpoints_of_another_model_are_left_alone(config, say, as_rank):
-    say(*alone(config, "--train.steps", 10))
-    code, _, err = say(*alone(config, "--train.steps", 10, "--model.source", config.parent / "llama.json"))
-    assert code == 2
-    assert "it is of another model: model/embed.weight: (256, 16) saved, None here" in err
-    assert "train into another run.folder" in err
-    assert steps_kept(config.parent / "run") == ["step-00000010"]
-    assert say(*alone(config, "--train.steps", 20))[0] == 0
-
-
-@pytest.mark.parametrize("name", ["../../rank-00000.safetensors", "/etc/passwd", "rank-00000.safetensors"])
-def test_a_manifest_that_leads_elsewhere_is_refused(config, say, as_rank, tmp_path, name):
-    place = checkpoint(config.parent / "run", 10)
-    say(*alone(config, "--train.steps", 10))
-    shard = place / "rank-00000.safetensors"
-    if name == shard.name:
-        shard.rename(tmp_path / "outside")
-        shard.symlink_to(tmp_path / "outside")
-    else:
-        (place / "manifest.json").write_text((place / "manifest.json").read_text().replace(shard.name, name))
-    code, _, err = say(*alone(config, "--train.steps", 10))
-    assert code == 2
-    assert "passed over step-00000010" in err
-
-
-def test_finite_data_ends_the_run_and_that_is_said(config, say, as_rank):
-    code, out, _ = say(*alone(config, "--data.epochs", 1))
-    samples = -(-(len((config.parent / "text.txt").read_bytes()) - 1) // SEQUENCE)
-    steps = -(-samples // 12)
-    assert steps < STEPS, "the text must end before the steps do"
-    assert code == 0
-    assert f"done: step {steps}, loss" in out
-    assert f"the data ended before step {STEPS}: 1 x {samples} samples last {steps} steps" in out
-    assert sum(line[2] for line in metrics(config.parent / "run").values()) == len((config.parent / "text.txt").read_bytes()) - 1
-
-
-def test_the_sample_of_a_trained_model_acts_on_no_terminal(config, say, as_rank):
-    code, out, _ = say(*alone(config, "--train.steps", 2, "--run.sample_tokens", 300, "--run.sample_prompt", "1 times"))
-    assert code == 0
-    assert "1 times" in out.split("a sample")[1]
-    assert all(letter.isprintable() or letter == "\n" for letter in out)

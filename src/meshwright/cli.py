@@ -85,7 +85,7 @@ def verify(
         except verbs.RanksFailed as error:
             _show_failure(error.outcome)
             raise typer.Exit(error.outcome.code) from None
-        console.print(verbs.verdict_view(verdict))
+        console.print(verbs.view_verdict(verdict))
         console.print(f"verdict     {path}", soft_wrap=True)
         raise typer.Exit(0 if verdict.passed else 1)
 

@@ -28,7 +28,7 @@ from meshwright.run.guard import Progress, guard
 from meshwright.run.launch import Outcome
 from meshwright.run.sample import sample_text
 from meshwright.run.text import TextData
-from meshwright.run.train import CHECKPOINTS, Ended, Line, names_in, resume
+from meshwright.run.train import CHECKPOINTS, Ended, Line, names_in, refuse_unusable, resume
 from meshwright.run.train import train as train_loop
 from meshwright.strategies import STRATEGIES
 from meshwright.testing.spawn import on_threads
@@ -80,6 +80,11 @@ def view(resolved: tuple[Request, Prepared], *, every: bool) -> RenderableType:
     return plan_view(resolved[1].plan, every=every)
 
 
+def view_verdict(verdict: Verdict) -> RenderableType:
+    """The verdict as a table."""
+    return verdict_view(verdict)
+
+
 def write_plan(resolved: tuple[Request, Prepared], path: Path) -> None:
     """Write the resolved request as a plan file."""
     write_request(resolved[0], path)
@@ -95,6 +100,8 @@ def train(
     if from_step is not None and not step_folder(folder / CHECKPOINTS, from_step).is_dir():
         fix = f"choose one of: {names_in(folder / CHECKPOINTS)}"
         raise PlanError(f"there is no checkpoint of step {from_step}", fix=fix, where="--from-step")
+    if from_step is None:
+        refuse_unusable(plan)
     path = _write_run_plan(resolved)
     steps = f"{plan.job.train.steps} steps of {plan.job.train.batch} samples"
     console.print(f"plan {plan.hash}: {steps} on {plan.mesh}, into {folder}", soft_wrap=True)

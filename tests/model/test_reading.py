@@ -101,15 +101,19 @@ def test_an_error_in_a_forward_that_looks_at_values_is_the_models_own():
             raise KeyError("nothing for these values")
         return x
 
-    with pytest.raises(PlanError, match=r"fails in a trial run on x \[3, 6\] float32: KeyError: 'nothing for these values'"):
+    with pytest.raises(
+        PlanError, match=r"fails in a trial run on rows like x \[2, 6\] float32: KeyError: 'nothing for these values'"
+    ):
         reading_of(lambda: Chained(rule), X)
 
 
 def test_an_example_that_does_not_fit_the_forward_is_refused_with_its_shapes():
     with pytest.raises(PlanError) as caught:
         read(load_factory(Plain, 0, "plain"), {"x": torch.zeros(2, 5), "labels": torch.zeros(2)}, ("labels",))
-    assert "the forward fails in a trial run on x [3, 5] float32: RuntimeError: " in str(caught.value)
-    with pytest.raises(PlanError, match=r"on y \[3, 6\] float32: TypeError: .*unexpected keyword argument 'y'(?s:.*)its keys"):
+    assert "the forward fails in a trial run on rows like x [2, 5] float32: RuntimeError: " in str(caught.value)
+    with pytest.raises(
+        PlanError, match=r"on rows like y \[2, 6\] float32: TypeError: .*unexpected keyword argument 'y'(?s:.*)its keys"
+    ):
         read(load_factory(Plain, 0, "plain"), {"y": torch.zeros(2, 6)}, ())
 
 
@@ -171,6 +175,38 @@ def test_what_the_user_declares_comes_before_what_is_found():
     reading = read(load_factory(lambda: Model(Plain(), X, blocks=["second"]), 0, "plain"), X, ())
     assert reading.anatomy.visits == ("second",)
     assert {w.name: w.visits for w in reading.anatomy.weights}["first.weight"] == ("(root)",)
+
+
+def test_declared_blocks_that_no_forward_calls_are_refused():
+    def rule(model: Chained, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x = model.layers[0](x)
+        return nn.functional.linear(model.layers[1](x), model.layers[2].weight)
+
+    blocks = ["layers.0", "layers.1", "layers.2"]
+    with pytest.raises(
+        PlanError, match=r"^model\.blocks: the declared blocks layers\.0, layers\.2 are not called(?s:.*)every batch"
+    ):
+        read(load_factory(lambda: Model(Chained(rule), X, blocks=blocks), 0, "chained"), X, ())
+
+
+def test_the_whole_model_may_be_declared_as_one_block():
+    reading = read(load_factory(lambda: Model(Plain(), X, blocks=[WHOLE]), 0, "plain"), X, ())
+    assert reading.anatomy.visits == (WHOLE,)
+    assert reading.anatomy.notes == ()
+
+
+def test_two_batch_sizes_tell_the_batch_dim_of_what_is_drawn_from_others():
+    class Drawing(Chained):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.view(len(x), 3, 2).transpose(0, 1)
+            x = nn.functional.dropout(x, 0.5)  # (3, batch, 2)
+            bias = nn.functional.dropout(self.layers[0].weight, 0.5)  # (6, 6)
+            x = nn.functional.dropout(self.layers[1](x.transpose(0, 1).flatten(1)), 0.5)  # (batch, 6)
+            return nn.functional.dropout((x @ bias).view(-1, 2), 0.5)  # (3 batch, 2)
+
+    sites = reading_of(lambda: Drawing(None), X).sites
+    assert [sites.kind(site) for site in sites.allowed] == ["second", "shared", "first", "rows"]
 
 
 def test_a_model_of_six_billion_parameters_is_read_in_the_memory_of_a_small_one(tmp_path: Path):

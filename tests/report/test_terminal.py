@@ -128,6 +128,7 @@ def test_one_row_per_action_or_one_per_run_of_blocks():
     assert len(shown(plan, 200).splitlines()) < 30
     assert "F x40 micro 0" in shown(plan, 200)
     assert "backward of layer39 .. layer0" in shown(plan, 200)
+    assert "PACK x40" in shown(plan, 200)
 
 
 def test_bytes_are_those_of_the_program():
@@ -158,7 +159,7 @@ def test_the_summary_says_what_is_trained_on_what():
 def test_a_row_says_what_waits_for_the_other_lane():
     text = shown(plan_of(), 200)
     assert re.search(r"compute +CLIP .*after REDUCE\(0\)", text)
-    assert re.search(r"wire +REDUCE 0 .*after B\(layer0, 1\) and 1 more", text)
+    assert re.search(r"wire +REDUCE 0 .*after B\(layer0, 1\) and 3 more", text)
 
 
 @pytest.mark.parametrize(

@@ -200,3 +200,8 @@ dist.all_reduce(ones)
     assert "ArithmeticError: the sum was 3.0" in outcome.failure.text
     kinds = {json.loads(path.read_text())["kind"] for path in (tmp_path / "failures").glob("rank-[02].json")}
     assert kinds == {"peer"}
+
+
+def test_ranks_that_stopped_together_because_one_of_them_was_told_are_no_failure(tmp_path):
+    """The scheduler may signal a rank and not its parent."""
+    assert run(tmp_path, "meet()\nsys.exit(128 + signal.SIGTERM)") == Outcome(143)

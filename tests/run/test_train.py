@@ -191,7 +191,9 @@ def test_newer_checkpoints_of_another_model_are_passed_over(tmp_path):
     at(tmp_path / "foreign", 6).rename(at(tmp_path, 6))
     (resumed, _, _), _ = Course(tmp_path, stop=lambda rank, done: done == 4).play()
     assert resumed.step == 4
-    assert "passed over step-00000006: step-00000006: it is of another model: model/layers.3.linear.bias" in resumed.notes[1]
+    assert resumed.notes[1].startswith(
+        "passed over step-00000006: it is of another model: model/layers.3.linear.bias: (6,) saved"
+    )
 
 
 def test_a_failure_can_say_where_it_happened(tmp_path):

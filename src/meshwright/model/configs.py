@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -66,8 +66,8 @@ def config_factory(source: str, overrides: Mapping[str, Any]) -> Callable[[], nn
 
 def text_limits(module: nn.Module) -> TextLimits:
     """What the config of a transformers model says about the text that it takes; nothing for other modules."""
-    config: Any = vars(module).get("config")
-    if "PreTrainedConfig" not in {kind.__name__ for kind in type(config).__mro__}:  # by name: importing it takes 2 s
+    config = _config_of(module)
+    if config is None:
         return TextLimits()
     config = config.get_text_config()
     said = config.to_dict()
@@ -101,6 +101,18 @@ def _known(overrides: Mapping[str, Any], config: Any) -> dict[str, Any]:
         if name not in known
     )
     return {config.attribute_map.get(name, name): value for name, value in overrides.items()}
+
+
+def use_plain_experts(module: nn.Module) -> None:
+    """Have a transformers mixture of experts loop over its experts: the grouped product has no float64 kernel."""
+    if _config_of(module) is not None:
+        cast(Any, module).set_experts_implementation("eager")
+
+
+def _config_of(module: nn.Module) -> Any:
+    config = vars(module).get("config")
+    known = "PreTrainedConfig" in {kind.__name__ for kind in type(config).__mro__}  # by name: importing it takes 2 s
+    return config if known else None
 
 
 def _config(config_class: Any, raw: dict[str, Any], overrides: dict[str, Any]) -> Any:

@@ -6,7 +6,7 @@ forward looks at values is made once, whole, on the CPU.
 A model is run in training mode. One that comes in training mode keeps what it set itself: a part in eval mode stays so.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,12 +17,14 @@ from meshwright.core.anatomy import ROOT, Anatomy, Weight
 from meshwright.core.errors import PlanError
 from meshwright.model.anatomy import WHOLE, find_blocks, owners
 from meshwright.model.blueprint import Blueprint
+from meshwright.model.configs import use_plain_experts
 from meshwright.model.dice import Dice, Sites
 from meshwright.model.dropout import trial
 from meshwright.model.sources import Loaded
 from meshwright.model.trial import PROBE_BATCH, Findings, depends_on_values, fake_copy, observe, visits_of
 
 Example = Mapping[str, torch.Tensor]
+OTHER_BATCH = 5
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Reading:
         """A module with initial values on `device`, in training mode; its blocks; its logical parameters by first name."""
         module = self.blueprint.instance()
         self.blueprint.materialize(module, dtype=dtype, device=device)
+        if dtype == torch.float64:
+            use_plain_experts(module)
         return _training(module), _blocks(module, self.block_names), dict(module.named_parameters())
 
 
@@ -62,6 +66,7 @@ def read(loaded: Loaded, example: Example, targets: tuple[str, ...]) -> Reading:
     module = plan.instance()
     names = tuple(find_blocks(module, loaded.blocks or ()))
     found, sites = _trial(plan, names, inputs)
+    _check_declared(loaded.blocks or (), found.visits)
     if not found.visits:  # the blocks' own forwards are never called: somebody calls into their parts
         names = (WHOLE,)
         found, sites = _trial(plan, names, inputs)
@@ -72,7 +77,7 @@ def read(loaded: Loaded, example: Example, targets: tuple[str, ...]) -> Reading:
         for name, entry in plan.logical.items()
     )
     numel, flops = tuple(found.stream_numel), tuple(found.flops)
-    notes = tuple(_notes(names, weights, found.stateful))
+    notes = tuple(_notes(names == (WHOLE,) and not loaded.blocks, weights, found.stateful))
     anatomy = Anatomy(loaded.name, tuple(found.visits), weights, numel, flops, bool(sites.allowed), found.in_place, notes)
     row = {key: value.detach()[:1].clone() for key, value in example.items()}
     return Reading(plan, names, anatomy, sites, row, tuple(found.stateful))
@@ -87,40 +92,46 @@ def _training(module: nn.Module) -> nn.Module:
 
 
 def _trial(plan: Blueprint, names: tuple[str, ...], inputs: Example) -> tuple[Findings, Sites]:
-    rows = {key: _rows(value) for key, value in inputs.items()}
+    rows = {batch: {key: _rows(value, batch) for key, value in inputs.items()} for batch in (PROBE_BATCH, OTHER_BATCH)}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     module = _training(plan.instance())
     fake_copy(module, mode)
     try:
         with mode:
-            fakes = {key: mode.from_tensor(value) for key, value in rows.items()}
-            return _forward(module, names, fakes)
+            fakes = {batch: {key: mode.from_tensor(value) for key, value in some.items()} for batch, some in rows.items()}
+            return _forwards(module, names, fakes)
     except PlanError:
         raise
     except Exception as error:
         if not depends_on_values(error):
-            raise _failed(error, rows) from error
+            raise _failed(error, inputs) from error
     module = _training(plan.instance())
     plan.materialize(module)
     try:
-        return _forward(module, names, rows)
+        return _forwards(module, names, rows)
     except PlanError:
         raise
     except Exception as error:
-        raise _failed(error, rows) from error
+        raise _failed(error, inputs) from error
 
 
-def _forward(module: nn.Module, names: tuple[str, ...], rows: Example) -> tuple[Findings, Sites]:
-    dice = Dice(seed=0)
-    with trial(dice, PROBE_BATCH):
-        found = observe(module, _blocks(module, names), dice.enter, lambda: module(**rows))
+def _forwards(module: nn.Module, names: tuple[str, ...], rows: Mapping[int, Example]) -> tuple[Findings, Sites]:
+    dice, blocks = Dice(seed=0), _blocks(module, names)
+
+    def forward(batch: int) -> Findings:
+        with trial(dice, batch):
+            return observe(module, blocks, dice.enter, lambda: module(**rows[batch]))
+
+    found = forward(PROBE_BATCH)
+    if dice.sites.allowed:  # a second size tells the batch dim of what is drawn from other dims of the first size
+        forward(OTHER_BATCH)
     return found, dice.sites
 
 
-def _rows(value: torch.Tensor) -> torch.Tensor:
-    """PROBE_BATCH rows like those of `value`."""
-    repeats = -(-PROBE_BATCH // len(value))
-    rows = value.detach().repeat(repeats, *[1] * (value.ndim - 1))[:PROBE_BATCH]
+def _rows(value: torch.Tensor, batch: int) -> torch.Tensor:
+    """`batch` rows like those of `value`."""
+    repeats = -(-batch // len(value))
+    rows = value.detach().repeat(repeats, *[1] * (value.ndim - 1))[:batch]
     return rows.requires_grad_(value.requires_grad)
 
 
@@ -135,15 +146,24 @@ def _check_example(example: Example) -> None:
         )
 
 
-def _failed(error: Exception, rows: Example) -> PlanError:
-    given = ", ".join(f"{key} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}" for key, value in rows.items())
-    text = f"the forward fails in a trial run on {given or 'no arguments'}: {type(error).__name__}: {error}"
+def _check_declared(declared: Iterable[str], visits: Iterable[str]) -> None:
+    called = {visit.split("#")[0] for visit in visits}
+    idle = [name for name in declared if name not in called]
+    if idle:
+        text = f"the declared blocks {', '.join(idle)} are not called in the trial run, or only without gradients"
+        fix = "declare modules whose forward the model calls on every batch; one that is used by its parts alone is no block"
+        raise PlanError(text, fix=fix, where="model.blocks")
+
+
+def _failed(error: Exception, inputs: Example) -> PlanError:
+    given = ", ".join(f"{key} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}" for key, value in inputs.items())
+    text = f"the forward fails in a trial run on rows like {given or 'no arguments'}: {type(error).__name__}: {error}"
     fix = "repair the forward (the traceback above is its own), or the example: its keys, less the targets, are the arguments"
     return PlanError(text, fix=fix, where="model")
 
 
-def _notes(names: tuple[str, ...], weights: tuple[Weight, ...], stateful: list[str]) -> Iterator[str]:
-    if names == (WHOLE,):
+def _notes(unbroken: bool, weights: tuple[Weight, ...], stateful: list[str]) -> Iterator[str]:
+    if unbroken:
         yield "no chain of blocks was found: the model runs as one block, so nothing overlaps with its backward"
     in_glue = [weight.name for weight in weights if ROOT in weight.visits]
     if in_glue:

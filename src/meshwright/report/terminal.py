@@ -98,7 +98,7 @@ def _actions(plan: Plan, *, every: bool) -> Table:
         first = run[0]
         micro = "" if first.micro is None else f" micro {first.micro}"
         number = f" x{len(run)}" if len(run) > 1 else ""
-        name = first.subject if first.kind in ("PACK", "REDUCE", "UNPACK") else ""
+        name = first.subject if first.kind in ("PACK", "REDUCE", "UNPACK") and len(run) == 1 else ""
         label = f"{first.kind}{number}{micro} {name}".rstrip()
         table.add_row(
             first.lane, Text(label), Text("; ".join(_details(run, lanes))), style="cyan" if first.lane == "wire" else ""
@@ -125,10 +125,13 @@ def _details(run: list[Action], lanes: Mapping[str, str]) -> Iterator[str]:
 
 
 def _runs(actions: tuple[Action, ...], *, every: bool) -> Iterator[list[Action]]:
-    """Consecutive actions of one kind and micro-batch that move nothing and hold no bucket."""
-    keys = [(a.kind, a.micro, i if every or a.transfer or a.kind not in ("F", "B") else -1) for i, a in enumerate(actions)]
-    for _, group in groupby(zip(keys, actions, strict=True), key=lambda pair: pair[0]):
-        yield [action for _, action in group]
+    """The actions of each row: forwards, or backwards and then the packing between them, on consecutive blocks."""
+    stretches = {"F": "forward", "B": "backward", "PACK": "backward"}
+    keys = [i if every or a.transfer else stretches.get(a.kind, i) for i, a in enumerate(actions)]
+    for _, stretch in groupby(zip(keys, actions, strict=True), key=lambda pair: pair[0]):
+        in_rows = sorted((action for _, action in stretch), key=lambda action: action.kind)
+        for _, row in groupby(in_rows, key=lambda action: (action.kind, action.micro)):
+            yield list(row)
 
 
 def verdict_view(verdict: Verdict) -> RenderableType:

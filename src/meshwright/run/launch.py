@@ -32,7 +32,8 @@ from meshwright.run.guard import Record, read_records, record_path
 
 POLL_S = 0.02  # how often the parent looks at its ranks
 TAIL_LINES = 20  # of its log, shown for a rank that ended without a record
-STOPPED = (0, -signal.SIGTERM, 128 + signal.SIGTERM)  # how a rank may end that was told to stop
+AGREED = 128 + signal.SIGTERM  # how ranks end that stopped together, after one of them was told to
+STOPPED = (0, -signal.SIGTERM, AGREED)  # how a rank may end that was told to stop
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class _Rank:
         return self.ended_s is None
 
     def failed(self, stopping: bool) -> bool:
-        return self.ended_s is not None and self.process.returncode not in (STOPPED if stopping else (0,))
+        return self.ended_s is not None and self.process.returncode not in (STOPPED if stopping else (0, AGREED))
 
 
 def launch(child_argv: Sequence[str], world: int, folder: Path, env: Mapping[str, str], limits: Limits | None = None) -> Outcome:
@@ -170,7 +171,8 @@ def _outcome(ranks: Sequence[_Rank], killed: tuple[int, ...], received: Sequence
     if not found and not stopping:
         found = [(record.time, record.rank) for record in records.values()]
     if not found:
-        return Outcome(128 + received[0] if stopping else 0, None, killed)
+        agreed = any(each.process.returncode == AGREED for each in ranks)
+        return Outcome(128 + received[0] if stopping else AGREED if agreed else 0, None, killed)
     _, rank = min(found)
     record = records.get(rank)
     if record is not None and record.kind == "request":

@@ -4,11 +4,11 @@ A signal sets a flag on the rank that got it. The flag travels in the header of 
 in the same step, save the same checkpoint and end together.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Never
 
 import psutil
 import torch
@@ -25,7 +25,7 @@ from meshwright.run.folders import listed, set_aside, step_folder
 from meshwright.run.guard import Progress
 from meshwright.run.journal import Journal, Replay
 from meshwright.run.manifest import CheckpointError, Manifest
-from meshwright.run.shards import read_manifest
+from meshwright.run.shards import check_sizes, read_manifest
 
 CHECKPOINTS = "checkpoints"
 
@@ -130,6 +130,29 @@ def train(
     return Ended(player.steps_done, loss, stopped, journal.replay if journal else Replay(), saved)
 
 
+def refuse_unusable(plan: Plan) -> None:
+    """Raise PlanError, before any rank starts, when the run has checkpoints and none is whole and of this model.
+
+    Looks at manifests and sizes only; checksums are for the ranks, which read the files anyway.
+    """
+    folder = Path(plan.run.folder) / CHECKPOINTS
+    shapes = {f"model/{weight.name}": weight.shape for weight in plan.anatomy.weights}
+    finished = [path for step, path in listed(folder) if path == step_folder(folder, step)]
+    reasons = []
+    for path in finished:
+        try:
+            manifest = read_manifest(path)
+            check_sizes(path, manifest.files)
+            theirs = {name: entry.shape for name, entry in manifest.entries.items() if name.startswith("model/")}
+            if theirs == shapes:
+                return
+            reasons.append(f"{path.name}: it is of another model")
+        except CheckpointError as error:
+            reasons.append(f"{path.name}: {error.faults[0].what}")
+    if finished:
+        _refuse_all(folder, reasons)
+
+
 def save_run(player: Player, plan: Plan, world: World, data_digest: str) -> Path:
     """Save the player's state as a checkpoint of the run; returns its folder."""
     meta: dict[str, Any] = {"plan": plan.as_dict(), "plan_hash": plan.hash, "data": data_digest, "torch": torch.__version__}
@@ -145,18 +168,21 @@ def _line(metrics: Metrics, seconds: float, memory: int) -> Line:
 def _newest(folder: Path, player: Player, notes: list[str]) -> int:
     """The step of the newest checkpoint that can be used, 0 when none was ever finished."""
     path, manifest, rejected = newest_good(folder, lambda manifest, place: check_model(manifest, player, place))
-    notes += [f"passed over {bad.name}: {why}" for bad, why in rejected]
+    notes += [f"passed over {bad.name}: {why.replace(f'{bad}/', '').removeprefix(f'{bad}: ')}" for bad, why in rejected]
     finished = [bad for bad, _ in rejected if ".partial-" not in bad.name]
     if manifest is not None and path is not None:
         notes += [f"{path.name} is the newest good checkpoint"] if finished else []
         return manifest.step
     if finished:
-        text = f"none of the {len(finished)} checkpoints here can be used:\n  " + "\n  ".join(notes)
-        fix = (
-            "train into another run.folder, or restore a checkpoint from a copy; to start from step 0 here, move the folder away"
-        )
-        raise PlanError(text, fix=fix, where=str(folder))
+        _refuse_all(folder, [f"{bad.name}: {why}" for bad, why in rejected if bad in finished])
     return 0
+
+
+def _refuse_all(folder: Path, reasons: Sequence[str]) -> Never:
+    listing = "".join(f"\n  passed over {reason}" for reason in reasons)
+    text = f"none of the {len(reasons)} checkpoints here can be used:{listing}"
+    fix = "train into another run.folder, or restore a checkpoint from a copy; to start from step 0 here, move the folder away"
+    raise PlanError(text, fix=fix, where=str(folder))
 
 
 def _asked_for(folder: Path, player: Player, step: int) -> int:
@@ -181,7 +207,7 @@ def check_model(manifest: Manifest, player: Player, path: Path) -> None:
         shown = "; ".join(f"{name}: {theirs.get(name)} saved, {mine.get(name)} here" for name in wrong[:3])
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         fix = "train into another run.folder, or go back to the model that saved it"
-        raise CheckpointError(f"it is of another model: {shown}{more}", fix=fix, where=path.name)
+        raise CheckpointError(f"it is of another model: {shown}{more}", fix=fix, where=str(path))
 
 
 def _changes(meta: Mapping[str, Any], plan: Plan, data_digest: str) -> list[str]:
