@@ -94,7 +94,7 @@ def _training(module: nn.Module) -> nn.Module:
 def _trial(plan: Blueprint, names: tuple[str, ...], inputs: Example) -> tuple[Findings, Sites]:
     rows = {batch: {key: _rows(value, batch) for key, value in inputs.items()} for batch in (PROBE_BATCH, OTHER_BATCH)}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    module = _training(plan.instance())
+    module = _on_trial(plan)
     fake_copy(module, mode)
     try:
         with mode:
@@ -105,7 +105,7 @@ def _trial(plan: Blueprint, names: tuple[str, ...], inputs: Example) -> tuple[Fi
     except Exception as error:
         if not depends_on_values(error):
             raise _failed(error, inputs) from error
-    module = _training(plan.instance())
+    module = _on_trial(plan)
     plan.materialize(module)
     try:
         return _forwards(module, names, rows)
@@ -113,6 +113,12 @@ def _trial(plan: Blueprint, names: tuple[str, ...], inputs: Example) -> tuple[Fi
         raise
     except Exception as error:
         raise _failed(error, inputs) from error
+
+
+def _on_trial(plan: Blueprint) -> nn.Module:
+    module = _training(plan.instance())
+    use_plain_experts(module)  # the grouped product takes no fake float32, and says so on the terminal
+    return module
 
 
 def _forwards(module: nn.Module, names: tuple[str, ...], rows: Mapping[int, Example]) -> tuple[Findings, Sites]:
