@@ -13,7 +13,7 @@ from benchmarks.result import Result
 from benchmarks.workloads import HEAVY, ordinary, ours
 
 BARS = {"large": 1.02, "small": 1.02, "toy": 1.1}
-WINDOWS = {"large": Window(24, 70, 1000), "small": Window(80, 300, 500), "toy": Window(1200, 4000, 240, warmup=20)}
+WINDOWS = {"large": Window(40, 70, 560), "small": Window(60, 300, 150), "toy": Window(900, 4000, 100, warmup=20)}
 CLAIM = "one device: the engine's step costs at most 1.02 x an ordinary PyTorch loop (large and small step), 1.1 x on the toy"
 
 
