@@ -200,7 +200,7 @@ def share(batch: Batch, plan: Plan, rank: int) -> dict[str, torch.Tensor]:
     if num_rows > plan.job.train.batch:
         text = f"a batch of {num_rows} rows; the plan's global batch is {plan.job.train.batch}"
         raise PlanError(text, fix="pass at most that many rows, or make a plan with this train.batch", where="batch")
-    starts = [(micro * plan.num_data + index) * size for micro in range(plan.num_micro)]
+    starts = plan.first_rows(index)
     if len(starts) == 1:
         return {key: value[starts[0] : starts[0] + size] for key, value in batch.items()}
     rows = [row for start in starts for row in range(start, min(start + size, num_rows))]

@@ -96,6 +96,10 @@ class Plan:
             index = index * self.mesh.size(axis) + coordinate[axis]
         return index
 
+    def first_rows(self, index: int) -> list[int]:
+        """Where the rows of data share `index` begin in the global batch, one start per micro-batch."""
+        return [(micro * self.num_data + index) * self.micro_batch for micro in range(self.num_micro)]
+
     def as_dict(self) -> dict[str, Any]:
         """All that affects numbers, as plain values: the job, the mesh, the micro-batch, the strategies, the parameters."""
         weights = [[w.name, list(w.shape), list(w.visits), list(w.aliases), w.trainable] for w in self.anatomy.weights]

@@ -193,7 +193,7 @@ class Acts:
         if self._dice is None:
             return nullcontext()
         plan, rows = self.plan, len(next(iter(self.state.micros[micro].values())))
-        first = (micro * plan.num_data + plan.data_index(self.state.world.rank)) * plan.micro_batch
+        first = plan.first_rows(plan.data_index(self.state.world.rank))[micro]
         cursor = self._step * plan.job.train.batch + first
         self._dice.begin(self._step, torch.arange(cursor, cursor + rows, device=self.state.world.device))
         return self._stateless or nullcontext()

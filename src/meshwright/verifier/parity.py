@@ -157,7 +157,7 @@ class _Watch:
         """The rows must be this rank's share of the reference's global batch."""
         plan = self._case.plan
         self._note("samples", 0.0)
-        starts = [(micro * plan.num_data + index) * plan.micro_batch for micro in range(plan.num_micro)]
+        starts = plan.first_rows(index)
         wanted = [row for start in starts for row in range(start, start + plan.micro_batch)]
         for key, whole in truth.batch.items():
             rows = whole[[row for row in wanted if row < len(whole)]]
