@@ -202,6 +202,8 @@ def share(batch: Batch, plan: Plan, rank: int) -> dict[str, torch.Tensor]:
         raise PlanError(text, fix="pass at most that many rows, or make a plan with this train.batch", where="batch")
     starts = plan.first_rows(index)
     if len(starts) == 1:
+        if num_rows <= size and starts[0] == 0:
+            return dict(batch)
         return {key: value[starts[0] : starts[0] + size] for key, value in batch.items()}
     rows = [row for start in starts for row in range(start, min(start + size, num_rows))]
     return {key: value[rows] for key, value in batch.items()}

@@ -35,8 +35,8 @@ def test_a_step_begins_empty_and_what_ended_is_forgotten_but_for_the_sums():
     state = state_of({"a": nn.Parameter(torch.ones(2))})
     for _ in range(2):
         rows = {"x": torch.zeros(2)}
-        state.begin([rows], [1.0])
-        assert (state.micros, state.weights, state.passes, state.closings, state.works) == ([rows], [1.0], {}, {}, {})
+        state.begin([rows], 1)
+        assert (state.micros, state.num_real, state.passes, state.closings, state.works) == ([rows], 1, {}, {}, {})
         assert state.tally.item() == 0
         state.passes[0], state.closings[0] = Pass(lambda visit: None), (None, Visit("(outputs)"))
         state.tally += 3

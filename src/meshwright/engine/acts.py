@@ -4,11 +4,12 @@ The header that COUNT sends holds three numbers: the tokens that count, how many
 are. With it every rank knows, before its first backward, the one global denominator, and all ranks stop together.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
@@ -20,7 +21,7 @@ from meshwright.engine.loss import Batch
 from meshwright.engine.optimizers import forget_scale, scale_in_step
 from meshwright.engine.state import Metrics, State
 from meshwright.model.dice import Dice
-from meshwright.model.drive import Drive, Visit, backward
+from meshwright.model.drive import Drive, Visit, backward, backward_from
 from meshwright.model.dropout import StatelessDropout
 from meshwright.model.paths import pieces
 from meshwright.model.values import tensors
@@ -33,6 +34,9 @@ class Acts:
         self.plan, self.state, self.optimizer = plan, state, optimizer
         self._drive, self._dice = drive, dice
         self._step, self._rows, self._stop, self._checked, self._under_way = 0, 0, False, False, False
+        self._counted: Sequence[float] | None = None
+        self._trained = list(state.subject.trainable.values())
+        self._meant = {action.name: self._parameters(action) for action in plan.program.actions(ROLE) if action.kind == "CLIP"}
         self._stateless = None if dice is None else StatelessDropout(dice)
         self._carriers = {name: act for act in plan.program.actions(ROLE) if act.transfer for name in act.tensors}
         self.handlers: Mapping[str, Handler] = {
@@ -51,19 +55,15 @@ class Acts:
 
         Raises ValueError for a batch with more rows than the plan's, or whose tensors differ in rows.
         """
-        size, example = self.plan.micro_batch, self.state.subject.stand_in
-        micros: list[Batch] = []
-        weights = []
+        size, device = self.plan.micro_batch, self.state.world.device
         rows = 0 if batch is None else self._rows_of(batch)
-        for micro in range(self.plan.num_micro):
-            part = (
-                {key: value[micro * size : (micro + 1) * size] for key, value in batch.items()} if batch is not None else example
-            )
-            empty = micro * size >= rows
-            micros.append(example if empty else part)
-            weights.append(0.0 if empty else 1.0)
-        device = self.state.world.device
-        self.state.begin([{key: value.to(device) for key, value in micro.items()} for micro in micros], weights)
+        micros: list[Batch] = []
+        for first in range(0, self.plan.local_batch, size):
+            part: Batch = self.state.subject.stand_in
+            if batch is not None and first < rows:
+                part = batch if rows <= size else {key: value[first : first + size] for key, value in batch.items()}
+            micros.append({key: value.to(device) for key, value in part.items()})
+        self.state.begin(micros, num_real=-(-rows // size))
         self._step, self._rows, self._stop = step, rows, stop
         if self._under_way:  # the last step did not come to its end: what it left must not be added to this one
             self._end()
@@ -78,10 +78,12 @@ class Acts:
     def count(self, action: Action) -> None:
         """Count what this rank's rows weigh, and start adding it up over the ranks."""
         state = self.state
-        counts = [state.loss.count(micro) for micro, weight in zip(state.micros, state.weights, strict=True) if weight]
-        header = [float(sum(counts)), float(self._stop), float(self._rows)]
-        state.header = torch.tensor(header, dtype=torch.float64, device=state.world.device)
-        self.start(action, state.header)
+        tokens = sum(float(state.loss.count(micro)) for micro in state.micros[: state.num_real])
+        self._counted = (tokens, self._stop, self._rows)
+        if action.transfer is not None:
+            state.header = torch.tensor(self._counted, dtype=torch.float64, device=state.world.device)
+            self._counted = None  # known once the others' have been added
+            self.start(action, state.header)
 
     def forward(self, micro: int, reach: Callable[[str], None]) -> None:
         """Run the model's own forward on one micro-batch; `reach` is called before each block."""
@@ -97,16 +99,15 @@ class Acts:
         state, micro = self.state, action.micro or 0
         outputs, closing = state.closings.pop(micro)
         total = state.loss.total(outputs, state.micros[micro])
-        if not state.weights[micro]:
+        if micro >= state.num_real:
             total = total * 0.0
         if not self._checked:
             self._check_paths(total, micro, outputs, closing)
         state.tally += total.detach()
-        scaled = total / max(self._count(), 1.0)
-        del outputs, total
+        del outputs
         with self._no_draws():
-            if scaled.requires_grad:  # unless this forward passed no trained parameter
-                scaled.backward()
+            if total.requires_grad:  # unless this forward passed no trained parameter
+                backward_from(total, 1.0 / max(self._totals()[0], 1.0))
             backward(closing)
 
     def backward(self, action: Action) -> None:
@@ -136,8 +137,7 @@ class Acts:
 
     def clip(self, action: Action) -> None:
         """Take the norm of the gradients of the logical parameters, each counted once; scale them down to `train.clip`."""
-        parameters = [self.state.subject.parameters[name] for name in action.tensors]
-        grads = []
+        grads, parameters = [], self._meant[action.name]
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -150,22 +150,29 @@ class Acts:
 
     def update(self, action: Action) -> None:
         """Let the optimizer step, unless nothing counted in this step; the gradients are gone afterwards."""
-        if self._count():
+        if self._totals()[0]:
             self.optimizer.step()
         self._end()
 
     def metrics(self, step: int, lr: float) -> Metrics:
         """What the step did, from the header and the tally that all ranks share."""
-        count, stop, _ = self.state.header.tolist()
+        count, stop, _ = self._totals()
         loss = self.state.tally.item() / max(count, 1.0)
         return Metrics(step, loss, self.state.grad_norm, lr, int(count), stop=stop > 0, skipped=not count)
 
-    def _count(self) -> float:
-        return self.state.header[0].item()
+    def _totals(self) -> Sequence[float]:
+        """What counts in this step over all ranks: tokens, wishes to stop, rows; COUNT has ended."""
+        if self._counted is None:
+            self._counted = self.state.header.tolist()
+        return self._counted
+
+    def _parameters(self, action: Action) -> list[nn.Parameter]:
+        return [self.state.subject.parameters[name] for name in action.tensors]
 
     def _end(self) -> None:
         forget_scale(self.optimizer)
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self._trained:  # 10 us where the optimizer's own zero_grad takes 130
+            parameter.grad = None
         self._under_way = False
 
     def _rows_of(self, batch: Batch) -> int:

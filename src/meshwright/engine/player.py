@@ -62,6 +62,9 @@ class Player:
         handlers |= {kind: self._with_state(act) for kind, act in (extra or {}).items()}
         self._list = self._resolve(plan.program.actions(ROLE), handlers)
         self._place = {(action.subject, action.micro): i for i, (action, _, _) in enumerate(self._list) if action.kind == "F"}
+        self._starts: dict[int, int] = {}  # where the first F of each micro-batch stands
+        for (_, micro), place in self._place.items():
+            self._starts.setdefault(micro or 0, place)
         self._cursor = 0
 
     def step(self, batch: Batch | None, *, stop: bool = False) -> Metrics:
@@ -75,12 +78,10 @@ class Player:
         acts.begin(self.steps_done, batch, stop=stop)
         lr = self._set_lr()
         self._cursor = 0
-        while self._cursor < len(self._list):
-            action = self._list[self._cursor][0]
-            if action.kind == "F" and action.micro is not None and action.micro not in state.passes:
-                acts.forward(action.micro, self._reach(action.micro))
-            else:
-                self._play_next()
+        for micro, first in self._starts.items():
+            self._play_to(first)
+            acts.forward(micro, self._reach(micro))
+        self._play_to(len(self._list))
         for work in state.works.values():
             work.wait()
         self.steps_done += 1
@@ -132,19 +133,18 @@ class Player:
                 text = f"the model reached block '{visit}' {what} that the plan knows: {known}"
                 fix = "a forward may leave blocks out; let it call them in the order of the trial run, or declare larger blocks"
                 raise PlanError(text, fix=fix, where="model")
-            while self._cursor < target:
-                self._play_next()
-            self._play_next()
+            self._play_to(target + 1)
 
         return reach
 
-    def _play_next(self) -> None:
-        action, handler, waits = self._list[self._cursor]
-        self._cursor += 1
-        for name in waits:
-            self.state.works[name].wait()
-        if handler is not None:
-            handler(action)
+    def _play_to(self, end: int) -> None:
+        while self._cursor < end:
+            action, handler, waits = self._list[self._cursor]
+            self._cursor += 1
+            for name in waits:
+                self.state.works[name].wait()
+            if handler is not None:
+                handler(action)
 
     def _with_state(self, act: Callable[[Action, State], None]) -> Handler:
         return lambda action: act(action, self.state)

@@ -54,7 +54,7 @@ class State:
     world: World
     loss: Loss
     micros: list[Batch] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)  # 0.0 for a micro-batch that only stands in
+    num_real: int = 0  # micro-batches with rows; those behind them only stand in
     tally: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     header: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
     passes: dict[int, Pass] = field(default_factory=dict)
@@ -63,10 +63,10 @@ class State:
     works: dict[str, Work] = field(default_factory=dict)
     grad_norm: float = 0.0
 
-    def begin(self, micros: list[Batch], weights: list[float]) -> None:
-        """Forget the last step, which may have failed, and take these micro-batches."""
+    def begin(self, micros: list[Batch], num_real: int) -> None:
+        """Forget the last step, which may have failed, and take these micro-batches, of which so many hold rows."""
         self.forget()
-        self.micros, self.weights = micros, weights
+        self.micros, self.num_real = micros, num_real
         self.tally = torch.zeros((), dtype=torch.float64, device=self.world.device)
 
     def forget(self) -> None:

@@ -33,7 +33,7 @@ Cut = tuple[GradientEdge, torch.Tensor]
 Output = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass
+@dataclass(slots=True)
 class Visit:
     """One call of one block: what it gave out, and the glue first seen on the way in."""
 
@@ -42,7 +42,7 @@ class Visit:
     glue: list[Cut] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(slots=True)
 class Pass:
     """One forward of the whole model: its visits by name, and the leaf of each glue tensor (and version) seen so far."""
 
@@ -108,7 +108,9 @@ class Drive:
         finally:
             self._pass = None
         closing = Visit("(outputs)")
-        outputs = swap(outputs, self._take(current, outputs, closing))
+        taken = self._take(current, outputs, closing)
+        if taken:
+            outputs = swap(outputs, taken)
         current.seen.clear()  # identities are needed while the forward runs; kept, they would keep activations
         return outputs, closing, current
 
@@ -122,17 +124,19 @@ class Drive:
         taken = self._take(current, (args, kwargs), visit)
         if taken:
             args, kwargs = swap((args, kwargs), taken)
-        outputs = self._give(self._run(current, visit, forward, args, kwargs), visit)
-        current.visits[visit.name] = visit
-        return outputs
-
-    def _run(self, current: Pass, visit: Visit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        versions = [(t, t._version) for t in tensors((args, kwargs)) if t.requires_grad] if self._in_place else []
         current.inside = True
         try:
-            outputs = forward(*args, **kwargs)
+            outputs = self._watch(visit, forward, args, kwargs) if self._in_place else forward(*args, **kwargs)
         finally:
             current.inside = False
+        current.visits[visit.name] = visit
+        return self._give(outputs, visit)
+
+    @staticmethod
+    def _watch(visit: Visit, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the block, and refuse one that writes into its input."""
+        versions = [(tensor, tensor._version) for tensor in tensors((args, kwargs)) if tensor.requires_grad]
+        outputs = forward(*args, **kwargs)
         if any(tensor._version != version for tensor, version in versions):
             text = f"the block '{visit.name}' writes into its input in place, and the gradient of what was there would be lost"
             raise PlanError(text, fix=f"use inplace=False there, write x = x + y for x += y, or {LARGER}", where="model")
@@ -173,9 +177,21 @@ def backward(visit: Visit) -> None:
         _flow(glue, keep=True)
 
 
+def backward_from(root: torch.Tensor, seed: float) -> None:
+    """Gradients of `seed * root`, a scalar, down to the leaves it was computed from."""
+    _run_backward((root,), (torch.full_like(root, seed),), False, False, (), True, True)
+
+
 def _flow(cuts: Sequence[Cut | Output], *, keep: bool) -> None:
-    reached = [cut for cut in cuts if cut[1].grad is not None]
-    if reached:
-        edges, grads = tuple([cut[0] for cut in reached]), tuple([cut[1].grad for cut in reached])
-        # What torch.autograd.backward calls after it has checked shapes, which match here by construction: 12 us, not 53.
-        torch.autograd.Variable._execution_engine.run_backward(edges, grads, keep, False, (), True, True)
+    edges, grads = [], []
+    for source, leaf in cuts:
+        grad = leaf.grad
+        if grad is not None:
+            edges.append(source)
+            grads.append(grad)
+    if edges:
+        _run_backward(tuple(edges), tuple(grads), keep, False, (), True, True)
+
+
+# What torch.autograd.backward calls after it has checked shapes, which match here by construction: 12 us, not 53.
+_run_backward = torch.autograd.Variable._execution_engine.run_backward

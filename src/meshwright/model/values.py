@@ -3,7 +3,7 @@
 A tensor in any other object is not seen. It keeps its graph, and passes borders between blocks uncut.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -16,24 +16,22 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 def tensors(value: Any) -> list[torch.Tensor]:
     """The tensors in `value`, in order."""
     found: list[torch.Tensor] = []
-    _collect(value, found)
+    _collect((value,), found)
     return found
 
 
-def _collect(value: Any, found: list[torch.Tensor]) -> None:
-    if type(value) in _PLAIN:  # most of what a block is called with; this runs for every block of every step
-        return
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            _collect(item, found)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _collect(item, found)
-    elif _is_record(value):
-        for item in _items(value).values():
-            _collect(item, found)
+def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
+    for value in values:
+        if type(value) in _PLAIN:  # most of what a block is called with; this runs for every block of every step
+            continue
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            _collect(value, found)
+        elif isinstance(value, dict):
+            _collect(value.values(), found)
+        elif _is_record(value):
+            _collect(_items(value).values(), found)
 
 
 def swap(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
