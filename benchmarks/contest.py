@@ -1,6 +1,6 @@
 """Two steps side by side on several workloads, with a twin of the first that shows the noise.
 
-    base, ours, twin, base, ours, twin ...      one step each, in turn; twin is base once more
+base, ours, twin, base, ours, twin ...      one step each, in turn; twin is base once more
 """
 
 import sys
