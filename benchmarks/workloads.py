@@ -23,8 +23,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshwright.api import alone, build, make_plan, read
 from meshwright.comm.distributed import TorchWorld
-from meshwright.core.job import DataSource, Job, ModelSource, Optimizer, Train
+from meshwright.core.job import Job, Optimizer, Train
 from meshwright.core.mesh import Mesh
+from meshwright.core.sources import DataSource, ModelSource
 from meshwright.engine.optimizers import parameter_groups
 from meshwright.run.text import TextData
 

@@ -22,7 +22,7 @@ from meshwright.run import launch as launch_module
 from meshwright.run.folders import step_folder
 
 ENV = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-ENV |= {"PYTHONPATH": str(Path(cli.__file__).parents[1]), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::ResourceWarning"}
+ENV |= {"PYTHONPATH": str(Path(cli.__file__).parents[2]), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::ResourceWarning"}
 SEQUENCE = 16
 STEPS = 100
 TEXT = "".join(f"{n} times {n + 1} makes {n * (n + 1)}\n" for n in range(300))

@@ -8,7 +8,8 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.comm.group import World
-from meshwright.core.job import DataSource, ModelSource, Optimizer, Train
+from meshwright.core.job import Optimizer, Train
+from meshwright.core.sources import DataSource, ModelSource
 from meshwright.run.manifest import CheckpointError
 from meshwright.testing.spawn import ProcessPool, on_threads
 

@@ -8,10 +8,11 @@ from torch import nn
 
 from meshwright.api import make_dice, make_plan, make_subject, read
 from meshwright.comm.group import World
-from meshwright.core.job import DataSource, Job, ModelSource, Train
+from meshwright.core.job import Job, Train
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
+from meshwright.core.sources import DataSource, ModelSource
 from meshwright.core.strategy import Strategy
 from meshwright.engine.loss import IGNORED, Loss, token_cross_entropy
 from meshwright.engine.player import Player

@@ -14,6 +14,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Callback": "meshwright.run.callbacks",
     "Engine": "meshwright.api",
     "Job": "meshwright.core.job",
     "Loss": "meshwright.engine.loss",

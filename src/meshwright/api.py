@@ -23,9 +23,10 @@ from meshwright.comm.distributed import TorchWorld
 from meshwright.comm.group import World
 from meshwright.comm.threads import ThreadHub, ThreadWorld
 from meshwright.core.errors import Fault, PlanError, raise_faults
-from meshwright.core.job import Job, Run
+from meshwright.core.job import Job
 from meshwright.core.mesh import AXES, Mesh
 from meshwright.core.plan import Plan
+from meshwright.core.run import Run
 from meshwright.core.strategy import Strategy
 from meshwright.engine.loss import Batch, Loss, token_cross_entropy
 from meshwright.engine.optimizers import MakeOptimizer

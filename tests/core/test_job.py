@@ -5,7 +5,9 @@ from math import inf, nan
 
 import pytest
 
-from meshwright.core.job import DataSource, Job, ModelSource, Optimizer, ParameterGroup, Precision, Run, Schedule, Train
+from meshwright.core.job import Job, Optimizer, ParameterGroup, Precision, Schedule, Train
+from meshwright.core.run import Run
+from meshwright.core.sources import DataSource, ModelSource
 
 GOOD = Job(ModelSource("model.json"), DataSource("text.txt"), Train(steps=100))
 

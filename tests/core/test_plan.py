@@ -9,10 +9,12 @@ import pytest
 
 from meshwright.core.anatomy import Weight
 from meshwright.core.errors import PlanError
-from meshwright.core.job import DataSource, Job, ModelSource, Optimizer, ParameterGroup, Precision, Run, Schedule, Train
+from meshwright.core.job import Job, Optimizer, ParameterGroup, Precision, Schedule, Train
 from meshwright.core.layout import S
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
+from meshwright.core.run import Run
+from meshwright.core.sources import DataSource, ModelSource
 from meshwright.core.space import Home, Space
 from meshwright.core.strategy import Phase, Strategy
 from meshwright.strategies.data.batch import Batch

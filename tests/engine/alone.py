@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from meshwright.api import alone, make_dice, make_plan, make_subject, read
-from meshwright.core.job import DataSource, Job, ModelSource, Optimizer, Precision, Train
+from meshwright.core.job import Job, Optimizer, Precision, Train
+from meshwright.core.sources import DataSource, ModelSource
 from meshwright.engine.loss import IGNORED, Loss, token_cross_entropy
 from meshwright.engine.optimizers import MakeOptimizer
 from meshwright.engine.player import Player

@@ -62,16 +62,16 @@ def _is_false(node: ast.expr) -> bool:
 def environment(source: Source) -> Iterator[Finding]:
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Attribute) and dotted(node) in ENVIRONMENT:
-            yield Finding(node.lineno, f"{dotted(node)}: only cli.py knows the environment; take an argument")
+            yield Finding(node.lineno, f"{dotted(node)}: only cli knows the environment; take an argument")
     for name, line in imported(source):
         if name in ENVIRONMENT:
-            yield Finding(line, f"imports {name}: only cli.py knows the environment; take an argument")
+            yield Finding(line, f"imports {name}: only cli knows the environment; take an argument")
 
 
 def prints(source: Source) -> Iterator[Finding]:
     for name, call in calls(source):
         if name in ("print", "rich.print", "sys.stdout.write", "sys.stderr.write"):
-            yield Finding(call.lineno, f"{name}: only cli.py prints; return the text, or log it")
+            yield Finding(call.lineno, f"{name}: only cli prints; return the text, or log it")
 
 
 def guessed_attribute(source: Source) -> Iterator[Finding]:
@@ -129,7 +129,7 @@ def _in_package(source: Source) -> bool:
 
 
 def _not_cli(source: Source) -> bool:
-    return _in_package(source) and source.inside != "cli.py"
+    return _in_package(source) and not source.inside.startswith("cli/")
 
 
 def _except(body: str, caught: str = "Exception") -> str:
@@ -172,7 +172,7 @@ RULES = (
         """,
     ),
     _rule(
-        "only cli.py reads the environment",
+        "only cli reads the environment",
         environment,
         bad="""
             import os; x = os.environ["X"]
@@ -183,7 +183,7 @@ RULES = (
         good="x = settings.environ",
         where=_not_cli,
     ),
-    _rule("only cli.py prints", prints, bad="print(1)\nsys.stdout.write(x)", good="pprint.pformat(x)", where=_not_cli),
+    _rule("only cli prints", prints, bad="print(1)\nsys.stdout.write(x)", good="pprint.pformat(x)", where=_not_cli),
     _rule(
         "no attribute is guessed",
         guessed_attribute,

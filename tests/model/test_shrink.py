@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from meshwright.core.errors import PlanError
-from meshwright.core.job import DataSource, Job, ModelSource, Train
+from meshwright.core.job import Job, Train
+from meshwright.core.sources import DataSource, ModelSource
 from meshwright.model.reading import read
 from meshwright.model.shrink import shrunk
 from meshwright.model.sources import load_model

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.core.errors import PlanError
-from meshwright.core.job import ModelSource
+from meshwright.core.sources import ModelSource
 from meshwright.model.recorder import is_meta
 from meshwright.model.sources import Loaded, Model, load_factory, load_model
 

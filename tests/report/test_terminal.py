@@ -9,9 +9,10 @@ from rich.console import Console
 
 from docs.generate import essays, kinds
 from meshwright.core.anatomy import Anatomy, Weight
-from meshwright.core.job import DataSource, Job, ModelSource, Optimizer, Precision, Train
+from meshwright.core.job import Job, Optimizer, Precision, Train
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
+from meshwright.core.sources import DataSource, ModelSource
 from meshwright.core.steps import ROLE
 from meshwright.core.strategy import Strategy
 from meshwright.report.terminal import MEANINGS, figures, plan_view, size, verdict_view

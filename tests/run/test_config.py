@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.errors import PlanError
-from meshwright.core.job import DataSource, Job, ModelSource, Optimizer, ParameterGroup, Precision, Run, Schedule, Train
+from meshwright.core.job import Job, Optimizer, ParameterGroup, Precision, Schedule, Train
+from meshwright.core.run import Run
+from meshwright.core.sources import DataSource, ModelSource
 from meshwright.run.config import Request, as_dict, canonical_hash, read_request, write_request
 from tests.run.configs import CONFIG, KNOWN, Copies, Layers, read
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from meshwright.core.errors import PlanError
-from meshwright.core.job import DataSource, Job, ModelSource, Train
+from meshwright.core.job import Job, Train
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
+from meshwright.core.sources import DataSource, ModelSource
 from meshwright.run.feed import ExampleData, Feed, open_data, open_feed
 from meshwright.run.text import TextData
 from meshwright.strategies.data.batch import Batch

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.errors import PlanError
-from meshwright.core.job import DataSource
+from meshwright.core.sources import DataSource
 from meshwright.run.text import NO_LABEL, SEPARATOR, TextData
 
 

@@ -10,14 +10,17 @@ import torch
 
 from meshwright.comm.group import World
 from meshwright.core.errors import PlanError
-from meshwright.core.job import DataSource, Optimizer, Precision, Run, Schedule
+from meshwright.core.job import Optimizer, Precision, Schedule
 from meshwright.core.plan import Plan
+from meshwright.core.run import Run
+from meshwright.core.sources import DataSource
 from meshwright.model.reading import Reading
+from meshwright.run.callbacks import Callback, Line, Moment
 from meshwright.run.checkpoint import compare
 from meshwright.run.feed import ExampleData, open_feed
 from meshwright.run.folders import step_folder
 from meshwright.run.guard import Progress
-from meshwright.run.train import CHECKPOINTS, Ended, Line, Resumed, resume, save_run, train
+from meshwright.run.train import CHECKPOINTS, Ended, Resumed, resume, save_run, train
 from meshwright.testing.spawn import on_threads
 from tests.tiny import plan_of, player_of, reading_of, rows, tiny_job
 
@@ -59,7 +62,7 @@ class Course:
             player, lines = player_of(self.reading, plan, world), []
             resumed = resume(player, plan, world, data.digest, step)
             feed = open_feed(data, plan, world.rank)
-            ended = train(player, plan, feed, world, lambda: self.stop(world.rank, player.steps_done), lines.append)
+            ended = train(player, plan, feed, world, lambda: self.stop(world.rank, player.steps_done), (listing(lines),))
             player.close()
             return resumed, ended, lines
 
@@ -71,6 +74,16 @@ class Course:
     def journal(self) -> dict[int, tuple[float, float, int]]:
         lines = [json.loads(text) for text in (self.folder / "metrics.jsonl").read_text().splitlines()]
         return {line["step"]: (line["loss"], line["grad_norm"], line["tokens"]) for line in lines}
+
+
+def listing(lines: list[Line]) -> Callback:
+    """A callback that adds the line of each step to `lines`."""
+
+    def on_step_end(moment: Moment) -> None:
+        if moment.line is not None:
+            lines.append(moment.line)
+
+    return Callback(on_step_end=on_step_end)
 
 
 def at(folder: Path, step: int) -> Path:
@@ -203,8 +216,8 @@ def test_a_failure_can_say_where_it_happened(tmp_path):
     def rank(world: World) -> None:
         player = player_of(course.reading, course.plan, world)
         feed = open_feed(data, course.plan, 0)
-        watch = lambda line: seen.append((line.step, progress.step, progress.phase))  # noqa: E731
-        train(player, course.plan, feed, world, lambda: False, watch, progress)
+        watch = Callback(on_step_end=lambda moment: seen.append((moment.step, progress.step, progress.phase)))
+        train(player, course.plan, feed, world, lambda: False, (watch,), progress)
         player.close()
 
     on_threads(rank, course.plan.mesh)

@@ -11,7 +11,8 @@ from torch import nn
 import meshwright.engine.acts
 import meshwright.engine.player
 import meshwright.model.drive
-from meshwright.core.job import DataSource, Optimizer, ParameterGroup, Train
+from meshwright.core.job import Optimizer, ParameterGroup, Train
+from meshwright.core.sources import DataSource
 from meshwright.engine.loss import IGNORED
 from meshwright.verifier.reference import Case, Reference, run_reference
 from tests.tiny import case_of, plan_of, reading_of, rows, tiny_job

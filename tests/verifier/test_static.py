@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 
 from meshwright.core.anatomy import ROOT, Anatomy, Weight
-from meshwright.core.job import DataSource, Job, ModelSource, Train
+from meshwright.core.job import Job, Train
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action, Hold, Program
+from meshwright.core.sources import DataSource, ModelSource
 from meshwright.strategies.data.batch import Batch
 from meshwright.strategies.data.naive import Naive
 from meshwright.strategies.data.replicate import Replicate

@@ -10,47 +10,9 @@ from math import inf
 from typing import Literal
 
 from meshwright.core.errors import Fault
+from meshwright.core.sources import DataSource, ModelSource
 
 Float = Literal["float64", "float32", "bfloat16", "float16"]
-
-
-@dataclass(frozen=True)
-class ModelSource:
-    """The model: a transformers config (a folder or a .json file), or `file.py:factory` that returns an `nn.Module`.
-
-    `overrides` replaces fields of a transformers config, for example {num_hidden_layers = 2}.
-    """
-
-    source: str = ""
-    overrides: dict[str, int | float | bool | str | None] = field(default_factory=dict, hash=False)
-
-    def faults(self) -> Iterator[Fault]:
-        if not self.source:
-            fix = "set model.source to a transformers config (folder or .json file) or to file.py:factory"
-            yield Fault("no model is named", fix, "model.source")
-
-
-@dataclass(frozen=True)
-class DataSource:
-    """The text to train on: a file or a folder; "example" repeats the example batch that a model factory returns.
-
-    Files whose path matches a pattern of `include` and none of `exclude` are read in sorted order, as bytes.
-    A sample is `sequence` tokens; `epochs` = 0 repeats the data for as long as the steps last.
-    """
-
-    source: str = ""
-    include: tuple[str, ...] = ("*.txt", "*.md", "*.py")
-    exclude: tuple[str, ...] = ()
-    sequence: int = 256
-    epochs: int = 0
-
-    def faults(self) -> Iterator[Fault]:
-        if not self.source:
-            yield Fault("no data is named", "set data.source to a text file or a folder", "data.source")
-        if self.sequence < 1:
-            yield Fault(f"a sample of {self.sequence} tokens; needed is at least 1", "set data.sequence", "data.sequence")
-        if self.epochs < 0:
-            yield Fault(f"{self.epochs} epochs", "0 repeats without end; 1, 2, 3... stop after that many", "data.epochs")
 
 
 @dataclass(frozen=True)
@@ -191,24 +153,3 @@ class Job:
         yield from self.optimizer.faults()
         yield from self.schedule.faults(self.train.steps)
         yield from self.precision.faults()
-
-
-@dataclass(frozen=True)
-class Run:
-    """What surrounds the training and changes no number: where it writes, how often it saves, what it shows.
-
-    A checkpoint is saved every `save_every` steps (0: only at the end) and the newest `keep` stay. After the last
-    step, `sample_tokens` tokens are generated from `sample_prompt`.
-    """
-
-    folder: str = "runs/default"
-    save_every: int = 100
-    keep: int = 3
-    sample_prompt: str = "def "
-    sample_tokens: int = 0
-
-    def faults(self) -> Iterator[Fault]:
-        if self.save_every < 0:
-            yield Fault(f"save_every = {self.save_every}", "0 saves only at the end; 100 every 100 steps", "run.save_every")
-        if self.keep < 1:
-            yield Fault(f"keep = {self.keep}: no checkpoint would stay", "keep at least 1", "run.keep")

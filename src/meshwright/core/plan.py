@@ -13,9 +13,10 @@ from typing import Any
 
 from meshwright.core.anatomy import Anatomy
 from meshwright.core.errors import Fault, raise_faults
-from meshwright.core.job import Job, Run
+from meshwright.core.job import Job
 from meshwright.core.mesh import AXES, Mesh
 from meshwright.core.program import Program
+from meshwright.core.run import Run
 from meshwright.core.space import Space
 from meshwright.core.steps import one_device
 from meshwright.core.strategy import Strategy, in_phase_order

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from meshwright.core.errors import PlanError, nearest
-from meshwright.core.job import ModelSource
+from meshwright.core.sources import ModelSource
 from meshwright.model.blueprint import Blueprint, blueprint
 from meshwright.model.configs import config_factory
 

@@ -31,8 +31,9 @@ from typing import Any, get_type_hints
 import tomli_w
 
 from meshwright.core.errors import Fault, PlanError, nearest, raise_faults
-from meshwright.core.job import Job, Run
+from meshwright.core.job import Job
 from meshwright.core.mesh import AXES
+from meshwright.core.run import Run
 from meshwright.core.strategy import Strategy
 from meshwright.run.overrides import overridden
 from meshwright.run.schema import Check

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 
 from meshwright.core.errors import PlanError
-from meshwright.core.job import DataSource
 from meshwright.core.plan import Plan
+from meshwright.core.sources import DataSource
 from meshwright.run.order import ABSENT, Order, share
 from meshwright.run.text import TextData
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from meshwright.core.errors import Fault, raise_faults
-from meshwright.core.job import DataSource
+from meshwright.core.sources import DataSource
 
 VOCABULARY = 256
 SEPARATOR = 0

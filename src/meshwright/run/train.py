@@ -19,6 +19,7 @@ from meshwright.core.mesh import AXES
 from meshwright.core.plan import Plan
 from meshwright.engine.player import Player
 from meshwright.engine.state import Metrics
+from meshwright.run.callbacks import Callback, Line, Moment, call
 from meshwright.run.checkpoint import load, newest_good, save
 from meshwright.run.feed import Feed
 from meshwright.run.folders import listed, set_aside, step_folder
@@ -28,21 +29,6 @@ from meshwright.run.manifest import CheckpointError, Manifest
 from meshwright.run.shards import check_sizes, read_manifest
 
 CHECKPOINTS = "checkpoints"
-
-
-@dataclass(frozen=True)
-class Line:
-    """What is known after a step: the metrics, how fast it went (all ranks), and this rank's memory in bytes."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens: int
-    seconds: float
-    tokens_per_s: float
-    memory: int
-    skipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,10 +83,10 @@ def train(
     feed: Feed,
     world: World,
     stopping: Callable[[], bool],
-    watch: Callable[[Line], None],
+    callbacks: Sequence[Callback] = (),
     progress: Progress | None = None,
 ) -> Ended:
-    """Play the steps that are left; `stopping()` is asked before each, `watch` sees each line on rank 0.
+    """Play the steps that are left; `stopping()` is asked before each, `callbacks` are called on rank 0.
 
     `progress` is kept up to date, so that a failure can say where it happened. A last checkpoint is saved at the end.
     """
@@ -108,22 +94,26 @@ def train(
     steps = plan.job.train.steps if feed.num_steps is None else min(plan.job.train.steps, feed.num_steps)
     journal = Journal(Path(run.folder)) if world.rank == 0 else None
     progress = progress or Progress()
-    process, loss, stopped = psutil.Process(), None, False
+    process, loss, stopped, wish = psutil.Process(), None, False, None
+    callbacks = callbacks if world.rank == 0 else ()
     saved = step_folder(Path(run.folder) / CHECKPOINTS, first) if first else None
     try:
+        call((callback.on_train_begin for callback in callbacks), Moment(first))
         while player.steps_done < steps and not stopped:
             progress.step, progress.phase = player.steps_done + 1, "training"
             started = perf_counter()
-            metrics = player.step(feed.batch(player.steps_done), stop=stopping())
+            metrics = player.step(feed.batch(player.steps_done), stop=stopping() or wish is not None)
             line = _line(metrics, perf_counter() - started, _memory(process, world.device))
             loss, stopped = metrics.loss, metrics.stop
             if journal is not None:
                 journal.write(asdict(line))
-                watch(line)
+            wish = call((callback.on_step_end for callback in callbacks), Moment(line.step, line)) or wish
             due = run.save_every and player.steps_done % run.save_every == 0
             if stopped or due or player.steps_done == steps:
                 progress.phase = "saving"
                 saved = save_run(player, plan, world, feed.data.digest)
+                wish = call((callback.on_save for callback in callbacks), Moment(line.step, line, checkpoint=saved)) or wish
+        call((callback.on_train_end for callback in callbacks), Moment(player.steps_done, checkpoint=saved))
     finally:
         if journal is not None:
             journal.close()

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from meshwright.core.errors import PlanError
-from meshwright.core.job import DataSource, Train
+from meshwright.core.job import Train
 from meshwright.core.layout import I, P, R, S
 from meshwright.core.mesh import Mesh
+from meshwright.core.sources import DataSource
 from meshwright.core.space import Space
 from meshwright.core.steps import ROLE, one_device
 from meshwright.engine.loss import IGNORED

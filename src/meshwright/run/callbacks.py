@@ -1,0 +1,59 @@
+"""What others may do around the steps of a run: watch it, write it down elsewhere, ask it to stop.
+
+A callback is a value that holds functions, named as transformers' TrainerCallback names them; each is called on rank 0
+with the `Moment` it is about. One that returns STOP asks for the end of the run: all ranks stop together after the next
+step, with a checkpoint, as after SIGTERM.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Wish = Literal["stop"] | None
+STOP: Wish = "stop"
+
+
+@dataclass(frozen=True)
+class Line:
+    """What is known after a step: the metrics, how fast it went (all ranks), and this rank's memory in bytes."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    seconds: float
+    tokens_per_s: float
+    memory: int
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where a run is: its step, and what there is to say of it: the line of a step, an evaluation, a checkpoint's folder."""
+
+    step: int
+    line: Line | None = None
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    checkpoint: Path | None = None
+
+
+Heard = Callable[[Moment], Wish]
+
+
+@dataclass(frozen=True)
+class Callback:
+    """Functions to call when the training begins, after each step, evaluation and save, and at the end; None: do not."""
+
+    on_train_begin: Heard | None = None
+    on_step_end: Heard | None = None
+    on_evaluate: Heard | None = None
+    on_save: Heard | None = None
+    on_train_end: Heard | None = None
+
+
+def call(heard: Iterable[Heard | None], moment: Moment) -> Wish:
+    """Call each of `heard` with `moment`; STOP when one of them asks for it."""
+    wishes = [each(moment) for each in heard if each is not None]
+    return STOP if STOP in wishes else None
