@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from math import isfinite
 from pathlib import Path
 from typing import Self
 
@@ -58,6 +59,20 @@ class Result:
         command, date = f"make bench NAME={name}", datetime.now(UTC).isoformat(timespec="seconds")
         found = (claim, command, date, commit(), machine(), versions())
         return cls(*found, repeats, discarded, list(values), median, spread, bar, holds, dict(detail or {}))
+
+    @classmethod
+    def of_count(
+        cls, name: str, claim: str, values: Sequence[float], *, limit: float, bar: int, detail: Mapping[str, object]
+    ) -> Self:
+        """The result of a claim about a number of cases: `median` is how many of `values` are at most `limit`.
+
+        It holds when at least `bar` of them are, and no case is above; there is nothing to repeat and no spread.
+        """
+        count = sum(value <= limit for value in values)
+        holds = count >= bar and count == len(values)
+        figures = {"median": float(count), "spread": (float(count), float(count)), "bar": float(bar)}
+        finite = [value if isfinite(value) else -1.0 for value in values]  # JSON has no infinity
+        return cls.of(name, claim, values=finite, **figures, holds=holds, repeats=1, detail=detail)
 
     @classmethod
     def of_comparisons(cls, name: str, claim: str, parts: Mapping[str, tuple[Rounds, Comparison, Comparison]]) -> Self:

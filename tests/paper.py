@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from meshwright.core.anatomy import Anatomy, Weight
+from meshwright.core.anatomy import Anatomy, Column, Weight
 
 
 @dataclass(frozen=True)
@@ -21,4 +21,5 @@ class Paper:
             weights[0] = Weight("layer0.weight", (self.numel,), (visits[0], visits[-1]), aliases=(f"{visits[-1]}.weight",))
             del weights[-1]
         ones = (1,) * self.layers
-        return Anatomy("paper", visits, tuple(weights), ones, ones)
+        inputs, outputs = (Column("x", (4,), "float32"),), (Column("output0", (5,), "float32"),)
+        return Anatomy("paper", visits, tuple(weights), ones, ones, inputs=inputs, outputs=outputs)

@@ -76,7 +76,7 @@ class Trial:
     def at_step(self, step: int) -> Command:
         """A process that has just played `step`, a multiple of 5 (of 100 steps, every 5th is printed)."""
         running = self.begin()
-        running.until(lambda: f"step {step:>3}/{STEPS} " in running.printed())
+        running.until(lambda: f"{step:>3}/{STEPS} " in running.printed())
         return running
 
 

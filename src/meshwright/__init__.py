@@ -28,6 +28,8 @@ _HOMES = {
     "make_plan": "meshwright.api",
     "read": "meshwright.api",
     "token_cross_entropy": "meshwright.engine.loss",
+    "trace": "meshwright.api",
+    "train": "meshwright.run.loop",
     "verify": "meshwright.api",
 }
 

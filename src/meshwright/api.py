@@ -18,49 +18,60 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.comm.distributed import TorchWorld
 from meshwright.comm.group import World
 from meshwright.comm.threads import ThreadHub, ThreadWorld
-from meshwright.core.errors import Fault, PlanError, raise_faults
+from meshwright.core.errors import PlanError, raise_faults
 from meshwright.core.job import Job
-from meshwright.core.mesh import AXES, Mesh
+from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.run import Run
 from meshwright.core.strategy import Strategy
-from meshwright.engine.loss import Batch, Loss, token_cross_entropy
+from meshwright.engine.evaluation import Evaluation
+from meshwright.engine.loss import Batch, Loss, check_loss, judge_of, token_cross_entropy
 from meshwright.engine.optimizers import MakeOptimizer
 from meshwright.engine.player import Player
 from meshwright.engine.state import Metrics, State, Subject
+from meshwright.model.blueprint import Blueprint
 from meshwright.model.dice import Dice
+from meshwright.model.norms import split_faults
 from meshwright.model.reading import Reading
 from meshwright.model.reading import read as read_model
-from meshwright.model.sources import Model, load_factory
-from meshwright.run.checkpoint import load, save
+from meshwright.model.sources import Model, load_factory, with_weights
+from meshwright.model.wide import widened
+from meshwright.run.checkpoint import load
+from meshwright.run.export import Exported, Trained, export
+from meshwright.run.resume import check_model
 from meshwright.run.shards import read_manifest
-from meshwright.run.train import check_model
+from meshwright.run.train import save_held
 from meshwright.strategies.data.batch import Batch as SplitBatch
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.testing.spawn import on_threads
 from meshwright.verifier.parity import compare_rank, exact_job, judge
 from meshwright.verifier.reference import Case, run_reference
 from meshwright.verifier.static import prove
+from meshwright.verifier.trace import STEPS, Traced, few_ranks
+from meshwright.verifier.trace import trace as trace_ranks
 from meshwright.verifier.verdict import Verdict
 
 Given = nn.Module | Model | Reading | Callable[[], nn.Module | Model]
 
 
-def read(model: Given, example: Mapping[str, torch.Tensor], *, loss: Loss | None = None, seed: int = 0) -> Reading:
+def read(model: Given, example: Batch, *, loss: Loss | None = None, seed: int = 0, weights: str = "") -> Reading:
     """What `model` is made of, learnt from a trial on fake tensors shaped like `example` (a batch with its targets).
 
     A factory is called without holding its parameters, and initial values come from `seed`; an `nn.Module` is copied
-    with the values it has, and left alone.
+    with the values it has, and left alone. Values stored in `weights`, a folder or a safetensors file, win over both.
     """
     if isinstance(model, Reading):
         return model
     name = type(model).__name__ if isinstance(model, nn.Module) else "model"
     factory = (lambda: copy.deepcopy(model)) if isinstance(model, (nn.Module, Model)) else model
-    return read_model(load_factory(factory, seed, name), example, (loss or token_cross_entropy()).targets)
+    loss, loaded = loss or token_cross_entropy(), load_factory(factory, seed, name)
+    loaded = with_weights(loaded, Path(weights)) if weights else loaded
+    return read_model(loaded, example, loss.targets, judge_of(loss))
 
 
 def make_plan(
@@ -78,7 +89,7 @@ def make_plan(
     mesh = mesh or Mesh()
     chosen = default_strategies(mesh) if strategies is None else tuple(strategies)
     plan = Plan.make(job, mesh, reading.anatomy, chosen, micro_batch, run)
-    raise_faults(_split_faults(plan, reading))
+    raise_faults(split_faults(plan, reading.blueprint.instance()))
     return plan
 
 
@@ -99,8 +110,8 @@ def build(
     """One rank of `plan`, ready to step.
 
     Args:
-        optimizer: makes a torch optimizer from parameter groups; without it, the one that the job names. The groups carry
-            the job's learning rate and weight decay, which win over arguments of the optimizer: the plan says them.
+        optimizer: makes a torch optimizer from parameter groups, or several that share them; without it, what the job
+            names. The groups carry the job's learning rate and weight decay, which win over arguments of the optimizer.
         loss: a sum and a count (`Loss`); without it, cross-entropy over tokens.
         world: this rank's place; without it, torch.distributed if it is initialised, else one device.
         example: a batch, needed unless `model` is a `Reading`.
@@ -114,18 +125,20 @@ def build(
     if reading.anatomy != plan.anatomy:
         text = f"the plan is for '{plan.anatomy.name}' and the model is '{reading.anatomy.name}', with other blocks or parameters"
         raise PlanError(text, fix="make the plan again from this model", where="build")
+    check_loss(plan, loss)
     world = world or _joined_world(plan.mesh)
     if world.mesh != plan.mesh:
         text = f"the plan is for {plan.mesh} ({plan.mesh.world} ranks) and the world is {world.mesh} ({world.mesh.world})"
         raise PlanError(text, fix=f"start {plan.mesh.world} ranks, or make a plan for this world", where="build")
     subject = make_subject(reading, world.device, getattr(torch, plan.job.precision.parameters))
-    return Engine(plan, Player(plan, State(subject, world, loss), optimizer, make_dice(reading, plan)), world)
+    return Engine(plan, Player(plan, State(subject, world, loss), optimizer, make_dice(reading, plan)), world, reading.blueprint)
 
 
-def make_subject(reading: Reading, device: torch.device, dtype: torch.dtype) -> Subject:
-    """The model with initial values on `device`, as the engine holds it."""
-    module, blocks, parameters = reading.make(device, dtype)
-    return Subject(module, blocks, parameters, reading.anatomy, reading.example)
+def make_subject(reading: Reading, device: torch.device, dtype: torch.dtype, fake: FakeTensorMode | None = None) -> Subject:
+    """The model with initial values on `device`, as the engine holds it; with `fake`, of that mode's tensors instead."""
+    module, blocks, parameters = reading.make(device, dtype, fake)
+    stand_in = _wide(reading.example) if dtype == torch.float64 else reading.example
+    return Subject(module, blocks, parameters, reading.anatomy, stand_in)
 
 
 def make_dice(reading: Reading, plan: Plan) -> Dice | None:
@@ -136,8 +149,8 @@ def make_dice(reading: Reading, plan: Plan) -> Dice | None:
 class Engine:
     """One rank of a plan with the user's own loop around it."""
 
-    def __init__(self, plan: Plan, player: Player, world: World) -> None:
-        self.plan, self.player, self.world = plan, player, world
+    def __init__(self, plan: Plan, player: Player, world: World, blueprint: Blueprint) -> None:
+        self.plan, self.player, self.world, self._blueprint = plan, player, world, blueprint
 
     @property
     def module(self) -> nn.Module:
@@ -153,6 +166,13 @@ class Engine:
         """Train one global step on this rank's rows (see `share`); every rank gets the same metrics back."""
         return self.player.step(batch, stop=stop)
 
+    def evaluate(self, batches: Iterable[Batch | None]) -> Evaluation:
+        """The loss over `batches`, exact over all ranks, each of which calls this with its own rows (see `share`).
+
+        In eval mode and without gradients; parameters, buffers, modes and random streams are untouched.
+        """
+        return self.player.evaluate(batches)
+
     def share(self, batch: Batch) -> dict[str, torch.Tensor]:
         """This rank's rows of a global batch, micro-batch after micro-batch; fewer when the batch is short."""
         return share(batch, self.plan, self.world.rank)
@@ -160,15 +180,14 @@ class Engine:
     def save(self, folder: Path | str) -> Path:
         """Save a checkpoint of this step into `folder` (all ranks call it); returns its own folder."""
         meta = {"plan_hash": self.plan.hash, "torch": torch.__version__}
-        return save(
-            Path(folder),
-            self.steps_done,
-            self.player.tensors(),
-            meta,
-            self.world.group(AXES),
-            self.plan.run.keep,
-            self.world.device,
-        )
+        return save_held(Path(folder), self.player, meta, self.world)
+
+    def export(self, folder: Path | str, dtype: torch.dtype | None = None) -> Exported | None:
+        """Write the model as a folder that transformers loads and compare it; nothing stays unless `round_trip.passed`.
+
+        Rank 0 does; others return None. Floating weights are stored in `dtype`, or as they are.
+        """
+        return None if self.world.rank else export(Trained.saved(self._blueprint, self.player.tensors()), Path(folder), dtype)
 
     def load(self, checkpoint: Path | str) -> int:
         """Take up the checkpoint in the folder that `save` returned, saved under this or another plan; returns its step.
@@ -197,16 +216,16 @@ def share(batch: Batch, plan: Plan, rank: int) -> dict[str, torch.Tensor]:
 
     Raises PlanError when the batch has more rows than the plan's global batch: they would be left out.
     """
-    num_rows, index, size = len(next(iter(batch.values()))), plan.data_index(rank), plan.micro_batch
+    num_rows = len(next(iter(batch.values())))
     if num_rows > plan.job.train.batch:
         text = f"a batch of {num_rows} rows; the plan's global batch is {plan.job.train.batch}"
         raise PlanError(text, fix="pass at most that many rows, or make a plan with this train.batch", where="batch")
-    starts = plan.first_rows(index)
-    if len(starts) == 1:
-        if num_rows <= size and starts[0] == 0:
-            return dict(batch)
-        return {key: value[starts[0] : starts[0] + size] for key, value in batch.items()}
-    rows = [row for start in starts for row in range(start, min(start + size, num_rows))]
+    rows = [row for row in plan.rows_read(rank) if row < num_rows]
+    if len(rows) == num_rows:
+        return dict(batch)
+    first = rows[0] if rows else 0
+    if not rows or rows[-1] - first + 1 == len(rows):  # one stretch: views, no copy
+        return {key: value[first : first + len(rows)] for key, value in batch.items()}
     return {key: value[rows] for key, value in batch.items()}
 
 
@@ -223,8 +242,30 @@ def verify(reading: Reading, plan: Plan, batches: Sequence[Batch], *, loss: Loss
     return replace(judge(case, reports, "threads", {"torch": torch.__version__}), plan=plan.hash)
 
 
+def trace(
+    reading: Reading,
+    plan: Plan,
+    ranks: Iterable[int] | None = None,
+    *,
+    loss: Loss | None = None,
+    steps: int = STEPS,
+    fake: bool = True,
+) -> Traced:
+    """Whether `ranks` of `plan` issue the collectives that its program states; the mesh may be larger than any machine.
+
+    Without `ranks`: the first, the last and one between. They are played on `fake` tensors, or on real ones, the model
+    whole on the CPU. Raises NeedsValues (a PlanError) when fake tensors cannot play the model.
+    """
+    dtype = getattr(torch, plan.job.precision.parameters)
+    played, cpu = few_ranks(plan) if ranks is None else ranks, torch.device("cpu")
+    loss = loss or token_cross_entropy()
+    found = trace_ranks(plan, played, loss, lambda mode: make_subject(reading, cpu, dtype, mode), steps, fake=fake)
+    return replace(found, versions={"torch": torch.__version__})
+
+
 def parity_case(reading: Reading, plan: Plan, loss: Loss, rows: Callable[[Plan, int], Callable[[int], Batch | None]]) -> Case:
     """`plan` as parity runs it, and the same job on one device, both on the CPU; `rows` gives each rank its data."""
+    check_loss(plan, loss)
     exact = make_plan(reading, exact_job(plan.job), plan.mesh, plan.strategies, plan.micro_batch, plan.run)
     one_device = make_plan(reading, exact.job, Mesh(), (), 0, plan.run)
     raise_faults(prove(exact))
@@ -234,9 +275,9 @@ def parity_case(reading: Reading, plan: Plan, loss: Loss, rows: Callable[[Plan, 
         return lambda step: None if (batch := mine(step)) is None else _wide(batch)
 
     def wide_subject() -> Subject:
-        subject = make_subject(reading, torch.device("cpu"), torch.float64)
-        return replace(subject, stand_in=_wide(subject.stand_in))
+        return make_subject(reading, torch.device("cpu"), torch.float64)
 
+    loss = replace(loss, total=widened(loss.total))
     return Case(exact, one_device, loss, wide_subject, lambda: make_dice(reading, exact), wide_rows)
 
 
@@ -256,13 +297,3 @@ def _joined_world(mesh: Mesh) -> World:
 def alone(device: torch.device) -> World:
     """The world of one rank that has no peers, on `device`."""
     return ThreadWorld(ThreadHub(Mesh()), 0, device)
-
-
-def _split_faults(plan: Plan, reading: Reading) -> Iterable[Fault]:
-    if plan.num_data == 1 and plan.num_micro == 1:
-        return
-    module = reading.blueprint.instance()
-    norms = [name for name, inner in module.named_modules() if isinstance(inner, nn.modules.batchnorm._BatchNorm)]
-    if norms:
-        text = f"{len(norms)} batch norms ({norms[0]}...) would take their statistics from a part of the global batch"
-        yield Fault(text, "use group or layer norm, or train on one device with micro_batch = 0", "model")

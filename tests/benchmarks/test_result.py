@@ -3,7 +3,10 @@
 import json
 import socket
 from dataclasses import fields
+from math import inf
 from pathlib import Path
+
+import pytest
 
 from benchmarks.method import Comparison, Cost, Rounds, compare
 from benchmarks.result import Result, commit, versions
@@ -47,6 +50,14 @@ def test_the_workload_furthest_above_its_bar_is_the_figure_of_the_claim():
 
 def test_a_claim_holds_when_every_workload_does():
     assert Result.of_comparisons("x", "x is cheap", {"large": part(1.01, 1.02), "toy": part(1.06, 1.1)}).holds is True
+
+
+@pytest.mark.parametrize(("values", "bar", "holds"), [([0.1, 0.2], 2, True), ([0.1, 0.2], 3, False), ([0.1, 0.2, inf], 2, False)])
+def test_a_count_holds_when_enough_cases_are_below_the_limit_and_none_above(values: list[float], bar: int, holds: bool):
+    result = Result.of_count("x", "many do", values, limit=0.5, bar=bar, detail={"cases": []})
+    assert result.holds is holds
+    assert (result.median, result.spread, result.bar) == (2, (2, 2), bar)
+    assert "Infinity" not in json.dumps(result.values)
 
 
 def test_a_result_is_written_as_json_without_the_name_of_the_machine(tmp_path: Path):

@@ -16,13 +16,18 @@ def ring(size: int = 3) -> Group:
 
 @pytest.mark.parametrize(
     ("collective", "sent"),
-    [("all_reduce", 16), ("all_gather", 24), ("reduce_scatter", 8), ("all_to_all", 8), ("broadcast", 12), ("barrier", 0)],
+    [
+        *[("all_reduce", 16), ("all_gather", 24), ("reduce_scatter", 8), ("all_to_all", 8), ("broadcast", 12), ("barrier", 0)],
+        *[("scatter", 24), ("gather", 12), ("reduce", 12)],
+    ],
 )
 def test_bytes_sent_follow_the_formula_at_three_ranks(collective: str, sent: float) -> None:
     assert sent_bytes(collective, 12, 3) == sent
 
 
-@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"])
+@pytest.mark.parametrize(
+    "collective", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "gather", "reduce"]
+)
 def test_a_single_rank_sends_nothing(collective: str) -> None:
     assert sent_bytes(collective, 12, 1) == 0
 
@@ -71,8 +76,21 @@ def test_tensors_that_do_not_fit_are_refused_with_the_repair() -> None:
         group.all_to_all(three.double(), three)
     with pytest.raises(ValueError, match="the output is the operand itself"):
         group.all_to_all(three, three)
-    with pytest.raises(ValueError, match=r"from index 3 .*the group has 3 ranks\. Name a source from 0 to 2"):
+    with pytest.raises(ValueError, match=r"from index 3 .*the group has 3 ranks\. Name a rank from 0 to 2"):
         group.broadcast(three, source=3)
+
+
+def test_the_whole_tensor_of_a_scatter_or_gather_is_on_the_one_rank_and_nowhere_else() -> None:
+    group, one, three = ring(), torch.zeros(1), torch.zeros(3)
+    with pytest.raises(
+        ValueError, match=r"from index 1 .*the rank at index 1 came without the whole tensor\. Pass it at index 1"
+    ):
+        group.scatter(one, None, source=1)
+    with pytest.raises(ValueError, match=r"to index 0 .*the rank at index 1 came with the whole tensor\. .*and None elsewhere"):
+        group.gather(three, one)
+    with pytest.raises(ValueError, match=r"the output has 2 elements; needed for 3 ranks are 3"):
+        group.gather(torch.zeros(2), one, target=1)
+    assert group.ledger.sent == {}
 
 
 def test_half_types_are_summed_in_float32_and_rounded_once() -> None:

@@ -2,6 +2,7 @@
 
 import socket
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from meshwright.comm.collective import CollectiveError
 from meshwright.comm.distributed import TorchWorld, rendezvous
 from meshwright.comm.group import World
+from meshwright.comm.meeting import Meeting
 from meshwright.core.errors import PlanError
 from meshwright.core.mesh import Mesh
 from meshwright.testing.spawn import ProcessPool, RankFailure
@@ -24,12 +26,10 @@ def test_a_rank_alone_joins_and_leaves_no_process_group(tmp_path: Path) -> None:
     assert not dist.is_initialized()
 
 
-def test_torchrun_meets_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_meets_at_an_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(port))
-    with rendezvous(Mesh(), 0, init_method="env://") as world:
+    with rendezvous(Mesh(), 0, meeting=Meeting("127.0.0.1", port, one_host=True)) as world:
         assert world.rank == 0
     assert not dist.is_initialized()
 
@@ -44,7 +44,7 @@ def test_exactly_one_way_to_meet_is_needed() -> None:
     with pytest.raises(ValueError, match=r"neither given; one is needed\. Pass a file"):
         rendezvous(Mesh(), 0).__enter__()
     with pytest.raises(ValueError, match="both given"):
-        rendezvous(Mesh(), 0, store_path="store", init_method="env://").__enter__()
+        rendezvous(Mesh(), 0, store_path="store", meeting=Meeting("127.0.0.1", 1)).__enter__()
 
 
 def test_a_rank_that_meets_nobody_says_so(tmp_path: Path) -> None:
@@ -96,3 +96,18 @@ def whole_mesh(world: World) -> bool:
 
 def test_the_whole_mesh_uses_the_default_group(process_pool: ProcessPool) -> None:
     assert process_pool.run(whole_mesh, Mesh(dp_shard=2, tp=2)) == [True] * 4
+
+
+def told_of_arrival(world: World) -> tuple[bool, bool]:
+    """Whether `then` calls after the result has come, for a collective under way and for one that was waited for."""
+    group, arrived, late = world.group(["dp_shard"]), Event(), Event()
+    work = group.all_reduce(torch.ones(1000))
+    work.then(arrived.set)
+    work.wait()
+    came = arrived.wait(30)
+    work.then(late.set)
+    return came, late.is_set()
+
+
+def test_whoever_asks_is_told_when_a_result_has_come(process_pool: ProcessPool) -> None:
+    assert process_pool.run(told_of_arrival, Mesh(dp_shard=3)) == [(True, True)] * 3

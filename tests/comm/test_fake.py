@@ -44,3 +44,21 @@ def test_a_rank_of_a_hundred_thousand_sees_its_peers_by_arithmetic() -> None:
     world.group(["pp", "dp_shard", "tp"]).all_reduce(tensor, action="REDUCE").wait()
     assert torch.equal(tensor, torch.full((2,), 100_000.0))
     assert world.ledger.sent["REDUCE"] == 2 * 8 * 99_999 / 100_000
+
+
+def test_an_entry_names_the_dtype_of_what_was_put_in() -> None:
+    world = FakeWorld(RING, rank=1)
+    world.ledger.recording = True
+    group = world.group(["dp_shard"])
+    group.all_reduce(torch.ones(3, dtype=torch.bfloat16), action="HALF").wait()
+    group.all_gather(torch.empty(6, dtype=torch.float64), torch.ones(2, dtype=torch.float64), action="WIDE").wait()
+    assert [(entry.action, entry.nbytes, entry.dtype) for entry in world.ledger.entries] == [
+        ("HALF", 6, "bfloat16"),
+        ("WIDE", 16, "float64"),
+    ]
+
+
+def test_a_result_that_is_there_is_told_at_once() -> None:
+    called: list[int] = []
+    FakeWorld(RING, rank=1).group(["dp_shard"]).all_reduce(torch.ones(2)).then(lambda: called.append(1))
+    assert called == [1]

@@ -12,7 +12,9 @@ from meshwright.comm.group import Group, World
 from meshwright.core.mesh import Mesh
 from meshwright.testing.spawn import ProcessPool, on_threads
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "gather", "reduce")
+WHOLE = ("reduce_scatter", "all_to_all", "scatter")  # the operand holds a piece for every rank
+NOTHING = torch.empty(0)
 
 
 def operand(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -22,8 +24,9 @@ def operand(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def issue(group: Group, collective: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The result of `collective` on this rank; broadcast is from the last rank."""
+    """The result of `collective` on this rank; those from or to one rank are from and to the last."""
     size = group.size
+    last = group.index == size - 1
     match collective:
         case "all_reduce":
             group.all_reduce(tensor, action="TEST").wait()
@@ -31,6 +34,17 @@ def issue(group: Group, collective: str, tensor: torch.Tensor) -> torch.Tensor:
         case "broadcast":
             group.broadcast(tensor, source=size - 1, action="TEST").wait()
             return tensor
+        case "scatter":
+            output = tensor.new_empty(tensor.numel() // size)
+            group.scatter(output, tensor if last else None, source=size - 1, action="TEST").wait()
+            return output
+        case "gather":
+            gathered = tensor.new_empty(size * tensor.numel()) if last else None
+            group.gather(gathered, tensor, target=size - 1, action="TEST").wait()
+            return NOTHING.to(tensor.dtype) if gathered is None else gathered
+        case "reduce":
+            group.reduce(tensor, target=size - 1, action="TEST").wait()
+            return tensor if last else NOTHING.to(tensor.dtype)  # what the others hold is not said
         case "all_gather":
             output = tensor.new_empty(size * tensor.numel())
         case "reduce_scatter":
@@ -43,7 +57,7 @@ def issue(group: Group, collective: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def expected(collective: str, operands: list[torch.Tensor], index: int) -> torch.Tensor:
     """What the rank at `index` must hold."""
-    size = len(operands)
+    size, last = len(operands), index == len(operands) - 1
     pieces = [tensor.view(size, tensor.numel() // size) for tensor in operands] if operands[0].numel() % size == 0 else []
     return {
         "all_reduce": lambda: torch.stack(operands).double().sum(0).to(operands[0].dtype),
@@ -51,19 +65,22 @@ def expected(collective: str, operands: list[torch.Tensor], index: int) -> torch
         "reduce_scatter": lambda: torch.stack([piece[index] for piece in pieces]).double().sum(0).to(operands[0].dtype),
         "all_to_all": lambda: torch.cat([piece[index] for piece in pieces]),
         "broadcast": lambda: operands[-1],
+        "scatter": lambda: pieces[-1][index],
+        "gather": lambda: torch.cat(operands) if last else NOTHING.to(operands[0].dtype),
+        "reduce": lambda: torch.stack(operands).double().sum(0).to(operands[0].dtype) if last else NOTHING.to(operands[0].dtype),
     }[collective]()
 
 
 def all_collectives(world: World, axes: tuple[str, ...], numel: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The result of every collective over `axes`, with `numel` elements per rank (times the size where it must divide)."""
     group = world.group(axes)
-    sizes = {name: numel * group.size if name in ("reduce_scatter", "all_to_all") else numel for name in COLLECTIVES}
+    sizes = {name: numel * group.size if name in WHOLE else numel for name in COLLECTIVES}
     return {name: issue(group, name, operand(world.rank, sizes[name], dtype)) for name in COLLECTIVES}
 
 
 def all_expected(ranks: tuple[int, ...], index: int, numel: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """What `all_collectives` must return on the rank at `index` of `ranks`."""
-    sizes = {name: numel * len(ranks) if name in ("reduce_scatter", "all_to_all") else numel for name in COLLECTIVES}
+    sizes = {name: numel * len(ranks) if name in WHOLE else numel for name in COLLECTIVES}
     return {name: expected(name, [operand(rank, sizes[name], dtype) for rank in ranks], index) for name in COLLECTIVES}
 
 
@@ -167,9 +184,13 @@ def test_all_bodies_book_the_same_bytes_by_the_formula(process_pool: ProcessPool
         ("TEST", "reduce_scatter", ("dp_shard",), 3, 42, 28),
         ("TEST", "all_to_all", ("dp_shard",), 3, 42, 28),
         ("TEST", "broadcast", ("dp_shard",), 3, 14, 14),
+        ("TEST", "scatter", ("dp_shard",), 3, 14, 28),
+        ("TEST", "gather", ("dp_shard",), 3, 14, 0),
+        ("TEST", "reduce", ("dp_shard",), 3, 14, 0),
         ("END", "barrier", ("dp_shard",), 3, 0, 0),
     ]
-    other = [entry if entry[1] != "broadcast" else (*entry[:5], 0.0) for entry in last]
+    sent = {"broadcast": 0.0, "scatter": 0.0, "gather": 14.0, "reduce": 14.0}  # by a rank that is not the one
+    other = [(*entry[:5], sent.get(entry[1], entry[5])) for entry in last]
     mesh = Mesh(dp_shard=3)
     for books in (on_threads(booked, mesh), process_pool.run(booked, mesh), [booked(FakeWorld(mesh, rank)) for rank in range(3)]):
         assert books == [other, other, last]

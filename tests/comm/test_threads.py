@@ -157,3 +157,26 @@ def test_the_first_failure_of_a_hub_is_kept() -> None:
     assert (hub.failure[0], str(hub.failure[1])) == (2, "first")
     with pytest.raises(CollectiveError, match="rank 2 failed first, with ValueError: first"):
         ThreadWorld(hub, 1).group(["dp_shard"]).all_reduce(torch.zeros(1))
+
+
+def test_whoever_asks_is_told_when_the_last_rank_has_come() -> None:
+    asked = [Event(), Event()]
+
+    def body(world: World) -> list[str]:
+        order: list[str] = []
+        if world.rank == 2:
+            for each in asked:
+                each.wait()  # the others have asked by now, and nothing has come
+            assert order == []
+        work = world.group(["dp_shard"]).all_reduce(torch.ones(2))
+        work.then(lambda: order.append("arrived"))
+        order.extend(["asked"] if world.rank < 2 else [])
+        if world.rank < 2:
+            asked[world.rank].set()
+        work.wait()
+        work.then(lambda: order.append("at once"))
+        return order
+
+    first, second, last = on_threads(body, RING)
+    assert first == second == ["asked", "arrived", "at once"]
+    assert last == ["arrived", "at once"]

@@ -5,7 +5,7 @@ from math import inf, nan
 
 import pytest
 
-from meshwright.core.job import Job, Optimizer, ParameterGroup, Precision, Schedule, Train
+from meshwright.core.job import Evaluate, Guard, Job, Optimizer, ParameterGroup, Precision, Schedule, Train
 from meshwright.core.run import Run
 from meshwright.core.sources import DataSource, ModelSource
 
@@ -49,6 +49,28 @@ def test_a_job_with_a_model_and_data_is_accepted():
         ({"schedule": Schedule("wsd", warmup=60, decay=41)}, "schedule", "60 warm-up and 41 decay steps do not fit into 100"),
         ({"schedule": Schedule("cosine", floor=1.5)}, "schedule.floor", "a floor of 1.5; it is a share of optimizer.lr"),
         ({"schedule": Schedule("cosine", decay=3)}, "schedule.decay", "decay = 3 with the cosine schedule, which has none"),
+        (
+            {"optimizer": Optimizer(groups=(ParameterGroup("*.bias", name="adamw", momentum=0.9),))},
+            "optimizer.groups '*.bias'",
+            "momentum = 0.9 in a group that does not name",
+        ),
+        (
+            {"optimizer": Optimizer(groups=(ParameterGroup("*.bias", name="sgd", momentum=1.0),))},
+            "optimizer.groups '*.bias'",
+            "a momentum of 1.0",
+        ),
+        ({"evaluate": Evaluate(hold_out=-1)}, "evaluate.hold_out", "hold_out = -1"),
+        ({"evaluate": Evaluate("val.txt", every=-1)}, "evaluate.every", "every = -1"),
+        ({"evaluate": Evaluate("val.txt", samples=-1)}, "evaluate.samples", "samples = -1"),
+        ({"evaluate": Evaluate("val.txt", patience=-1)}, "evaluate.patience", "patience = -1"),
+        ({"evaluate": Evaluate("val.txt", min_delta=nan)}, "evaluate.min_delta", "a min_delta of nan"),
+        ({"evaluate": Evaluate("val.txt", hold_out=3)}, "evaluate", "the samples of 'val.txt' and the last 3 of the training"),
+        ({"evaluate": Evaluate(split="dev", hold_out=3)}, "evaluate", "the samples of the split 'dev' and the last 3"),
+        ({"evaluate": Evaluate(patience=3)}, "evaluate", "patience = 3, samples = 0, and nothing to evaluate on"),
+        ({"evaluate": Evaluate(samples=4)}, "evaluate", "patience = 0, samples = 4, and nothing to evaluate on"),
+        ({"guard": Guard(factor=1.0)}, "guard.factor", "a factor of 1.0 on the median"),
+        ({"guard": Guard(factor=nan)}, "guard.factor", "a factor of nan"),
+        ({"guard": Guard(window=1)}, "guard.window", "a window of 1 steps"),
         ({"precision": Precision("float16", "float16")}, "precision", "float16 needs loss scaling, which is not built yet"),
         ({"precision": Precision("bfloat16", "float32")}, "precision.compute", "bfloat16 parameters with float32 compute"),
         ({"precision": Precision("float64", "float32")}, "precision.compute", "float64 parameters with float32 compute"),
@@ -63,7 +85,15 @@ def test_a_faulty_part_is_refused_once_and_by_its_key(part: dict[str, object], w
 
 
 @pytest.mark.parametrize(
-    ("run", "where"), [(Run(save_every=-1), "run.save_every"), (Run(keep=0), "run.keep")], ids=["save_every", "keep"]
+    ("run", "where"),
+    [
+        (Run(save_every=-1), "run.save_every"),
+        (Run(keep=0), "run.keep"),
+        (Run(trackers=("wandb", "mlfow")), "run.trackers"),
+        (Run(trackers=("wandb",), tracker_project=" "), "run.tracker_project"),
+        (Run(trace_steps=-1), "run.trace_steps"),
+    ],
+    ids=["save_every", "keep", "trackers", "tracker_project", "trace_steps"],
 )
 def test_a_faulty_run_is_refused(run: Run, where: str):
     assert [fault.where for fault in run.faults()] == [where]

@@ -51,6 +51,21 @@ OTHER = {  # another value for every field of a job
     "precision.parameters": "bfloat16",
     "precision.compute": "bfloat16",
     "precision.reduce": "bfloat16",
+    "model.frozen": ("embed.*",),
+    "model.weights": "published",
+    "model.revision": "main",
+    "model.skip": ("head.*",),
+    "model.trust_remote_code": True,
+    "evaluate.source": "val.txt",
+    "evaluate.split": "validation",
+    "evaluate.hold_out": 5,
+    "evaluate.every": 7,
+    "evaluate.samples": 3,
+    "evaluate.patience": 2,
+    "evaluate.min_delta": 0.1,
+    "guard.action": "skip",
+    "guard.factor": 3.0,
+    "guard.window": 9,
 }
 
 
@@ -138,7 +153,8 @@ def test_a_whole_number_hashes_as_the_same_number_with_a_point():
 
 
 def test_what_surrounds_the_run_does_not_count():
-    other = Run("elsewhere", save_every=7, keep=9, sample_prompt="class ", sample_tokens=5)
+    other = Run("elsewhere", save_every=7, keep=9, keep_best=False, sample_prompt="class ", sample_tokens=5)
+    other = replace(other, workers=3, cache="tokens", trackers=("wandb",), tracker_project="another", trace_steps=2)
     assert all(vars(other)[item.name] != item.default for item in fields(Run))
     assert Plan.make(JOB, Mesh(dp_replicate=3), MODEL, PAIR, 0, other).hash == plan().hash
 

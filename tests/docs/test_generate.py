@@ -1,5 +1,6 @@
 """The generated pages, from a small package made for the purpose."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -86,6 +87,39 @@ def test_the_page_of_a_technique_that_is_gone_is_stale_and_then_removed(root: Pa
     assert "docs/techniques/beta.md describes no technique" in stale(root)
     write(root)
     assert not (root / "docs/techniques/beta.md").exists()
+
+
+def measured(error: float, *, holds: bool) -> str:
+    row = {"family": "gpt_2", "class": "Net", "source": "config.json", "blocks": "5", "sockets": "2 rows", "declared": "nothing"}
+    versions = {"torch": "2.13", "python": "3.11"}
+    found = {"claim": "many models train", "holds": holds, "median": 1.0, "values": [error], "date": "2026-11-20T18:00:00+00:00"}
+    found |= {
+        "commit": f"{'a' * 40}-dirty",
+        "versions": versions,
+        "detail": {"families": [{**row, "errors": {"2": error, "3": 0.0}}]},
+    }
+    return json.dumps(found)
+
+
+def test_the_page_of_models_is_made_from_the_result_of_its_benchmark(root: Path):
+    assert "docs/models.md" not in write(root)
+    (root / "benchmarks/results").mkdir(parents=True)
+    (root / "benchmarks/model_coverage.py").write_text('"""Which models train."""\n')
+    (root / "src/meshwright/model").mkdir()
+    (root / "src/meshwright/model/sockets.py").write_text('"""Where weights split."""\n')
+    result = root / "benchmarks/results/model_coverage.json"
+    result.write_text(measured(2.5e-16, holds=True))
+    assert "docs/models.md is missing" in stale(root)
+    write(root)
+    page = (root / "docs/models.md").read_text()
+    assert "Which models train." in page
+    assert "Where weights split." in page
+    assert "| gpt\\_2 | `Net` | config.json | 5 | 2 rows | nothing | 2.5e-16 | 0.0e+00 |" in page
+    assert "It holds: 1 of 1 families. 2026-11-20, commit aaaaaaaaaaaa-dirty, torch 2.13." in page
+    result.write_text(measured(1.0, holds=False))
+    assert "docs/models.md is not up to date" in stale(root)
+    write(root)
+    assert "It does NOT hold" in (root / "docs/models.md").read_text()
 
 
 def test_two_techniques_of_one_name_are_refused(root: Path):

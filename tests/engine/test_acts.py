@@ -207,7 +207,7 @@ def test_bfloat16_throughout():
 def test_a_loss_that_uses_a_parameter_directly_is_refused_before_it_is_used():
     held: list[nn.Parameter] = []
     loss = Loss(lambda out, batch: out.sum() + sum(p.square().sum() for p in held), lambda batch: batch["labels"].numel())
-    done = pair(loss=loss)
+    done = pair(loss=loss, micro_batch=4)
     held.append(done.parameters["head.weight"])
     with pytest.raises(PlanError, match=r"^loss: the loss reaches the parameter head\.weight directly(?s:.*)inside the model"):
         done.player.step(part(UNEVEN, 0, 12))
@@ -243,7 +243,7 @@ def test_a_side_channel_that_the_trial_did_not_meet_is_refused_in_the_first_step
         out = chain(model, x)
         return out + F.linear(x, model.layers[1].weight).mean() if len(x) > 3 else out
 
-    done = pair(lambda: Custom(leaking), part(UNEVEN, 0, 2))
+    done = pair(lambda: Custom(leaking), part(UNEVEN, 0, 2), micro_batch=4)
     with pytest.raises(
         PlanError, match=r"^model: the glue between blocks uses the parameter layers\.1\.weight, which it did not"
     ):

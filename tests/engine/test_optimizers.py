@@ -11,10 +11,10 @@ from meshwright.core.errors import PlanError
 from meshwright.core.job import Optimizer, ParameterGroup
 from meshwright.engine.optimizers import (
     Groups,
-    check_optimizer,
+    check_optimizers,
     forget_scale,
     group_numbers,
-    make_optimizer,
+    make_optimizers,
     parameter_groups,
     restore_state,
     scale_in_step,
@@ -89,7 +89,7 @@ PLAIN: dict[str, tuple[Optimizer, Callable[[Groups], torch.optim.Optimizer]]] = 
 def test_fused_optimizers_compute_what_plain_ones_do(name: str):
     spec, plain = PLAIN[name]
     mine, theirs = named(), named()
-    fused, reference = make_optimizer(spec, mine), plain(parameter_groups(spec, theirs))
+    (fused,), reference = make_optimizers(spec, mine), plain(parameter_groups(spec, theirs))
     assert all(group["fused"] for group in fused.param_groups)
     for step in range(4):
         with_gradients(mine, step)
@@ -101,13 +101,13 @@ def test_fused_optimizers_compute_what_plain_ones_do(name: str):
 
 def test_an_optimizer_over_other_parameters_is_refused():
     parameters, others = named(), named()
-    check_optimizer(torch.optim.SGD(parameters.values()), parameters)
+    check_optimizers([torch.optim.SGD(parameters.values())], parameters)
     with pytest.raises(
         PlanError, match=r"misses 4 of the 4 parameters that are trained \(embed.weight\.\.\.\), and holds 4 others"
     ):
-        check_optimizer(torch.optim.SGD(others.values()), parameters)
+        check_optimizers([torch.optim.SGD(others.values())], parameters)
     with pytest.raises(PlanError, match=r"misses 1 of the 4 .*\(norm.weight\.\.\.\), and holds 0 others(?s:.*)from the groups"):
-        check_optimizer(torch.optim.SGD(list(parameters.values())[:-1]), parameters)
+        check_optimizers([torch.optim.SGD(list(parameters.values())[:-1])], parameters)
 
 
 class Counting(torch.optim.Optimizer):
@@ -156,13 +156,13 @@ def test_restored_state_goes_on_bitwise(name: str):
     def run(start: int, stop: int, saved: dict[str, torch.Tensor] | None, values: dict[str, torch.Tensor]) -> Any:
         parameters = {key: nn.Parameter(value.clone()) for key, value in values.items()}
         optimizer = FACTORIES[name](parameter_groups(Optimizer(lr=0.01), parameters))
-        initial = group_numbers(optimizer)
+        initial = group_numbers([optimizer])
         if saved is not None:
-            restore_state(optimizer, parameters, saved)
+            restore_state([optimizer], parameters, saved)
         for step in range(start, stop):
             with_gradients(parameters, step)
             optimizer.step()
-        state = {key: value.clone() for key, value in state_tensors(optimizer, parameters, initial).items()}
+        state = {key: value.clone() for key, value in state_tensors([optimizer], parameters, initial).items()}
         return state, {key: parameter.detach() for key, parameter in parameters.items()}
 
     begin = {key: parameter.detach() for key, parameter in named(torch.float32).items()}
@@ -177,16 +177,16 @@ def test_restored_state_goes_on_bitwise(name: str):
 def test_python_numbers_come_back_as_what_they_were():
     parameters = named()
     optimizer = Counting(parameter_groups(Optimizer(), parameters))
-    initial = group_numbers(optimizer)
+    initial = group_numbers([optimizer])
     with_gradients(parameters, 0)
     optimizer.step()
-    saved = state_tensors(optimizer, parameters, initial)
+    saved = state_tensors([optimizer], parameters, initial)
     assert sorted(saved)[:4] == ["group.0:float/weight_sum", "group.0:int/k", "group.1:float/weight_sum", "group.1:int/k"]
     assert {key for key in saved if key.endswith("/layer.bias")} == {
         f"{key}/layer.bias" for key in ("step:int", "mean:float", "odd:bool")
     }
     fresh = Counting(parameter_groups(Optimizer(), parameters))
-    restore_state(fresh, parameters, saved)
+    restore_state([fresh], parameters, saved)
     assert fresh.state[parameters["layer.bias"]] == {
         "step": 1,
         "mean": optimizer.state[parameters["layer.bias"]]["mean"],
@@ -201,13 +201,13 @@ def test_restoring_copies_and_replaces():
     optimizer = torch.optim.AdamW(parameters.values())
     with_gradients(parameters, 0)
     optimizer.step()
-    saved = state_tensors(optimizer, parameters, {})
+    saved = state_tensors([optimizer], parameters, {})
     other = torch.optim.AdamW(parameters.values())
-    restore_state(other, parameters, {key: value for key, value in saved.items() if not key.startswith("group.")})
+    restore_state([other], parameters, {key: value for key, value in saved.items() if not key.startswith("group.")})
     optimizer.step()
     assert other.state[parameters["layer.bias"]]["step"].item() == 1
     assert other.state[parameters["layer.bias"]]["exp_avg"] is not saved["exp_avg/layer.bias"]
-    restore_state(other, parameters, {})
+    restore_state([other], parameters, {})
     assert len(other.state) == 0
 
 
@@ -217,9 +217,9 @@ def test_state_that_cannot_be_saved_or_belongs_to_others_is_refused():
     with_gradients(parameters, 0)
     optimizer.step()
     with pytest.raises(PlanError, match=r"keeps a list as 'extra' of embed\.weight; what can be saved are tensors and numbers"):
-        state_tensors(optimizer, parameters, {})
+        state_tensors([optimizer], parameters, {})
     with pytest.raises(PlanError, match=r"holds 'exp_avg' of head\.weight, which is not trained here"):
-        restore_state(optimizer, parameters, {"exp_avg/head.weight": torch.zeros(1)})
+        restore_state([optimizer], parameters, {"exp_avg/head.weight": torch.zeros(1)})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -234,9 +234,9 @@ def test_gradients_are_scaled_for_one_step(factory: str, dtype: torch.dtype):
         if step != 1:
             torch.nn.utils.clip_grad_norm_(theirs.values(), 0.5)
             norm = torch.nn.utils.get_total_norm([p.grad for p in mine.values()])
-            scale_in_step(optimizers[0], list(mine.values()), norm, 0.5)
+            scale_in_step([optimizers[0]], list(mine.values()), norm, 0.5)
         for optimizer in optimizers:
             optimizer.step()
-        forget_scale(optimizers[0])
+        forget_scale([optimizers[0]])
     error = max((mine[name] - theirs[name]).abs().max().item() for name in mine)
     assert error < (1e-6 if dtype == torch.float32 else 1e-15)

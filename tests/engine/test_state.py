@@ -44,4 +44,4 @@ def test_a_step_begins_empty_and_what_ended_is_forgotten_but_for_the_sums():
     state.forget()
     assert (state.micros, state.passes, state.closings, state.works) == ([], {}, {}, {})
     assert state.tally.item() == 3
-    assert state.header.tolist() == [2, 2, 2]
+    assert state.header.tolist() == [2, 2, 2, 2]

@@ -4,7 +4,7 @@ import pytest
 
 from tests.house import organs, public, shape, words
 from tests.house.organs import ORDINARY, ORGANS, named_techniques, technique_names
-from tests.house.source import PACKAGE, Rule, Source, package_sources, python_sources, report
+from tests.house.source import PACKAGE, Rule, Source, imported, package_sources, python_sources, report
 
 RULES = (*shape.RULES, *words.RULES, *public.RULES, *organs.RULES)
 BAD = [pytest.param(rule, text, id=f"{rule.sentence}-{i}") for rule in RULES for i, text in enumerate(rule.bad)]
@@ -48,6 +48,15 @@ def test_a_finding_is_reported_with_its_file_and_line():
     path = f"{PACKAGE}/engine/example.py"
     found = [(path, finding) for finding in rule.find(Source(path, rule.bad[0]))]
     assert f"{path}:2: global x" in report(rule.sentence, found)
+
+
+def test_pickles_are_read_in_one_file_which_nothing_imports():
+    sources = package_sources()
+    readers = [source.inside for source in sources if "torch.load(" in source.text]
+    stem = words.FOREIGN.removesuffix(".py").replace("/", ".")
+    importers = [source.path for source in sources for name, _ in imported(source) if f".{stem}" in name]
+    assert readers == [words.FOREIGN]
+    assert importers == []
 
 
 def test_cli_may_print_and_read_the_environment():

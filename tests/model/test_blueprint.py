@@ -191,3 +191,13 @@ def test_a_module_that_cannot_be_copied_is_refused():
 
     with pytest.raises(PlanError, match="a Linear cannot be copied"):
         blueprint(build, 0).instance()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_module_compiled_by_torchscript_is_refused_once_by_its_name():
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.Tanh())))
+
+    with pytest.raises(PlanError, match=r"^1: the module is compiled by TorchScript \(Sequential\)") as caught:
+        blueprint(build, 0)
+    assert len(caught.value.faults) == 1

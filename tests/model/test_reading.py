@@ -224,6 +224,18 @@ def test_a_model_of_six_billion_parameters_is_read_in_the_memory_of_a_small_one(
     assert peak_mb() - before < 64  # its embedding alone would take 1000
 
 
+def test_a_mixture_of_experts_of_many_gigabytes_is_read_without_values(tmp_path: Path):
+    config = tmp_path / "config.json"
+    sizes = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "vocab_size": 256}
+    config.write_text(json.dumps({"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], **sizes}))
+    rows = {key: torch.zeros(1, 16, dtype=torch.long) for key in ("input_ids", "labels")}
+    before = peak_mb()
+    anatomy = read(load_model(ModelSource(str(config)), 0), rows, ("labels",)).anatomy
+    assert anatomy.numel > 12e9
+    assert len(anatomy.visits) == 2 + 3
+    assert peak_mb() - before < 512
+
+
 def peak_mb() -> float:
     """The most memory that this process has held at any time, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

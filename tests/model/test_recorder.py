@@ -189,3 +189,31 @@ def test_all_parameters_that_are_never_initialised_are_reported_together():
     with pytest.raises(PlanError) as caught:
         blueprint(lambda: nn.ParameterList(nn.Parameter(torch.empty(2)) for _ in range(3)), 0)
     assert [fault.where for fault in caught.value.faults] == ["0", "1", "2"]
+
+
+def test_a_parameter_larger_than_any_memory_is_constructed():
+    class Huge(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(1 << 20, 1 << 20).t())
+            nn.init.normal_(self.weight)
+
+    drawn = blueprint(Huge, 0)
+    assert drawn.logical["weight"].shape == (1 << 20, 1 << 20)
+    assert is_meta(drawn.instance().weight)
+
+
+def test_a_large_tensor_that_stays_one_is_ordinary_memory():
+    kept = []
+
+    class Filled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            kept.append(torch.empty(1 << 27, dtype=torch.float16))
+            kept[0][:3] = torch.tensor([1.0, 2.0, 3.0])
+            self.weight = nn.Parameter(kept[0][:4].clone())
+
+    _, module = made(Filled)
+    assert module.weight.tolist()[:3] == [1.0, 2.0, 3.0]
+    assert kept[0].dtype == torch.float16
+    assert len(kept[0]) == 1 << 27

@@ -1,6 +1,7 @@
 """A scaled-down copy of a config: the same architecture, small, and its sizes still fit each other."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,8 @@ def test_what_groups_heads_and_what_the_user_set_stay(tmp_path: Path):
         "head_dim": 16,
     }
     assert small.data.sequence == 48
+    talks = replace(job, data=replace(job.data, chat="messages", tokenizer="t"))
+    assert shrunk(talks).data == talks.data, "conversations that are cut short may hold no answer"
     assert (small.train, small.optimizer, small.model.source) == (job.train, job.optimizer, job.model.source)
 
 

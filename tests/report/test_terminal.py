@@ -15,9 +15,10 @@ from meshwright.core.plan import Plan
 from meshwright.core.sources import DataSource, ModelSource
 from meshwright.core.steps import ROLE
 from meshwright.core.strategy import Strategy
-from meshwright.report.terminal import MEANINGS, figures, plan_view, size, verdict_view
+from meshwright.report.terminal import MEANINGS, plan_view, size, verdict_view
 from meshwright.strategies import STRATEGIES
 from meshwright.strategies.data.batch import Batch
+from meshwright.strategies.data.master import Master
 from meshwright.strategies.data.naive import Naive
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.verifier.verdict import COMPARED, Difference, Verdict
@@ -25,7 +26,7 @@ from tests.paper import Paper
 
 JOB = Job(ModelSource("model.json"), DataSource("text.txt", sequence=64), Train(batch=12))
 DEEP = tuple(f"model.language_model.decoder.transformer.h.{i}.a_rather_long_name_of_a_mixture_of_experts" for i in range(3))
-STORES = {"replicate": Replicate(), "many buckets": Replicate(bucket_mb=1e-9), "naive": Naive()}
+STORES = {"replicate": Replicate(), "many buckets": Replicate(bucket_mb=1e-9), "naive": Naive(), "master": Master()}
 
 
 def plan_of(
@@ -33,7 +34,8 @@ def plan_of(
 ) -> Plan:
     strategies = (Batch(), store or Replicate()) if ranks > 1 else ()
     job = replace(JOB, precision=precision or Precision())
-    return Plan.make(job, Mesh(dp_replicate=ranks), anatomy or Paper().anatomy, strategies, 2)
+    micro_batch = 0 if isinstance(store, Master) else 2
+    return Plan.make(job, Mesh(dp_replicate=ranks), anatomy or Paper().anatomy, strategies, micro_batch)
 
 
 def deep_anatomy() -> Anatomy:
@@ -177,15 +179,6 @@ def test_a_row_says_what_waits_for_the_other_lane():
 )
 def test_sizes_have_units(nbytes: int, said: str):
     assert size(nbytes) == said
-
-
-def test_the_figures_of_a_step_have_units():
-    text = " ".join(figures(2.345678, 0.5, 12345.6, 3 * 2**20).split())
-    assert text == "loss 2.3457 norm 0.500 12,346 tok/s 3 MiB"
-
-
-def test_figures_of_the_same_size_stand_under_each_other():
-    assert len(figures(2.3, 0.5, 12345.6, 3 * 2**20)) == len(figures(1.9, 0.4, 999.0, 300 * 2**20))
 
 
 def drawn(verdict: Verdict) -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from meshwright.core.errors import PlanError
 from meshwright.core.job import Job, Optimizer, ParameterGroup, Precision, Schedule, Train
 from meshwright.core.run import Run
-from meshwright.core.sources import DataSource, ModelSource
+from meshwright.core.sources import DataSource, ModelSource, Part
 from meshwright.run.config import Request, as_dict, canonical_hash, read_request, write_request
 from tests.run.configs import CONFIG, KNOWN, Copies, Layers, read
 
@@ -66,6 +66,19 @@ def test_sources_are_relative_to_the_file_and_become_absolute(tmp_path, monkeypa
     assert read(there, '[data]\nsource = "example"').job.data.source == "example"
 
 
+def test_tokenizers_and_the_parts_of_a_mixture_are_found_beside_the_file_too(tmp_path, monkeypatch):
+    for name in ("here/tok", "there/tok", "there/a"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    text = '[data]\ntokenizer = "tok"\n[[data.mixture]]\nsource = "a"\n[[data.mixture]]\nsource = "owner/name:part"\nweight = 2'
+    data = read(tmp_path / "there", text).job.data
+    assert data.tokenizer == str(tmp_path / "there" / "tok")
+    assert data.mixture == (Part(str(tmp_path / "there" / "a")), Part("owner/name:part", 2.0))
+    typed = read(tmp_path / "there", text, "--data.tokenizer", "tok").job.data
+    assert typed.tokenizer == str(tmp_path / "here" / "tok")
+    assert read(tmp_path / "there", '[data]\ntokenizer = "gpt2"').job.data.tokenizer == "gpt2"
+
+
 def test_a_plan_file_can_be_moved_to_another_folder(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "net.py").touch()
@@ -114,11 +127,23 @@ SOURCES = st.builds("no/such/{}".format, TEXTS)  # a path that exists would beco
 GROUPS = st.builds(ParameterGroup, TEXTS, FLOATS, st.none() | FLOATS)
 OVERRIDES = st.dictionaries(TEXTS, st.none() | st.booleans() | INTS | FLOATS | TEXTS, max_size=3)
 DTYPES = st.sampled_from(["float64", "float32", "bfloat16", "float16"])
+FORMATS = st.sampled_from(["auto", "text", "jsonl", "datasets"])
 PATTERNS = st.lists(TEXTS, max_size=2).map(tuple)
 JOBS = st.builds(
     Job,
     st.builds(ModelSource, SOURCES, OVERRIDES),
-    st.builds(DataSource, SOURCES | st.just("example"), PATTERNS, PATTERNS, INTS, INTS),
+    st.builds(
+        DataSource,
+        SOURCES | st.just("example"),
+        PATTERNS,
+        PATTERNS,
+        INTS,
+        INTS,
+        FORMATS,
+        SOURCES,
+        *(TEXTS, TEXTS, TEXTS, st.booleans()),
+        st.lists(st.builds(Part, SOURCES, FLOATS, FORMATS, PATTERNS, PATTERNS, TEXTS, TEXTS, TEXTS), max_size=2).map(tuple),
+    ),
     st.builds(Train, INTS, INTS, FLOATS, INTS),
     st.builds(
         Optimizer,
@@ -135,7 +160,7 @@ STRATEGIES = st.builds(Copies, st.none() | FLOATS, st.booleans()) | st.builds(
 REQUESTS = st.builds(
     Request,
     JOBS,
-    st.builds(Run, TEXTS, INTS, INTS, TEXTS, INTS),
+    st.builds(Run, TEXTS, INTS, INTS, sample_prompt=TEXTS, sample_tokens=INTS, workers=INTS, cache=TEXTS),
     st.dictionaries(st.sampled_from(["pp", "dp_replicate", "dp_shard", "cp", "tp"]), INTS),
     INTS,
     st.none() | st.lists(STRATEGIES, max_size=3).map(tuple),

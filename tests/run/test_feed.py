@@ -5,16 +5,18 @@ from collections import Counter
 import pytest
 import torch
 
-from meshwright.core.errors import PlanError
+from meshwright.core.errors import Fault, PlanError
 from meshwright.core.job import Job, Train
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.sources import DataSource, ModelSource
+from meshwright.run.documents import Packed
 from meshwright.run.feed import ExampleData, Feed, open_data, open_feed
 from meshwright.run.text import TextData
 from meshwright.strategies.data.batch import Batch
 from meshwright.strategies.data.replicate import Replicate
 from tests.paper import Paper
+from tests.run.corpora import jsonl
 
 BATCH, ROWS = 12, 31
 EXAMPLE = {"x": torch.arange(ROWS * 2.0).view(ROWS, 2), "labels": torch.arange(ROWS)}
@@ -56,6 +58,24 @@ def test_finite_data_is_played_to_the_end_each_sample_once_per_epoch(ranks, epoc
     assert [feed.batch(steps) for feed in each] == [None] * ranks
 
 
+def test_what_does_not_fit_is_said_with_the_faults_of_the_source_and_before_anything_is_tokenised(tmp_path):
+    odd = Fault("too many tokens", "take fewer")
+    rows = jsonl(tmp_path / "a.jsonl", [{"text": "x"}])
+    with pytest.raises(PlanError, match="too many tokens"):
+        open_data(DataSource(rows), None, tmp_path / "cache", lambda codec: [odd])
+    assert not (tmp_path / "cache").exists()
+    with pytest.raises(PlanError) as caught:
+        open_data(DataSource(str(tmp_path / "none.jsonl")), None, tmp_path / "cache", lambda codec: [odd])
+    assert [fault.what for fault in caught.value.faults] == ["too many tokens", "there is no such file or folder"]
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_data_is_over_after_its_last_step(epochs):
+    feed = feeds(3, epochs=epochs)[1]
+    assert [feed.over(step) for step in (0, feed.num_steps - 1, feed.num_steps)] == [False, False, True]
+    assert not feeds(1)[0].over(10**6)
+
+
 def test_data_without_end_has_no_last_step():
     assert feeds(2)[0].num_steps is None
 
@@ -89,6 +109,9 @@ def test_the_digest_of_an_example_names_its_content():
 def test_a_source_is_opened_as_what_it_is(tmp_path):
     (tmp_path / "a.txt").write_text("some text")
     assert isinstance(open_data(DataSource(str(tmp_path)), None), TextData)
+    assert isinstance(open_data(DataSource(jsonl(tmp_path / "a.jsonl", [{"text": "x"}])), None, tmp_path / "cache"), Packed)
     assert isinstance(open_data(DataSource("example"), EXAMPLE), ExampleData)
+    with pytest.raises(ValueError, match="has to be tokenised, and no folder was given"):
+        open_data(DataSource(str(tmp_path / "a.jsonl")), None)
     with pytest.raises(PlanError, match=r"the model comes without an example batch(.|\n)*return meshwright.Model"):
         open_data(DataSource("example"), None)

@@ -1,5 +1,6 @@
 """Folders of checkpoints: which stay, which go, and what is left when a save is stopped at any call to the system."""
 
+import json
 import logging
 import os
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.run.checkpoint import newest_good, save
+from meshwright.run.folders import best_step, set_best
 from tests.run.machine import REMOVALS, WRITES, Death, How, Machine
 from tests.run.states import META, alone, assert_holds, attempt, names, partial, saved, state
 
@@ -33,6 +35,46 @@ def test_the_one_just_written_stays_beside_newer_ones(tmp_path):
     saved(tmp_path, 7, 8)
     saved(tmp_path, 5, keep=1)
     assert names(tmp_path) == ["step-00000005", "step-00000008"]
+
+
+def test_the_best_one_stays_until_another_is_the_best(tmp_path):
+    saved(tmp_path, 1, 2)
+    set_best(tmp_path, 1, 0.5)
+    saved(tmp_path, 3, 4, keep=1)
+    assert names(tmp_path) == ["best.json", "step-00000001", "step-00000004"]
+    assert json.loads((tmp_path / "best.json").read_text()) == {"step": 1, "folder": "step-00000001", "loss": 0.5}
+    set_best(tmp_path, 4, 0.25)
+    saved(tmp_path, 5, keep=1)
+    assert names(tmp_path) == ["best.json", "step-00000004", "step-00000005"]
+
+
+def test_a_best_one_that_is_not_there_is_not_named(tmp_path):
+    saved(tmp_path, 1)
+    set_best(tmp_path, 2, 0.5)
+    assert best_step(tmp_path) == 0
+    set_best(tmp_path, 1, 0.5)
+    set_best(tmp_path, 2, 0.25)
+    assert best_step(tmp_path) == 1
+    shutil.rmtree(tmp_path / "step-00000001")
+    set_best(tmp_path, 0, None)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": "1"}', '{"step": -1}'])
+def test_a_damaged_word_about_the_best_is_none(tmp_path, text):
+    saved(tmp_path, 1)
+    (tmp_path / "best.json").write_text(text)
+    assert best_step(tmp_path) == 0
+    saved(tmp_path, 2, keep=1)
+    assert "step-00000001" not in names(tmp_path)
+
+
+def test_a_word_about_the_best_that_cannot_be_written_is_a_line_in_the_log(tmp_path, caplog):
+    saved(tmp_path, 1)
+    (tmp_path / "best.part").mkdir()
+    with caplog.at_level(logging.WARNING):
+        set_best(tmp_path, 1, 0.5)
+    assert "the best checkpoint is that of step 1, and" in caplog.text
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need a privilege there")

@@ -4,6 +4,8 @@ import torch
 from torch import nn
 
 from meshwright.run.sample import sample_text
+from meshwright.run.tokens import codec_of
+from tests.run.corpora import tokenizer
 
 
 class Successor(nn.Module):
@@ -34,6 +36,14 @@ def test_the_model_sees_its_context_and_is_left_in_its_mode():
 def test_the_seed_decides_the_text():
     texts = [sample_text(Successor(sharpness=0.0), "x", 40, context=4, seed=seed) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_tokenizer_turns_the_tokens_into_text(tmp_path):
+    codec = codec_of(tokenizer(tmp_path))
+    (start,) = codec.encode(["a"])[0].tolist()
+    text = sample_text(Successor(), "a", 3, context=4, seed=0, codec=codec)
+    assert text == codec.decode([start, start + 1, start + 2, start + 3])
+    assert sample_text(Successor(), "", 1, context=4, seed=0, codec=codec).startswith("\n")
 
 
 def test_an_empty_prompt_begins_a_line():

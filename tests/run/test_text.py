@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from meshwright.core.errors import PlanError
 from meshwright.core.sources import DataSource
-from meshwright.run.text import NO_LABEL, SEPARATOR, TextData
+from meshwright.run.text import SEPARATOR, TextData
+from meshwright.run.tokens import NO_LABEL
 
 
 def written(folder: Path, files: dict[str, bytes]) -> Path:

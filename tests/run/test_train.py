@@ -14,13 +14,15 @@ from meshwright.core.job import Optimizer, Precision, Schedule
 from meshwright.core.plan import Plan
 from meshwright.core.run import Run
 from meshwright.core.sources import DataSource
+from meshwright.engine.loss import IGNORED
 from meshwright.model.reading import Reading
 from meshwright.run.callbacks import Callback, Line, Moment
 from meshwright.run.checkpoint import compare
 from meshwright.run.feed import ExampleData, open_feed
 from meshwright.run.folders import step_folder
 from meshwright.run.guard import Progress
-from meshwright.run.train import CHECKPOINTS, Ended, Resumed, resume, save_run, train
+from meshwright.run.resume import CHECKPOINTS, Resumed, resume
+from meshwright.run.train import Ended, save_run, train
 from meshwright.testing.spawn import on_threads
 from tests.tiny import plan_of, player_of, reading_of, rows, tiny_job
 
@@ -238,3 +240,27 @@ def test_a_checkpoint_names_its_plan_and_its_data(tmp_path):
     meta = json.loads((place / "manifest.json").read_text())["meta"]
     assert (meta["plan_hash"], meta["data"], meta["torch"]) == (course.plan.hash, "d" * 64, torch.__version__)
     assert meta["plan"]["job"]["optimizer"]["name"] == "adamw"
+
+
+@pytest.mark.parametrize("valid", [0, 1])
+def test_data_in_which_nothing_counts_ends_the_run_after_one_epoch_and_not_before(tmp_path: Path, valid: int):
+    """Steps in which nothing counts are skipped and journalled; a single token in the whole data makes the loss defined."""
+    course = Course(tmp_path, ranks=3)
+    labels = torch.full_like(rows()["labels"], IGNORED)
+    labels[:valid, 0] = 1
+    data, plan = ExampleData({**rows(), "labels": labels}), course.plan
+
+    def rank(world: World) -> Ended:
+        player = player_of(READING, plan, world)
+        try:
+            return train(player, plan, open_feed(data, plan, world.rank), world, lambda: False)
+        finally:
+            player.close()
+
+    if valid:
+        assert [ended.step for ended in on_threads(rank, plan.mesh)] == [STEPS] * 3
+    else:
+        with pytest.raises(PlanError, match=r"(?s)nothing counts in any of the 24 samples, all played up to step 2.*-100"):
+            on_threads(rank, plan.mesh)
+    skipped = [json.loads(text)["skipped"] for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert skipped == [True, True] if not valid else (sorted(set(skipped)) == [False, True] and len(skipped) == STEPS)

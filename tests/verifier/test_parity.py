@@ -11,7 +11,7 @@ import torch
 from pydantic import TypeAdapter
 
 from meshwright.comm.group import Entry, World
-from meshwright.core.job import Job, Optimizer, ParameterGroup, Precision, Schedule
+from meshwright.core.job import Guard, Job, Optimizer, ParameterGroup, Precision, Schedule
 from meshwright.core.program import Action, Transfer
 from meshwright.engine.loss import Loss, token_cross_entropy
 from meshwright.model.reading import Reading
@@ -256,11 +256,15 @@ def test_a_failed_verdict_can_be_written_and_read(case: Case, tmp_path: Path):
 
 
 def test_parity_runs_in_float64_and_with_sgd_because_adam_hides_a_wrong_scale():
-    groups = (ParameterGroup("*.bias", 2.0),)
+    groups, named = (ParameterGroup("*.bias", 2.0),), (ParameterGroup("*.bias", 2.0, name="adamw"),)
     job = Job(
-        optimizer=Optimizer("adamw", weight_decay=0.3, groups=groups), schedule=Schedule("cosine", 5), precision=Precision()
+        optimizer=Optimizer("adamw", weight_decay=0.3, groups=named),
+        schedule=Schedule("cosine", 5),
+        precision=Precision(),
+        guard=Guard("skip"),
     )
     exact = exact_job(job)
+    assert exact.guard.action == "off", "the reference leaves no step out"
     assert exact.precision == Precision("float64", "float64", "float64")
     assert (exact.optimizer.name, exact.optimizer.weight_decay, exact.optimizer.groups) == ("sgd", 0.3, groups)
     assert exact.schedule == Schedule()

@@ -3,6 +3,10 @@
     meshwright plan   CONFIG.toml [--out PLAN.toml] [--train.steps 100]
     meshwright verify PLAN.toml
     meshwright train  PLAN.toml
+    meshwright report RUN [RUN2]
+    meshwright launch PLAN.toml --print slurm | k8s | torchrun
+    meshwright doctor
+    meshwright export RUN OUT
 
 Any key of the file can be set behind it: `--optimizer.lr 1e-3`. Started as one rank (by torchrun, SLURM, MPI...) the
 command is that rank; otherwise it starts the local ranks itself. The only package that reads the environment. torch is
@@ -16,13 +20,16 @@ import sys
 
 import typer
 
-from meshwright.cli import training
+from meshwright.cli import hosts, report, training, weights
 
 ABOUT = """Train any PyTorch model on any number of devices, and prove that it trains what one device would.
 
 Any key of the config can be set behind it: meshwright train CONFIG.toml --train.steps 100 --optimizer.lr 1e-3"""
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=ABOUT)
 training.add_to(app)
+report.add_to(app)
+hosts.add_to(app)
+weights.add_to(app)
 
 
 def main() -> None:

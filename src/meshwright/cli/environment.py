@@ -2,34 +2,67 @@
 
 import os
 import signal
-from collections.abc import Iterator
+import socket
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from meshwright.core.errors import PlanError
+from meshwright.run.launchers import Place, Ranked, place_in
+from meshwright.run.network import interface_towards, loopback
 
 if TYPE_CHECKING:
-    from meshwright.verbs.ranks import Launcher, Ranked
+    from meshwright.verbs.ranks import Launcher
 
 
-def this_rank() -> "Ranked | None":
-    """This process as one rank, when torchrun or our own launcher has started it."""
-    if "RANK" not in os.environ:
+def this_place() -> Place | None:
+    """Where this process stands in a job, when a launcher other than our own has started it as one rank."""
+    if "MESHWRIGHT_STORE" in os.environ:
         return None
-    said = os.environ
-    words = {"RANK": said["RANK"], "WORLD_SIZE": said.get("WORLD_SIZE", ""), "LOCAL_RANK": said.get("LOCAL_RANK", said["RANK"])}
-    odd = [f"{key}={value!r}" for key, value in words.items() if not value.isdecimal()]
-    if odd:
-        fix = "start it with torchrun, or unset RANK to let meshwright start the local ranks itself"
-        raise PlanError(
-            f"RANK is set in the environment, and {' and '.join(odd)}: needed are numbers", fix=fix, where="environment"
-        )
+    terminal = sys.stdin is not None and sys.stdin.isatty()
+    return place_in(os.environ, socket.gethostname(), terminal=terminal)
+
+
+def this_rank() -> Ranked | None:
+    """This process as one rank, when a launcher has started it; what its libraries read is then in the environment."""
+    place, said = this_place(), os.environ
+    if place is not None:
+        for key, value in _missing(place).items():
+            said.setdefault(key, value)
+        return Ranked(place.rank, place.world, place.local_rank, place=place)
+    if "MESHWRIGHT_STORE" not in said:
+        return None
     lifeline = said.get("MESHWRIGHT_LIFELINE")
-    rank, world, local_rank = map(int, words.values())
+    rank, world, local_rank = (int(said[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     lifeline_fd = None if lifeline is None else int(lifeline)
-    return import_module("meshwright.verbs.ranks").Ranked(rank, world, local_rank, said.get("MESHWRIGHT_STORE"), lifeline_fd)
+    return Ranked(rank, world, local_rank, said["MESHWRIGHT_STORE"], lifeline_fd)
+
+
+def _missing(place: Place) -> dict[str, str]:
+    """What gloo and OpenMP need and launchers leave unsaid: the interface, and the share of the cores."""
+    found: dict[str, str] = {}
+    if place.world > 1:
+        name = loopback() if place.one_host else interface_towards(place.master or "")
+        found |= {} if name is None else {"GLOO_SOCKET_IFNAME": name}
+    if "SLURM_CPUS_PER_TASK" in os.environ and place.launcher == "SLURM":
+        found["OMP_NUM_THREADS"] = os.environ["SLURM_CPUS_PER_TASK"]
+    elif sys.platform == "linux" and len(os.sched_getaffinity(0)) == os.cpu_count():  # else it is bound to its share already
+        found["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // place.local_world))
+    return found
+
+
+def gloo_interface() -> str | None:
+    """The interface that gloo is told to take, if it is."""
+    return os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+def cache_folder() -> Path:
+    """Where downloaded models and data are kept."""
+    said = os.environ
+    return Path(said.get("HF_HOME") or Path(said.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface")
 
 
 def launcher() -> "Launcher":
@@ -39,16 +72,19 @@ def launcher() -> "Launcher":
 
 
 @contextmanager
-def stop_flag() -> Iterator[list[int]]:
-    """The SIGTERM and SIGINT that this rank receives: all ranks stop together after the step that carries the wish."""
-    received: list[int] = []
+def stop_flag(received: list[int]) -> Iterator[Callable[[], bool]]:
+    """Whether this rank was told to stop: the SIGTERM and SIGINT that arrive meanwhile are added to `received`.
+
+    All ranks stop together after the step that carries the wish. SIGUSR1, which schedulers send ahead of a time limit,
+    counts as SIGTERM. Outside of this context they end the process: a rank that waits for others cannot hear a wish.
+    """
 
     def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
+        received.append(signal.SIGTERM if number == signal.SIGUSR1 else number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
-        yield received
+        yield lambda: bool(received)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

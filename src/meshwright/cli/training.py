@@ -1,6 +1,7 @@
 """The words of the verbs that a plan goes through: plan, verify, train."""
 
 import signal
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,10 +10,10 @@ import typer
 
 from meshwright.cli.environment import launcher, stop_flag, this_rank
 from meshwright.cli.faults import console, said, show_failure
-from meshwright.core.errors import PlanError
+from meshwright.core.errors import PlanError, raise_faults
 
 EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
-OWN = ("--out", "--world", "--all", "--steps", "--on", "--shrink", "--json", "--from-step")
+OWN = ("--out", "--world", "--all", "--steps", "--on", "--rank", "--shrink", "--json", "--from-step", "--explain-model")
 
 World = Annotated[int | None, typer.Option(help="The number of ranks, for a mesh axis of -1.", min=1)]
 Config = Annotated[Path, typer.Argument(help="A config or plan file (TOML); keys behind it (--train.steps 100) replace its own.")]
@@ -24,10 +25,18 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="Write the resolved plan here.")] = None,
     world: World = None,
     every: Annotated[bool, typer.Option("--all", help="One row per action.")] = False,
+    explain: Annotated[bool, typer.Option("--explain-model", help="Show what the model is made of; no plan.")] = False,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write the explanation here too.")] = None,
 ) -> None:
     """Resolve a config into a plan, refuse what cannot work, and show what will happen."""
     with said(OWN):
         verb = _verb("plan")
+        if explain:
+            _explain(verb, config, context.args, out, as_json)
+            return
+        if as_json is not None:
+            text = "--json writes the explanation of a model, and none is asked for"
+            raise PlanError(text, fix="add --explain-model, or write the plan: --out", where="--json")
         resolved = verb.resolve(config, context.args, world)
         console.print(verb.view(resolved, every=every))
         if out is not None:
@@ -39,22 +48,29 @@ def verify(
     context: typer.Context,
     config: Config,
     steps: Annotated[int, typer.Option(help="Global steps to compare.", min=1)] = 3,
-    on: Annotated[str, typer.Option(help="Where the ranks live: threads or processes.")] = "threads",
+    on: Annotated[str, typer.Option(help="Where ranks live: threads, processes; or trace: single ranks, alone.")] = "threads",
+    rank: Annotated[int | None, typer.Option(help="The rank to trace (default: first, last, one between).", min=0)] = None,
     shrink: Annotated[bool, typer.Option("--shrink", help="Compare a scaled-down copy of the model.")] = False,
     out: Annotated[Path | None, typer.Option("--json", help="Write the verdict here (default: in run.folder).")] = None,
     world: World = None,
 ) -> None:
-    """Prove that a plan computes what one device computes: loss, gradients, norm and parameters."""
+    """Prove that a plan computes what one device computes: loss, gradients, norm and parameters.
+
+    With --on trace: that single ranks send what the plan says, on a mesh of any size.
+    """
     with said(OWN):
-        verb, rank = _verb("verify"), this_rank()
-        if rank is not None:
-            verb.verify_rank(rank, config, context.args, steps, shrink=shrink)
+        ranked, verb = this_rank(), _verb("verify")
+        if ranked is not None:
+            verb.verify_rank(ranked, config, context.args, steps, shrink=shrink)
             return
-        if on not in ("threads", "processes"):
-            raise PlanError(f"ranks cannot live on '{on}'", fix="--on threads, or --on processes", where="--on")
+        if on not in ("threads", "processes", "trace"):
+            raise PlanError(f"ranks cannot live on '{on}'", fix="--on threads, --on processes, or --on trace", where="--on")
+        if rank is not None and on != "trace":
+            raise PlanError(f"{on} compare all ranks, and --rank {rank} names one", fix="add --on trace", where="--rank")
         starter = launcher() if on == "processes" else None
+        judge = partial(verb.trace, rank=rank) if on == "trace" else partial(verb.verify, launcher=starter)
         try:
-            verdict, path = verb.verify(config, context.args, steps, world, out, starter, shrink=shrink)
+            verdict, path = judge(config, context.args, steps, world, out, shrink=shrink)
         except verb.RanksFailed as error:
             show_failure(error.outcome)
             raise typer.Exit(error.outcome.code) from None
@@ -71,14 +87,26 @@ def train(
 ) -> None:
     """Train, saving checkpoints; the same command goes on from the newest good one."""
     with said(OWN):
-        verb, rank = _verb("train"), this_rank()
+        rank, verb = this_rank(), _verb("train")
         if rank is not None:
-            with stop_flag() as received:
-                ended = verb.train_rank(rank, config, context.args, from_step, lambda: bool(received), console)
+            received: list[int] = []
+            ended = verb.train_rank(rank, config, context.args, from_step, partial(stop_flag, received), console)
             raise typer.Exit(128 + (received[0] if received else signal.SIGTERM) if ended.stopped else 0)
         outcome = verb.train(config, context.args, world, from_step, launcher(), console)
         show_failure(outcome)
         raise typer.Exit(outcome.code)
+
+
+def _explain(verb: Any, config: Path, overrides: list[str], out: Path | None, as_json: Path | None) -> None:
+    """Show what the model is made of; a forward that cannot be driven is told after what could be found out."""
+    if out is not None:
+        fix = "run `plan` once more without --explain-model"
+        raise PlanError("--explain-model makes no plan, so there is none to write", fix=fix, where="--out")
+    found = verb.explain(config, overrides)
+    console.print(verb.explained(found))
+    if as_json is not None:
+        verb.write_explanation(found, as_json)
+    raise_faults(found[0].faults)
 
 
 def add_to(app: typer.Typer) -> None:

@@ -11,6 +11,9 @@ the fake world.
     reduce_scatter   S         S/n       S (n-1)/n
     all_to_all       S         S         S (n-1)/n
     broadcast        S         in place  S, by its source only
+    scatter          n S       S         S (n-1), by its source only; S is the output
+    gather           S         n S       S, by all but its target
+    reduce           S         in place  S, by all but its target
     barrier          0                   0
 """
 
@@ -24,6 +27,7 @@ from meshwright.core.errors import Fault, PlanError, nearest, raise_faults
 from meshwright.core.mesh import AXES
 
 ALGORITHMS = ("backend",)
+FROM_ONE, TO_ONE = ("broadcast", "scatter"), ("gather", "reduce")  # who sends: the one rank alone, or all but it
 
 # half types are summed in float32 and rounded once: n roundings of 8 bits each would show in a parity test
 ACCUMULATE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
@@ -40,7 +44,7 @@ class Call:
     collective: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    source: int | None = None
+    source: int | None = None  # of a gather or a reduce: the target
     algorithm: str = "backend"
     action: str = field(default="", compare=False)
 
@@ -49,7 +53,7 @@ class Call:
         if self.collective != "barrier":
             what += f" of {str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
         if self.source is not None:
-            what += f" from index {self.source}"
+            what += f" {'to' if self.collective in TO_ONE else 'from'} index {self.source}"
         return f"{what} for {self.action}" if self.action else f"{what} (no action named)"
 
 
@@ -71,15 +75,19 @@ def announce(
     if algorithm not in ALGORITHMS:
         raise PlanError(f"there is no all_reduce algorithm '{algorithm}'", fix=nearest(algorithm, ALGORITHMS), where=action)
     _check(call, tensor, output, group.size)
+    if collective in ("scatter", "gather") and (output is None) == (source == group.index):
+        text = f"{call}: the rank at index {group.index} came {'without' if output is None else 'with'} the whole tensor"
+        raise ValueError(f"{text}. Pass it at index {source}, and None elsewhere")
     nbytes = tensor.numel() * tensor.element_size()
-    sends = collective != "broadcast" or source == group.index
+    sends = (source == group.index) == (collective in FROM_ONE) or collective not in (*FROM_ONE, *TO_ONE)
     sent = sent_bytes(collective, nbytes, group.size) if sends else 0.0
-    group.ledger.record(Entry(action, collective, group.axes, group.size, nbytes, sent, algorithm))
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    group.ledger.record(Entry(action, collective, group.axes, group.size, nbytes, sent, algorithm, dtype))
     return call
 
 
 def sent_bytes(collective: str, nbytes: int, size: int) -> float:
-    """The bytes that leave one of `size` ranks (of a broadcast: its source) that puts in `nbytes`."""
+    """The bytes that leave one of `size` ranks (the one that sends, where not all do) that puts in `nbytes`."""
     others = size - 1
     match collective:
         case "all_reduce":
@@ -88,7 +96,9 @@ def sent_bytes(collective: str, nbytes: int, size: int) -> float:
             return float(nbytes * others)
         case "reduce_scatter" | "all_to_all":
             return nbytes * others / size
-        case "broadcast":
+        case "scatter":
+            return float(nbytes * others)
+        case "broadcast" | "gather" | "reduce":
             return float(nbytes if others else 0)
         case _:
             return 0.0
@@ -123,7 +133,7 @@ def _check(call: Call, tensor: torch.Tensor, output: torch.Tensor | None, size: 
     if not tensor.is_contiguous() or not (output is None or output.is_contiguous()):
         raise ValueError(f"{call}: a tensor is not contiguous; collectives move flat memory. Pass tensor.contiguous()")
     if call.source is not None and not 0 <= call.source < size:
-        raise ValueError(f"{call}: the group has {size} ranks. Name a source from 0 to {size - 1}, an index in the group")
+        raise ValueError(f"{call}: the group has {size} ranks. Name a rank from 0 to {size - 1}, an index in the group")
     if call.collective in ("reduce_scatter", "all_to_all") and tensor.numel() % size:
         raise ValueError(f"{call}: {tensor.numel()} elements do not divide by {size} ranks. Pad to a multiple of {size}")
     if output is None:
@@ -132,7 +142,7 @@ def _check(call: Call, tensor: torch.Tensor, output: torch.Tensor | None, size: 
         raise ValueError(f"{call}: the output is {output.dtype}; needed is {tensor.dtype}. Make it with tensor.new_empty")
     if output is tensor:
         raise ValueError(f"{call}: the output is the operand itself, and would be overwritten while it is read. Pass another")
-    needed = {"all_gather": tensor.numel() * size, "reduce_scatter": tensor.numel() // size, "all_to_all": tensor.numel()}
-    if output.numel() != needed[call.collective]:
-        text = f"{call}: the output has {output.numel()} elements; needed for {size} ranks are {needed[call.collective]}"
-        raise ValueError(f"{text}. Make it with tensor.new_empty({needed[call.collective]})")
+    needed = {"reduce_scatter": tensor.numel() // size, "all_to_all": tensor.numel()}.get(call.collective, tensor.numel() * size)
+    if output.numel() != needed:
+        text = f"{call}: the output has {output.numel()} elements; needed for {size} ranks are {needed}"
+        raise ValueError(f"{text}. Make it with tensor.new_empty({needed})")

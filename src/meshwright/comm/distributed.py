@@ -19,6 +19,7 @@ import torch.distributed as dist
 from meshwright.comm.collective import Call, CollectiveError, announce, ordered_axes, ordered_sum, slices
 from meshwright.comm.fake import Done, FakeGroup
 from meshwright.comm.group import Group, Ledger, Work, World
+from meshwright.comm.meeting import Meeting, meet
 from meshwright.core.errors import PlanError
 from meshwright.core.mesh import AXES, Mesh
 
@@ -46,6 +47,13 @@ class TorchWork(Work):
         if self._finish is not None:
             self._finish()
         self._work, self._keep, self._finish = None, (), None
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Have `call` called when the backend has done its part."""
+        if self._work is None:
+            call()
+        else:
+            self._work.get_future().add_done_callback(lambda future: call())
 
 
 class TorchGroup(Group):
@@ -94,6 +102,25 @@ class TorchGroup(Group):
         """Overwrite `tensor` with that of the rank at index `source` of the group."""
         call = announce(self, "broadcast", tensor, action=action, source=source)
         return self._issue(call, partial(dist.broadcast, _flat(tensor), src=self.ranks[source]), keep=(tensor,))
+
+    def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, *, source: int = 0, action: str = "") -> Work:
+        """Fill `output` with this rank's slice of the source's `tensor` (size x output.numel() elements; None elsewhere)."""
+        call = announce(self, "scatter", output, tensor, action=action, source=source)
+        pieces = None if tensor is None else list(slices(_flat(tensor), self.size))
+        start = partial(dist.scatter, _flat(output), pieces, src=self.ranks[source])
+        return self._issue(call, start, keep=(output, *(pieces or ())))
+
+    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
+        """Fill the target's `output` (size x tensor.numel() elements; None elsewhere) with all ranks' `tensor`, in rank order."""
+        call = announce(self, "gather", tensor, output, action=action, source=target)
+        pieces = None if output is None else list(slices(_flat(output), self.size))
+        start = partial(dist.gather, _flat(tensor), pieces, dst=self.ranks[target])
+        return self._issue(call, start, keep=(tensor, *(pieces or ())))
+
+    def reduce(self, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
+        """Sum `tensor` over the group, in place on the rank at index `target`; the others' may hold anything afterwards."""
+        call = announce(self, "reduce", tensor, action=action, source=target)
+        return self._issue(call, partial(dist.reduce, _flat(tensor), dst=self.ranks[target]), keep=(tensor,))
 
     def barrier(self, *, action: str = "") -> None:
         """Return when every rank has come."""
@@ -183,7 +210,7 @@ def rendezvous(
     rank: int,
     *,
     store_path: str | PathLike[str] | None = None,
-    init_method: str | None = None,
+    meeting: Meeting | None = None,
     backend: str = "gloo",
     device: torch.device | str = "cpu",
     timeout_s: float = 600.0,
@@ -191,21 +218,22 @@ def rendezvous(
     """Join the job as `rank`, yield its world, and leave no process group behind.
 
     Give either `store_path`, a file that does not exist yet and that all ranks see (one host; no port is opened by the
-    store), or `init_method` ("env://" under torchrun). `timeout_s` bounds the meeting and every collective.
+    store), or `meeting`, an address (comm/meeting.py). `timeout_s` bounds the meeting and every collective.
 
-    Raises ValueError unless exactly one way to meet is given, CollectiveError when the ranks do not all come.
+    Raises ValueError unless exactly one way to meet is given, PlanError when the port of the meeting is taken,
+    CollectiveError when the ranks do not all come.
     """
-    if (store_path is None) == (init_method is None):
-        given = "both" if store_path is not None else "neither"
-        raise ValueError(
-            f"store_path and init_method: {given} given; one is needed. Pass a file on one host, 'env://' under torchrun"
-        )
     device = torch.device(device)
-    store = None if store_path is None else dist.FileStore(fspath(store_path), mesh.world)
+    if meeting is not None and store_path is None:
+        store = meet(meeting, rank, mesh.world, timeout_s)
+    elif meeting is None and store_path is not None:
+        store = dist.FileStore(fspath(store_path), mesh.world)
+    else:
+        given = "neither" if meeting is None else "both"
+        raise ValueError(f"store_path and meeting: {given} given; one is needed. Pass a file on one host, an address otherwise")
     try:
         dist.init_process_group(
             backend,
-            init_method,
             store=store,
             rank=rank,
             world_size=mesh.world,

@@ -7,7 +7,7 @@ one rank that is the exact result, so the other worlds use these groups for axes
 fake ones.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -21,6 +21,10 @@ class Done(Work):
 
     def wait(self) -> None:
         """Return at once."""
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Call `call`."""
+        call()
 
 
 class FakeGroup(Group):
@@ -63,6 +67,30 @@ class FakeGroup(Group):
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:
         """Leave `tensor` as it is: the source holds the same."""
         announce(self, "broadcast", tensor, action=action, source=source)
+        return Done()
+
+    def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, *, source: int = 0, action: str = "") -> Work:
+        """Fill `output` with this rank's slice of `tensor`; without one, the absent source's, it is left as it is."""
+        announce(self, "scatter", output, tensor, action=action, source=source)
+        if tensor is not None:
+            with torch.no_grad():
+                output.view(-1).copy_(slices(tensor, self.size)[self.index])
+        return Done()
+
+    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
+        """Fill `output`, where there is one, with copies of `tensor`."""
+        announce(self, "gather", tensor, output, action=action, source=target)
+        if output is not None:
+            with torch.no_grad():
+                output.view(self.size, tensor.numel()).copy_(tensor.view(1, tensor.numel()))
+        return Done()
+
+    def reduce(self, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
+        """Multiply `tensor` by the size of the group, in place, where this rank is the target."""
+        announce(self, "reduce", tensor, action=action, source=target)
+        if self.index == target:
+            with torch.no_grad():
+                tensor.mul_(self.size)
         return Done()
 
     def barrier(self, *, action: str = "") -> None:

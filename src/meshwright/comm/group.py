@@ -7,7 +7,7 @@ ledger can be held against the program. All tensors are contiguous; sums end wit
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +20,9 @@ class Entry:
     """One collective as this rank issued it: for which action, what, over which axes, and bytes it put in and sent.
 
     `nbytes` is the operand; `sent` is what leaves this rank by the algorithm's formula (n ranks, operand of S bytes):
-    all_reduce 2 S (n-1)/n, all_gather S (n-1), reduce_scatter and all_to_all S (n-1)/n, broadcast S from its source.
+    all_reduce 2 S (n-1)/n, all_gather S (n-1), reduce_scatter and all_to_all S (n-1)/n, broadcast S from its source. Of
+    scatter and gather S is the piece of one rank: scatter S (n-1) from its source, gather and reduce S from all but the
+    target, which sends nothing.
     """
 
     action: str
@@ -30,6 +32,7 @@ class Entry:
     nbytes: int
     sent: float
     algorithm: str = "backend"
+    dtype: str = ""
 
 
 @dataclass
@@ -53,6 +56,13 @@ class Work(ABC):
     @abstractmethod
     def wait(self) -> None:
         """Return when the result is in place (on a GPU: when later kernels of this stream will see it)."""
+
+    @abstractmethod
+    def then(self, call: Callable[[], None]) -> None:
+        """Have `call` called once the result has come, by whichever thread learns of it; at once if it is there already.
+
+        On a GPU it is called at once, on a stream that goes on when the result has come.
+        """
 
 
 class Group(ABC):
@@ -86,6 +96,18 @@ class Group(ABC):
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:
         """Overwrite `tensor` with that of the rank at index `source`."""
+
+    @abstractmethod
+    def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, *, source: int = 0, action: str = "") -> Work:
+        """Fill `output` with this rank's slice of the source's `tensor` (size x output.numel() elements; None elsewhere)."""
+
+    @abstractmethod
+    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
+        """Fill the target's `output` (size x tensor.numel() elements; None elsewhere) with all ranks' `tensor`, in rank order."""
+
+    @abstractmethod
+    def reduce(self, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
+        """Sum `tensor` over the group, in place on the rank at index `target`; the others' may hold anything afterwards."""
 
     @abstractmethod
     def barrier(self, *, action: str = "") -> None:

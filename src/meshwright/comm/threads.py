@@ -14,7 +14,7 @@ comes, a rank that fails (`ThreadHub.abort` releases all others at once).
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from threading import Condition
 
@@ -32,7 +32,7 @@ class Post:
 
     call: Call
     tensor: torch.Tensor
-    output: torch.Tensor
+    output: torch.Tensor | None
 
 
 @dataclass
@@ -44,6 +44,7 @@ class Meeting:
     number: int
     posts: dict[int, Post] = field(default_factory=dict)
     over: bool = False
+    calls: list[Callable[[], None]] = field(default_factory=list)  # when it is over
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -102,8 +103,18 @@ class ThreadHub:
         with self._changed:
             meeting.over = True
             meeting.posts.clear()
+            for call in meeting.calls:
+                call()
             self._changed.notify_all()
         return meeting
+
+    def when_over(self, meeting: Meeting, call: Callable[[], None]) -> None:
+        """Have `call` called when `meeting` is over, by the rank that ends it; now if it is."""
+        with self._changed:
+            if meeting.over:
+                call()
+            else:
+                meeting.calls.append(call)
 
     def wait(self, rank: int, call: Call, meeting: Meeting) -> None:
         """Return when `meeting` is over.
@@ -163,6 +174,10 @@ class ThreadWork(Work):
         """Return when the result is in place. Raises CollectiveError when it will never be."""
         self._hub.wait(self._rank, self._call, self._meeting)
 
+    def then(self, call: Callable[[], None]) -> None:
+        """Have `call` called by the last rank to come."""
+        self._hub.when_over(self._meeting, call)
+
 
 class ThreadGroup(Group):
     """The ranks along `axes`, each of them a thread."""
@@ -195,12 +210,26 @@ class ThreadGroup(Group):
         """Overwrite `tensor` with that of the rank at index `source` of the group."""
         return self._post(announce(self, "broadcast", tensor, action=action, source=source), tensor, tensor)
 
+    def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, *, source: int = 0, action: str = "") -> Work:
+        """Fill `output` with this rank's slice of the source's `tensor` (size x output.numel() elements; None elsewhere)."""
+        call = announce(self, "scatter", output, tensor, action=action, source=source)
+        return self._post(call, output if tensor is None else tensor, output)
+
+    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
+        """Fill the target's `output` (size x tensor.numel() elements; None elsewhere) with all ranks' `tensor`, in rank order."""
+        return self._post(announce(self, "gather", tensor, output, action=action, source=target), tensor, output)
+
+    def reduce(self, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
+        """Sum `tensor` over the group in rank order, in place on the rank at index `target`."""
+        call = announce(self, "reduce", tensor, action=action, source=target)
+        return self._post(call, tensor, tensor if self.index == target else None)
+
     def barrier(self, *, action: str = "") -> None:
         """Return when every rank has come."""
         token = torch.empty(0)
         self._post(announce(self, "barrier", token, action=action), token, token).wait()
 
-    def _post(self, call: Call, tensor: torch.Tensor, output: torch.Tensor) -> Work:
+    def _post(self, call: Call, tensor: torch.Tensor, output: torch.Tensor | None) -> Work:
         return ThreadWork(self._hub, self._rank, call, self._hub.post(self._rank, self, Post(call, tensor, output)))
 
 
@@ -231,23 +260,27 @@ class ThreadWorld(World):
 
 @torch.no_grad()
 def _complete(call: Call, posts: list[Post]) -> None:
-    size = len(posts)
     operands = [post.tensor for post in posts]
+    for post, result in zip(posts, _results(call, operands), strict=True):
+        if post.output is not None:  # else this rank gets none
+            post.output.view(-1).copy_(result.view(-1))
+
+
+def _results(call: Call, operands: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """What each rank gets, in rank order."""
+    size, one = len(operands), call.source or 0
     match call.collective:
-        case "all_reduce":
-            total = ordered_sum(operands)
-            for post in posts:
-                post.output.copy_(total)
-        case "all_gather":
-            gathered = torch.cat([operand.view(-1) for operand in operands])
-            for post in posts:
-                post.output.view(-1).copy_(gathered)
+        case "all_reduce" | "reduce":
+            return [ordered_sum(operands)] * size
+        case "all_gather" | "gather":
+            return [torch.cat([operand.view(-1) for operand in operands])] * size
         case "reduce_scatter":
-            for post, pieces in zip(posts, zip(*(slices(operand, size) for operand in operands), strict=True), strict=True):
-                post.output.view(-1).copy_(ordered_sum(pieces))
+            return (ordered_sum(pieces) for pieces in zip(*(slices(operand, size) for operand in operands), strict=True))
         case "all_to_all":
-            for post, pieces in zip(posts, zip(*(slices(operand, size) for operand in operands), strict=True), strict=True):
-                post.output.view(-1).copy_(torch.cat(pieces))
+            return (torch.cat(pieces) for pieces in zip(*(slices(operand, size) for operand in operands), strict=True))
         case "broadcast":
-            for post in posts:
-                post.output.copy_(operands[call.source or 0])
+            return [operands[one]] * size
+        case "scatter":
+            return slices(operands[one], size)
+        case _:
+            return operands

@@ -6,12 +6,15 @@ second named `block#2`. A *logical parameter* is a parameter of the unmodified m
 are its aliases.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
+from meshwright.core.errors import Fault
+
 ROOT = "(root)"  # parameters that glue between blocks uses directly: complete after the last backward
 NBYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+NBYTES_WHOLE = {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,59 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Stored initial values: where they are, a `digest` of their contents, their size, and what reading one of them holds.
+
+    `held` is in bytes and comes on top of the parameter itself.
+    """
+
+    source: str
+    digest: str
+    nbytes: int
+    held: int
+
+
+@dataclass(frozen=True)
+class Column:
+    """One tensor of a batch, or of what a forward hands to the loss: its name, the shape of one row, and its dtype.
+
+    `rows` is False for a tensor that is not per row of the batch (a logit scale): `shape` is then all of it. `used`
+    tells whether the loss takes it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    rows: bool = True
+    used: bool = True
+
+    def wire_dtype(self, parameters: str) -> str:
+        """What it travels in: floats as float32, or as float64 beside parameters of that; all else as it is."""
+        floating = self.dtype in NBYTES
+        return ("float64" if parameters == "float64" else "float32") if floating else self.dtype
+
+    def nbytes(self, parameters: str) -> int:
+        """Bytes of one row on the wire; 0 for a dtype that cannot travel, which `faults` tells."""
+        return prod(self.shape) * {**NBYTES, **NBYTES_WHOLE}.get(self.wire_dtype(parameters), 0)
+
+    def faults(self, where: str) -> Iterator[Fault]:
+        """What keeps it from travelling between ranks."""
+        known = (*NBYTES, *NBYTES_WHOLE)
+        if self.dtype not in known:
+            text = f"{self.name} is of {self.dtype}, which does not travel between ranks"
+            yield Fault(text, f"make it one of {', '.join(known)}", where)
+
+
+@dataclass(frozen=True)
 class Anatomy:
     """The blocks of one forward, in order of their visits, and the logical parameters of the whole model.
 
     Per visit, `stream_numel` is the elements per sample that the visit hands on to what follows, and `flops` the
     floating-point operations of its matrix products, per sample and forward.
     `random` tells whether training draws dropout, `in_place` whether the model writes into a block's output in place;
-    `notes` are what was not understood, in words.
+    `notes` are what was not understood, in words. `inputs` and `targets` are the batch, as the forward and the loss take
+    it, `outputs` what the one hands to the other; `whole_batch` says that the loss is no sum over rows, but needs the
+    outputs of the whole global batch at once. `origin` is where initial values are stored; None: drawn from the seed.
     """
 
     name: str
@@ -48,6 +97,11 @@ class Anatomy:
     random: bool = False
     in_place: bool = False
     notes: tuple[str, ...] = ()
+    inputs: tuple[Column, ...] = ()
+    targets: tuple[Column, ...] = ()
+    outputs: tuple[Column, ...] = ()
+    whole_batch: bool = False
+    origin: Origin | None = None
 
     @property
     def trainable(self) -> tuple[Weight, ...]:

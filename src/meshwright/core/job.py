@@ -17,11 +17,16 @@ Float = Literal["float64", "float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters whose logical name matches `pattern` (fnmatch) take this learning-rate factor and weight decay."""
+    """Parameters whose logical name matches `pattern` (fnmatch) take this learning-rate factor and weight decay.
+
+    With a `name`, another optimizer than the job's steps them; `momentum` is for one whose name here is "sgd".
+    """
 
     pattern: str
     lr_factor: float = 1.0
     weight_decay: float | None = None
+    name: Literal["adamw", "sgd"] | None = None
+    momentum: float = 0.0
 
     def faults(self) -> Iterator[Fault]:
         where = f"optimizer.groups '{self.pattern}'"
@@ -29,6 +34,11 @@ class ParameterGroup:
             yield Fault(f"a learning-rate factor of {self.lr_factor}", "write a number from 0 up; 0 holds them still", where)
         if self.weight_decay is not None and not 0 <= self.weight_decay < inf:
             yield Fault(f"a weight decay of {self.weight_decay}", "write a number from 0 up; 0 is none", where)
+        if not 0 <= self.momentum < 1:
+            yield Fault(f"a momentum of {self.momentum}", "write a number from 0 up to, not including, 1", where)
+        elif self.momentum and self.name != "sgd":
+            text = f'momentum = {self.momentum} in a group that does not name "sgd"'
+            yield Fault(text, 'set name = "sgd" in the group, or write optimizer.momentum for all', where)
 
 
 @dataclass(frozen=True)
@@ -135,6 +145,64 @@ class Train:
 
 
 @dataclass(frozen=True)
+class Evaluate:
+    """The loss on samples that are not trained on, every `every` steps (0: only at the end) and after the last one.
+
+    The samples are those of `source` or of another `split` of a data set, read as [data] says, or the last `hold_out`
+    ones of the training data, which are then never trained on; at most `samples` of them (0: all). The run ends early
+    after `patience` evaluations (0: never) whose loss is not below that of the last gain by more than `min_delta`.
+    """
+
+    source: str = ""
+    split: str = ""
+    hold_out: int = 0
+    every: int = 100
+    samples: int = 0
+    patience: int = 0
+    min_delta: float = 0.0
+
+    @property
+    def asked_for(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return bool(self.source or self.split or self.hold_out)
+
+    def faults(self) -> Iterator[Fault]:
+        for key in ("hold_out", "every", "samples", "patience"):
+            number = vars(self)[key]
+            if number < 0:
+                yield Fault(f"{key} = {number}", "write a whole number from 0 up", f"evaluate.{key}")
+        if (self.source or self.split) and self.hold_out:
+            given = f"'{self.source}'" if self.source else f"the split '{self.split}'"
+            text = f"the samples of {given} and the last {self.hold_out} of the training data; needed is one of them"
+            yield Fault(text, "remove evaluate.hold_out, or evaluate.source and evaluate.split", "evaluate")
+        if not 0 <= self.min_delta < inf:
+            yield Fault(f"a min_delta of {self.min_delta}", "write a number from 0 up", "evaluate.min_delta")
+        if not self.asked_for and (self.patience or self.samples):
+            text = f"patience = {self.patience}, samples = {self.samples}, and nothing to evaluate on"
+            yield Fault(text, "set evaluate.source to a file or folder, or evaluate.hold_out to a number of samples", "evaluate")
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What becomes of a step whose loss or gradient norm is not finite, or far above what is usual.
+
+    Far above: more than `factor` (0: only what is not finite) times its median over the last `window` good steps, once
+    there were so many. "skip" leaves the parameters as they are and goes on, "stop" ends the run, "off" lets it happen.
+    """
+
+    action: Literal["off", "skip", "stop"] = "off"
+    factor: float = 10.0
+    window: int = 50
+
+    def faults(self) -> Iterator[Fault]:
+        if self.factor != 0 and not 1 < self.factor < inf:
+            text = f"a factor of {self.factor} on the median"
+            yield Fault(text, "write a number above 1, or 0 to act on what is not finite only", "guard.factor")
+        if not 2 <= self.window <= 100_000:
+            yield Fault(f"a window of {self.window} steps", "write a number from 2 to 100000", "guard.window")
+
+
+@dataclass(frozen=True)
 class Job:
     """What is trained, whatever it is trained on."""
 
@@ -144,6 +212,8 @@ class Job:
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     precision: Precision = field(default_factory=Precision)
+    evaluate: Evaluate = field(default_factory=Evaluate)
+    guard: Guard = field(default_factory=Guard)
 
     def faults(self) -> Iterator[Fault]:
         """Everything that is wrong with the job by itself."""
@@ -153,3 +223,5 @@ class Job:
         yield from self.optimizer.faults()
         yield from self.schedule.faults(self.train.steps)
         yield from self.precision.faults()
+        yield from self.evaluate.faults()
+        yield from self.guard.faults()

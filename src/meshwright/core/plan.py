@@ -56,7 +56,7 @@ class Plan:
             faults += strategy.check(job, space)
             space = strategy.place(space)
         faults += _space_faults(space)
-        faults += _batch_faults(job, space, micro_batch)
+        faults += [*_batch_faults(job, space, micro_batch), *_whole_faults(job, space, micro_batch)]
         raise_faults(faults)
         local = job.train.batch // mesh.extent(space.data_axes)
         micro_batch = micro_batch or local
@@ -101,6 +101,23 @@ class Plan:
         """Where the rows of data share `index` begin in the global batch, one start per micro-batch."""
         return [(micro * self.num_data + index) * self.micro_batch for micro in range(self.num_micro)]
 
+    def leads(self, rank: int) -> bool:
+        """Whether `rank` reads samples, takes losses and steps: all do, unless one is said to do it for others."""
+        coordinate = self.mesh.coordinate(rank)
+        return not any(coordinate[axis] for axis in self.space.led)
+
+    def rows_read(self, rank: int) -> list[int]:
+        """The rows of the global batch that `rank` reads, micro-batch after micro-batch: those that it plays.
+
+        A rank that leads reads those of all that it leads, in the order of the batch; they read none.
+        """
+        if not self.space.led:
+            return [row for first in self.first_rows(self.data_index(rank)) for row in range(first, first + self.micro_batch)]
+        indices = {self.data_index(peer) for peer in self.mesh.peers(rank, self.space.led)} if self.leads(rank) else ()
+        return sorted(
+            row for index in indices for first in self.first_rows(index) for row in range(first, first + self.micro_batch)
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """All that affects numbers, as plain values: the job, the mesh, the micro-batch, the strategies, the parameters."""
         weights = [[w.name, list(w.shape), list(w.visits), list(w.aliases), w.trainable] for w in self.anatomy.weights]
@@ -111,6 +128,8 @@ class Plan:
             "strategies": [strategy.as_dict() for strategy in self.strategies],
             "visits": list(self.anatomy.visits),
             "weights": weights,
+            **({"whole_batch": True} if self.anatomy.whole_batch else {}),
+            **({"values": self.anatomy.origin.digest} if self.anatomy.origin else {}),
         }
 
     @property
@@ -192,3 +211,19 @@ def _batch_faults(job: Job, space: Space, micro_batch: int) -> Iterator[Fault]:
         divisors = [n for n in range(1, local + 1) if local % n == 0]
         text = f"the {local} samples of a rank ({batch} over {num_data} ranks) do not divide by micro_batch = {micro_batch}"
         yield Fault(text, f"choose micro_batch from {', '.join(map(str, divisors[:12]))}", "micro_batch")
+
+
+def _whole_faults(job: Job, space: Space, micro_batch: int) -> Iterator[Fault]:
+    """A loss of the whole batch, or one rank that takes it for others, needs all outputs at once."""
+    local = job.train.batch // space.mesh.extent(space.data_axes)
+    if 0 < micro_batch < local and (space.anatomy.whole_batch or space.led):
+        who = "the loss is taken" if space.led else "the loss is no sum over samples: it is taken"
+        text = f"{who} on the whole global batch at once, and micro_batch = {micro_batch} cuts a rank's {local} samples"
+        yield Fault(text, "set micro_batch = 0, and lower train.batch if that does not fit", "micro_batch")
+    if job.guard.action != "off" and (space.anatomy.whole_batch or space.led):
+        text = "the guard looks for the rank that spoiled a step, and here no rank has a loss of its own"
+        yield Fault(text, 'set guard.action = "off"', "guard.action")
+    used = [column for column in space.anatomy.outputs if column.used]
+    if space.anatomy.whole_batch and not used:
+        text = "the loss of the whole batch takes none of the model's outputs"
+        yield Fault(text, "compute it from the tensors that the forward returns", "loss")

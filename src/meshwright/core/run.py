@@ -3,25 +3,49 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwright.core.errors import Fault
+from meshwright.core.errors import Fault, nearest
+
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
 @dataclass(frozen=True)
 class Run:
     """What surrounds the training and changes no number: where it writes, how often it saves, what it shows.
 
-    A checkpoint is saved every `save_every` steps (0: only at the end) and the newest `keep` stay. After the last
+    A checkpoint is saved every `save_every` steps (0: only at the end) and the newest `keep` stay. With `keep_best`, one
+    more is saved after each evaluation that is the best so far, and stays until a better one is saved. After the last
     step, `sample_tokens` tokens are generated from `sample_prompt`.
+
+    `trackers` are told every line of metrics, under the name of the folder in `tracker_project`: tensorboard, wandb, trackio,
+    mlflow. `workers` threads make the batches of coming steps ahead of their use (0: each is made when its step begins), and
+    tokens are kept in the folder `cache` ("": `folder`/cache), where other runs find them. `trace_steps` steps, from the
+    second on, are timed act by act on every rank, into the folder's `trace`.
     """
 
     folder: str = "runs/default"
     save_every: int = 100
     keep: int = 3
+    keep_best: bool = True
     sample_prompt: str = "def "
     sample_tokens: int = 0
+    trackers: tuple[str, ...] = ()
+    tracker_project: str = "meshwright"
+    trace_steps: int = 0
+    workers: int = 0
+    cache: str = ""
 
     def faults(self) -> Iterator[Fault]:
+        """Everything that is wrong with it."""
         if self.save_every < 0:
             yield Fault(f"save_every = {self.save_every}", "0 saves only at the end; 100 every 100 steps", "run.save_every")
         if self.keep < 1:
             yield Fault(f"keep = {self.keep}: no checkpoint would stay", "keep at least 1", "run.keep")
+        for name in self.trackers:
+            if name not in TRACKERS:
+                yield Fault(f"there is no tracker '{name}'", nearest(name, TRACKERS), "run.trackers")
+        if self.trackers and not self.tracker_project.strip():
+            yield Fault("no project is named", 'write tracker_project = "meshwright"', "run.tracker_project")
+        if self.workers < 0:
+            yield Fault(f"{self.workers} workers", "0 makes batches when they are needed; 1 or 2 ahead of it", "run.workers")
+        if self.trace_steps < 0:
+            yield Fault(f"trace_steps = {self.trace_steps}", "0 traces nothing; 3 traces three steps", "run.trace_steps")

@@ -53,12 +53,16 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Space:
-    """The layouts of samples and weights on a mesh. Axes that no layout names are invariant."""
+    """The layouts of samples and weights on a mesh. Axes that no layout names are invariant.
+
+    Along the axes `led`, the rank at index 0 reads the samples, takes the loss and steps for all the others.
+    """
 
     mesh: Mesh
     anatomy: Anatomy
     homes: tuple[Home, ...]
     tokens: Layout = Layout()
+    led: tuple[str, ...] = ()
 
     @classmethod
     def one_device(cls, mesh: Mesh, anatomy: Anatomy) -> "Space":

@@ -6,6 +6,7 @@
     CLIP    gradient norm of the logical parameters, and clipping by it
     STEP    the optimizer; gradients are gone afterwards
 
+Where the loss needs the rows of several ranks, GATHER (rows of one output or target, from all ranks) stands before it.
 Strategies may add PACK (gradients of a bucket into one contiguous buffer) and UNPACK (out of a buffer of another dtype).
 """
 
@@ -17,6 +18,8 @@ from meshwright.core.program import Action, Hold, Program
 from meshwright.core.space import Bundle, Space
 
 ROLE = "stage0"
+FACTS = "facts"  # the subject of the GATHER that tells how many rows each rank has, and sums of what is the same on all
+NORM = "norm"  # the subject of the BROADCAST of the gradient norm
 
 
 def one_device(space: Space, job: Job, micro_batch: int, num_micro: int) -> Program:
@@ -36,6 +39,11 @@ def one_device(space: Space, job: Job, micro_batch: int, num_micro: int) -> Prog
 def gradient(bundle: Bundle) -> str:
     """The name under which the gradients of `bundle` are held."""
     return f"gradient({bundle.name})"
+
+
+def output_gradient(name: str) -> str:
+    """The name under which the gradient of one of the model's outputs travels."""
+    return f"gradient({name})"
 
 
 def stream(visit: str, micro: int) -> str:

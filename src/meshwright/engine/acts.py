@@ -1,10 +1,10 @@
 """The engine's own acts: COUNT, F, LOSS, B, PACK, UNPACK, TALLY, CLIP, STEP, and starting a collective.
 
-The header that COUNT sends holds three numbers: the tokens that count, how many ranks ask to stop, how many rows there
-are. With it every rank knows, before its first backward, the one global denominator, and all ranks stop together.
+The header that COUNT sends holds four numbers: what the rows weigh, how many ranks ask to stop, how many rows there are, and
+how many tokens. With it every rank knows, before its first backward, the one global denominator, and all ranks stop together.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,29 +17,37 @@ from meshwright.core.program import Action
 from meshwright.core.steps import ROLE
 from meshwright.core.strategy import Handler
 from meshwright.engine.buckets import Bucket
+from meshwright.engine.evaluation import Evaluation, evaluate
 from meshwright.engine.loss import Batch
-from meshwright.engine.optimizers import forget_scale, scale_in_step
+from meshwright.engine.meeting import Meeting
+from meshwright.engine.optimizers import Optimizers, forget_scale, scale_in_step
+from meshwright.engine.rows import micro_batches, undivided
+from meshwright.engine.spikes import Spike, Spiked, Spikes
 from meshwright.engine.state import Metrics, State
+from meshwright.engine.suspects import find_suspects
 from meshwright.model.dice import Dice
 from meshwright.model.drive import Drive, Visit, backward, backward_from
 from meshwright.model.dropout import StatelessDropout
-from meshwright.model.paths import pieces
+from meshwright.model.paths import pieces, refuse_divided
 from meshwright.model.values import tensors
 
 
 class Acts:
     """Handlers over one rank's state."""
 
-    def __init__(self, plan: Plan, state: State, optimizer: torch.optim.Optimizer, drive: Drive, dice: Dice | None) -> None:
-        self.plan, self.state, self.optimizer = plan, state, optimizer
+    def __init__(self, plan: Plan, state: State, optimizers: Optimizers, drive: Drive, dice: Dice | None) -> None:
+        self.plan, self.state, self.optimizers = plan, state, optimizers
+        self.spikes = None if plan.job.guard.action == "off" else Spikes(plan.job.guard)
+        self._spike: Spike | None = None
         self._drive, self._dice = drive, dice
         self._step, self._rows, self._stop, self._checked, self._under_way = 0, 0, False, False, False
         self._counted: Sequence[float] | None = None
         self._trained = list(state.subject.trainable.values())
+        self._tallies = [action.name for action in plan.program.actions(ROLE) if action.kind == "TALLY"]
         self._meant = {action.name: self._parameters(action) for action in plan.program.actions(ROLE) if action.kind == "CLIP"}
         self._stateless = None if dice is None else StatelessDropout(dice)
         self._carriers = {name: act for act in plan.program.actions(ROLE) if act.transfer for name in act.tensors}
-        self.handlers: Mapping[str, Handler] = {
+        self.handlers: dict[str, Handler] = {
             "COUNT": self.count,
             "LOSS": self.loss,
             "B": self.backward,
@@ -49,54 +57,68 @@ class Acts:
             "CLIP": self.clip,
             "STEP": self.update,
         }
+        self._leads = plan.leads(state.world.rank)
+        meets = any(action.kind == "GATHER" for action in plan.program.actions(ROLE))
+        self._meeting = Meeting(plan, state, lambda: int(self._totals()[2]), self.start) if meets else None
+        if self._meeting is not None:
+            self.handlers |= self._meeting.handlers
 
     def begin(self, step: int, batch: Batch | None, *, stop: bool) -> None:
         """Cut the rank's rows into micro-batches; one without rows stands in with the example and weighs nothing.
 
         Raises ValueError for a batch with more rows than the plan's, or whose tensors differ in rows.
         """
-        size, device = self.plan.micro_batch, self.state.world.device
-        rows = 0 if batch is None else self._rows_of(batch)
-        micros: list[Batch] = []
-        for first in range(0, self.plan.local_batch, size):
-            part: Batch = self.state.subject.stand_in
-            if batch is not None and first < rows:
-                part = batch if rows <= size else {key: value[first : first + size] for key, value in batch.items()}
-            micros.append({key: value.to(device) for key, value in part.items()})
-        self.state.begin(micros, num_real=-(-rows // size))
-        self._step, self._rows, self._stop = step, rows, stop
+        cut = undivided if self.plan.space.led else micro_batches
+        micros, rows = cut(batch, self.plan, self.state.subject.stand_in, self.state.world.device)
+        self.state.begin(micros, num_real=min(len(micros), -(-rows // self.plan.micro_batch)))
+        self.state.num_rows = rows
+        if self._meeting is not None:
+            self._meeting.begin()
+        self._step, self._rows, self._stop, self._spike = step, rows, stop, None
         if self._under_way:  # the last step did not come to its end: what it left must not be added to this one
             self._end()
         self._under_way = True
 
     def start(self, action: Action, tensor: torch.Tensor) -> None:
         """Start the collective of `action` on `tensor`; without a transfer there is nothing to send."""
-        if action.transfer is not None:
-            group = self.state.world.group(action.transfer.axes)
-            self.state.works[action.name] = group.all_reduce(tensor, action=action.name, algorithm=action.transfer.algorithm)
+        if action.transfer is None:
+            return
+        group = self.state.world.group(action.transfer.axes)
+        match action.transfer.collective:
+            case "broadcast":
+                work = group.broadcast(tensor, action=action.name)
+            case "reduce":
+                work = group.reduce(tensor, action=action.name)
+            case _:
+                work = group.all_reduce(tensor, action=action.name, algorithm=action.transfer.algorithm)
+        self.state.works[action.name] = work
 
     def count(self, action: Action) -> None:
         """Count what this rank's rows weigh, and start adding it up over the ranks."""
         state = self.state
-        tokens = sum(float(state.loss.count(micro)) for micro in state.micros[: state.num_real])
-        self._counted = (tokens, self._stop, self._rows)
+        counted = [state.loss.counted(micro) for micro in state.micros[: state.num_real]]
+        weight, tokens = (sum(numbers) for numbers in zip((0.0, 0.0), *counted, strict=True))
+        self._counted = (weight, self._stop, self._rows, tokens)
         if action.transfer is not None:
             state.header = torch.tensor(self._counted, dtype=torch.float64, device=state.world.device)
             self._counted = None  # known once the others' have been added
             self.start(action, state.header)
 
-    def forward(self, micro: int, reach: Callable[[str], None]) -> None:
-        """Run the model's own forward on one micro-batch; `reach` is called before each block."""
+    def forward(self, micro: int, reach: Callable[[str], None], leave: Callable[[], None] | None = None) -> None:
+        """Run the model's own forward on one micro-batch; `reach` is called before each block, `leave` after it."""
         state = self.state
         inputs = {key: value for key, value in state.micros[micro].items() if key not in state.loss.targets}
         with self._autocast(), self._randomness(micro):
-            outputs, closing, seen = self._drive.forward(self._announcing(reach), lambda: state.subject.module(**inputs))
+            outputs, closing, seen = self._drive.forward(self._announcing(reach), lambda: state.subject.module(**inputs), leave)
         state.passes[micro] = seen
         state.closings[micro] = (outputs, closing)
 
     def loss(self, action: Action) -> None:
         """Take the loss of a micro-batch over the global count, and its gradient down to the last blocks' outputs."""
         state, micro = self.state, action.micro or 0
+        if self._meeting is not None:
+            self._loss_of_all(self._meeting, micro)
+            return
         outputs, closing = state.closings.pop(micro)
         total = state.loss.total(outputs, state.micros[micro])
         if micro >= state.num_real:
@@ -107,11 +129,28 @@ class Acts:
         del outputs
         with self._no_draws():
             if total.requires_grad:  # unless this forward passed no trained parameter
-                backward_from(total, 1.0 / max(self._totals()[0], 1.0))
+                backward_from(total, 1.0 / (self._totals()[0] or 1.0))
             backward(closing)
+
+    def _loss_of_all(self, meeting: Meeting, micro: int) -> None:
+        """Take the loss of the rows of all ranks, where this one takes it; the gradient of its own rows may still come."""
+        state = self.state
+        outputs, closing = state.closings[micro]
+        total = meeting.total(outputs)
+        if total is not None and not self._checked:
+            self._check_paths(total, micro, outputs, closing)
+        if total is not None and meeting.counts_here:
+            state.tally += total.detach()
+        with self._no_draws():
+            if total is not None and total.requires_grad:
+                backward_from(total, 1.0 / (self._totals()[0] or 1.0))
+            meeting.give_back()
 
     def backward(self, action: Action) -> None:
         """Run the backward of one visit; one that the forward did not reach has none."""
+        _, left = self.state.closings.pop(action.micro or 0, (None, None))
+        if left is not None:  # the glue behind the last block, when the gradient of the outputs has come from elsewhere
+            backward(left)
         visit = self.state.passes[action.micro or 0].visits.pop(action.subject, None)
         if visit is None:
             return
@@ -137,6 +176,8 @@ class Acts:
 
     def clip(self, action: Action) -> None:
         """Take the norm of the gradients of the logical parameters, each counted once; scale them down to `train.clip`."""
+        if not self._leads:
+            return
         grads, parameters = [], self._meant[action.name]
         for parameter in parameters:
             if parameter.grad is None:
@@ -146,22 +187,51 @@ class Acts:
         self.state.grad_norm = norm.item()
         limit = self.plan.job.train.clip
         if limit and not self.state.grad_norm + 1e-6 <= limit:  # as torch.nn.utils.clip_grad_norm_ has it
-            scale_in_step(self.optimizer, parameters, norm, limit)
+            scale_in_step(self.optimizers, parameters, norm, limit)
 
     def update(self, action: Action) -> None:
-        """Let the optimizer step, unless nothing counted in this step; the gradients are gone afterwards."""
-        if self._totals()[0]:
-            self.optimizer.step()
+        """Let the optimizers step, unless nothing counted or the step does harm; the gradients are gone afterwards.
+
+        Raises Spiked for a harmful step that shall end the run.
+        """
+        if self._totals()[0] and self._leads and not self._harmful():
+            for optimizer in self.optimizers:
+                optimizer.step()
         self._end()
+        if self._spike is not None and self.spikes is not None:
+            hopeless = self.spikes.hopeless
+            if hopeless or self.plan.job.guard.action == "stop":
+                raise Spiked(self._spike, hopeless)
+
+    def evaluate(self, batches: Iterable[Batch | None]) -> Evaluation:
+        """The loss over `batches` of all ranks; see `engine.evaluation`."""
+        return evaluate(self.plan, self.state, self._dice, self._autocast(), batches)
+
+    def _harmful(self) -> bool:
+        """Whether this step would do harm, as all ranks judge alike; then it is looked into."""
+        if self.spikes is None:
+            return False
+        for name in self._tallies:
+            if name in self.state.works:
+                self.state.works[name].wait()
+        count, norm = self._totals()[0], self.state.grad_norm
+        loss = self.state.tally.item() / (count or 1.0)
+        reasons = self.spikes.judge(loss, norm)
+        if reasons:
+            suspects = find_suspects(self.plan, self.state, lambda micro: self.forward(micro, lambda visit: None), count)
+            self._spike = Spike(self._step + 1, loss, norm, reasons, suspects)
+        return bool(reasons)
 
     def metrics(self, step: int, lr: float) -> Metrics:
         """What the step did, from the header and the tally that all ranks share."""
-        count, stop, _ = self._totals()
-        loss = self.state.tally.item() / max(count, 1.0)
-        return Metrics(step, loss, self.state.grad_norm, lr, int(count), stop=stop > 0, skipped=not count)
+        count, stop, rows, tokens = self._totals()
+        loss = self.state.tally.item() / (count or 1.0)
+        skipped = not count or self._spike is not None
+        norm = self.state.norm.item() if self.plan.space.led else self.state.grad_norm
+        return Metrics(step, loss, norm, lr, int(tokens), stop=stop > 0, skipped=skipped, samples=int(rows), spike=self._spike)
 
     def _totals(self) -> Sequence[float]:
-        """What counts in this step over all ranks: tokens, wishes to stop, rows; COUNT has ended."""
+        """What counts in this step over all ranks: weight, wishes to stop, rows, tokens; COUNT has ended."""
         if self._counted is None:
             self._counted = self.state.header.tolist()
         return self._counted
@@ -170,22 +240,10 @@ class Acts:
         return [self.state.subject.parameters[name] for name in action.tensors]
 
     def _end(self) -> None:
-        forget_scale(self.optimizer)
+        forget_scale(self.optimizers)
         for parameter in self._trained:  # 10 us where the optimizer's own zero_grad takes 130
             parameter.grad = None
         self._under_way = False
-
-    def _rows_of(self, batch: Batch) -> int:
-        rows = {key: len(value) for key, value in batch.items()}
-        if len(set(rows.values())) != 1:
-            given = ", ".join(f"{key} {count}" for key, count in rows.items()) or "no tensors"
-            text = f"the batch holds {given}; needed are the same rows in every tensor"
-            raise ValueError(f"{text}; pass None when this rank has no rows left")
-        count = next(iter(rows.values()))
-        if count > self.plan.local_batch:
-            text = f"the batch has {count} rows and this rank plays {self.plan.local_batch} in a step"
-            raise ValueError(f"{text}; pass at most that many, or raise train.batch")
-        return count
 
     def _autocast(self) -> AbstractContextManager:
         precision = self.plan.job.precision
@@ -227,9 +285,12 @@ class Acts:
         if loss.shape != ():
             text = f"the loss has the shape {list(loss.shape)}; needed is a scalar, the sum over what counts"
             raise PlanError(text, fix="return total.sum() from Loss.total", where="loss")
+        self._checked = True
+        if not self._drive.cut:  # one graph, one backward: no border that a path could go round
+            return
         subject = self.state.subject
         found = pieces(self.state.passes[micro], closing)
         found.refuse_unknown(subject.trainable, {weight.name: weight.visits for weight in subject.anatomy.weights})
         handed = {id(tensor) for tensor in tensors(outputs)}
         found.refuse_loss(loss, {name: p for name, p in subject.parameters.items() if id(p) not in handed})
-        self._checked = True
+        refuse_divided(loss, outputs, self.state.passes[micro], closing, self.plan.num_data * self.plan.num_micro)

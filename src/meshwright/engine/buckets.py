@@ -17,8 +17,8 @@ class Bucket:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
         self.parameters = dict(parameters)
-        device = next(iter(self.parameters.values())).device
-        self.flat = torch.empty(sum(p.numel() for p in self.parameters.values()), dtype=dtype, device=device)
+        first = next(iter(self.parameters.values()))  # the buffer is of its kind: on its device, and fake where it is fake
+        self.flat = first.new_empty(sum(p.numel() for p in self.parameters.values()), dtype=dtype)
         self.views: dict[str, torch.Tensor] = {}
         start = 0
         for name, parameter in self.parameters.items():

@@ -1,13 +1,16 @@
-"""Optimizers over logical parameters: torch's own fused ones, with groups by name, or the user's own.
+"""Optimizers over logical parameters: torch's own fused ones, with groups by name, or the user's own; one or several.
 
-The state is saved and restored by logical name (`exp_avg/lm_head.weight`), so that it survives any change of layout.
+Several optimizers share the parameters: each is stepped by exactly one. The state is saved and restored by logical name
+(`exp_avg/lm_head.weight`), so that it survives any change of layout.
 What an optimizer keeps as a Python number comes back as one (`step:int/lm_head.weight`), because its arithmetic may
-differ from a tensor's; so do numbers that it changed in its groups (`group.1:float/weight_sum`).
+differ from a tensor's; so do numbers that it changed in its groups (`group.1:float/weight_sum`), which are numbered
+through over all optimizers.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,7 +20,9 @@ from meshwright.core.job import Optimizer
 
 Groups = list[dict[str, Any]]
 Numbers = dict[str, int | float]
-MakeOptimizer = Callable[[Groups], torch.optim.Optimizer]
+Optimizers = tuple[torch.optim.Optimizer, ...]
+MakeOptimizer = Callable[[Groups], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
+Stepper = tuple[Literal["adamw", "sgd"], float]  # which optimizer steps a parameter, and its momentum
 
 
 def parameter_groups(spec: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Groups:
@@ -26,16 +31,22 @@ def parameter_groups(spec: Optimizer, parameters: Mapping[str, nn.Parameter]) ->
     The first pattern of `spec.groups` that matches a parameter's logical name decides; without one, 1-D parameters
     (norms, biases) take no decay. Raises PlanError for patterns that match nothing.
     """
-    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    return [group for groups in _by_stepper(spec, parameters).values() for group in groups]
+
+
+def _by_stepper(spec: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[Stepper, Groups]:
+    groups: dict[tuple[Stepper, float, float], dict[str, Any]] = {}
     unused = {group.pattern for group in spec.groups}
     for name, parameter in parameters.items():
         lr, decay = spec.lr, spec.weight_decay if parameter.ndim > 1 else 0.0
+        stepper: Stepper = (spec.name, spec.momentum)
         rule = next((group for group in spec.groups if fnmatchcase(name, group.pattern)), None)
         if rule is not None:
             unused.discard(rule.pattern)
             lr = spec.lr * rule.lr_factor
             decay = decay if rule.weight_decay is None else rule.weight_decay
-        group = groups.setdefault((lr, decay), {"params": [], "lr": lr, "weight_decay": decay})
+            stepper = stepper if rule.name is None else (rule.name, rule.momentum)
+        group = groups.setdefault((stepper, lr, decay), {"params": [], "lr": lr, "weight_decay": decay})
         group["params"].append(parameter)
     if unused:
         text = (
@@ -44,74 +55,105 @@ def parameter_groups(spec: Optimizer, parameters: Mapping[str, nn.Parameter]) ->
         raise PlanError(
             text, fix=f"write patterns such as '*.weight'; a name here is '{next(iter(parameters))}'", where="optimizer.groups"
         )
-    return list(groups.values())
+    found: dict[Stepper, Groups] = {}
+    for (stepper, _, _), group in groups.items():
+        found.setdefault(stepper, []).append(group)
+    return found
 
 
-def make_optimizer(spec: Optimizer, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW or SGD as `spec` says, fused: one pass over memory per step."""
-    groups = parameter_groups(spec, parameters)
-    if spec.name == "sgd":
-        return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, fused=True)
+def make_optimizers(spec: Optimizer, parameters: Mapping[str, nn.Parameter], make: MakeOptimizer | None = None) -> Optimizers:
+    """The optimizers that together step all of `parameters`: what `make` makes, else what `spec` names, fused.
+
+    Fused: one pass over memory per step. Raises PlanError when `make` leaves parameters out or takes one twice, and when
+    `spec` names another optimizer for some group and `make` is there to decide.
+    """
+    if make is None:
+        return tuple(_torch_optimizer(stepper, spec, groups) for stepper, groups in _by_stepper(spec, parameters).items())
+    named = [group.pattern for group in spec.groups if group.name is not None]
+    if named:
+        text = f"the groups {', '.join(named)} name an optimizer, and one that was passed makes its own"
+        raise PlanError(text, fix="remove `name` from the groups, or pass no optimizer", where="optimizer.groups")
+    made = make(parameter_groups(spec, parameters))
+    optimizers = (made,) if isinstance(made, torch.optim.Optimizer) else tuple(made)
+    check_optimizers(optimizers, parameters)
+    return optimizers
+
+
+def _torch_optimizer(stepper: Stepper, spec: Optimizer, groups: Groups) -> torch.optim.Optimizer:
+    name, momentum = stepper
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=spec.lr, momentum=momentum, fused=True)
     return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise PlanError unless `optimizer` holds all of `parameters` and nothing else."""
+def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise PlanError unless `optimizers` together hold each of `parameters` once, and nothing else."""
     names = {id(parameter): name for name, parameter in parameters.items()}
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held = [id(parameter) for group in groups_of(optimizers) for parameter in group["params"]]
     missing = [name for key, name in names.items() if key not in held]
-    if missing or len(held) > len(names):
+    twice = [names[key] for key, count in Counter(held).items() if count > 1 and key in names]
+    if missing or twice or len(held) > len(names):
         text = f"the optimizer misses {len(missing)} of the {len(names)} parameters that are trained"
         text += f" ({missing[0]}...)" if missing else ""
-        text += f", and holds {len(held.difference(names))} others"
+        text += f", and holds {len(set(held).difference(names))} others"
+        text += f"; {len(twice)} are held by two optimizers ({twice[0]}...)" if twice else ""
         fix = "make it from the groups that it is given, optimizer=lambda groups: torch.optim.Adagrad(groups), all of them"
         raise PlanError(text, fix=fix, where="optimizer")
 
 
-def group_numbers(optimizer: torch.optim.Optimizer) -> Numbers:
-    """The numbers in the optimizer's groups as `group.index/key`, but for the learning rate, which follows the schedule."""
-    groups = enumerate(optimizer.param_groups)
+def groups_of(optimizers: Sequence[torch.optim.Optimizer]) -> Groups:
+    """The groups of all `optimizers`, in order; the very dicts that they use."""
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def group_numbers(optimizers: Sequence[torch.optim.Optimizer]) -> Numbers:
+    """The numbers in the optimizers' groups as `group.index/key`, but for the learning rate, which follows the schedule."""
     return {
         f"group.{i}/{key}": value
-        for i, group in groups
+        for i, group in enumerate(groups_of(optimizers))
         for key, value in group.items()
         if isinstance(value, (int, float)) and key != "lr"
     }
 
 
 def state_tensors(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], initial: Numbers
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter], initial: Numbers
 ) -> dict[str, torch.Tensor]:
-    """The optimizer's state by `key/logical name`, and the numbers of its groups that differ from `initial`.
+    """The optimizers' state by `key/logical name`, and the numbers of its groups that differ from `initial`.
 
     A Python number becomes a 0-dim tensor, and its kind is noted at the key. Raises PlanError for state that is neither.
     """
-    found: dict[str, Any] = {name: value for name, value in group_numbers(optimizer).items() if initial.get(name) != value}
+    found: dict[str, Any] = {name: value for name, value in group_numbers(optimizers).items() if initial.get(name) != value}
     for name, parameter in parameters.items():
-        held = optimizer.state.get(parameter, {})
-        found |= {f"{key}/{name}": value for key, value in held.items() if value is not None}
+        for optimizer in optimizers:
+            held = optimizer.state.get(parameter, {})
+            found |= {f"{key}/{name}": value for key, value in held.items() if value is not None}
     return dict(_as_tensor(*item) for item in found.items())
 
 
 def restore_state(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], saved: Mapping[str, torch.Tensor]
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter], saved: Mapping[str, torch.Tensor]
 ) -> None:
-    """Replace the optimizer's state by copies of `saved` (as `state_tensors` gave it), on each parameter's device.
+    """Replace the optimizers' state by copies of `saved` (as `state_tensors` gave it), on each parameter's device.
 
     Raises PlanError for state of a parameter that is not among `parameters`.
     """
-    optimizer.state.clear()
-    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    owners = {id(p): optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    groups = groups_of(optimizers)
+    for optimizer in optimizers:
+        optimizer.state.clear()
     for entry, tensor in saved.items():
         key, _, name = entry.partition("/")
         key, _, kind = key.partition(":")
         if key.startswith("group."):
-            optimizer.param_groups[int(key.removeprefix("group."))][name] = tensor.item()
+            groups[int(key.removeprefix("group."))][name] = tensor.item()
             continue
         if name not in parameters:
             fix = "train the same parameters as the run that saved it, or load into a new run folder"
             raise PlanError(f"the checkpoint holds '{key}' of {name}, which is not trained here", fix=fix, where="optimizer")
+        optimizer = owners[id(parameters[name])]
         # torch keeps step counters on the CPU, unless a kernel reads them
+        on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
         device = parameters[name].device if tensor.ndim or on_device else torch.device("cpu")
         optimizer.state[parameters[name]][key] = tensor.item() if kind else tensor.to(device, copy=True)
 
@@ -128,20 +170,25 @@ def _as_tensor(entry: str, value: Any) -> tuple[str, torch.Tensor]:
     return f"{key}:{kind}/{name}", torch.tensor(value, dtype=dtypes[kind])
 
 
-def scale_in_step(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], norm: torch.Tensor, limit: float) -> None:
+def scale_in_step(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], norm: torch.Tensor, limit: float
+) -> None:
     """Have the gradients (of total `norm`) scaled down to `limit`, as torch.nn.utils.clip_grad_norm_ does.
 
     A fused optimizer of torch divides while it reads them, by the factor that gradient scalers hand it: one pass over the
     gradients less, 8 of 440 ms on a 25 M model. It takes that factor in float32, which float64 gradients cannot use.
     """
-    own = type(optimizer) in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # others may not look at it
-    fused = own and all(group.get("fused") for group in optimizer.param_groups)
+    known = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # others may not look at it
+    fused = all(type(optimizer) in known for optimizer in optimizers) and all(g.get("fused") for g in groups_of(optimizers))
     if fused and all(parameter.dtype != torch.float64 for parameter in parameters):
-        vars(optimizer)["grad_scale"] = ((norm + 1e-6) / limit).float()
+        scale = ((norm + 1e-6) / limit).float()
+        for optimizer in optimizers:
+            vars(optimizer)["grad_scale"] = scale
     else:
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
 
 
-def forget_scale(optimizer: torch.optim.Optimizer) -> None:
+def forget_scale(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Let the next step take its gradients as they are."""
-    vars(optimizer).pop("grad_scale", None)
+    for optimizer in optimizers:
+        vars(optimizer).pop("grad_scale", None)

@@ -8,7 +8,7 @@ player calls the model at a micro-batch's first F; each block, before it runs, p
 actions are looked up in a table from kind to handler; strategies bring handlers for the kinds they introduced.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -19,18 +19,19 @@ from meshwright.core.program import Action
 from meshwright.core.steps import ROLE
 from meshwright.core.strategy import Handler
 from meshwright.engine.acts import Acts
+from meshwright.engine.evaluation import Evaluation
 from meshwright.engine.loss import Batch
 from meshwright.engine.optimizers import (
     MakeOptimizer,
-    check_optimizer,
     group_numbers,
-    make_optimizer,
-    parameter_groups,
+    groups_of,
+    make_optimizers,
     restore_state,
     state_tensors,
 )
 from meshwright.engine.schedule import factor
 from meshwright.engine.state import Metrics, State
+from meshwright.engine.watch import GLUE, Entry, Watch, wait, watched
 from meshwright.model.dice import Dice
 from meshwright.model.drive import Drive
 
@@ -49,13 +50,11 @@ class Player:
         self.plan, self.state = plan, state
         self.steps_done = 0
         trainable = state.subject.trainable
-        spec = plan.job.optimizer
-        self.optimizer = optimizer(parameter_groups(spec, trainable)) if optimizer else make_optimizer(spec, trainable)
-        check_optimizer(self.optimizer, trainable)
-        self._base_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        self._numbers = group_numbers(self.optimizer)
-        self._drive = Drive(state.subject.blocks, in_place=plan.anatomy.in_place)
-        self._acts = Acts(plan, state, self.optimizer, self._drive, dice)
+        self.optimizers = make_optimizers(plan.job.optimizer, trainable, optimizer)
+        self._base_lrs = [group["lr"] for group in groups_of(self.optimizers)]
+        self._numbers = group_numbers(self.optimizers)
+        self._drive = Drive(state.subject.blocks, in_place=plan.anatomy.in_place, cut=_parts_blocks(plan))
+        self._acts = Acts(plan, state, self.optimizers, self._drive, dice)
         handlers: dict[str, Handler] = dict(self._acts.handlers)
         for strategy in plan.strategies:
             handlers |= strategy.bind(self)
@@ -65,40 +64,57 @@ class Player:
         self._starts: dict[int, int] = {}  # where the first F of each micro-batch stands
         for (_, micro), place in self._place.items():
             self._starts.setdefault(micro or 0, place)
+        self._now: Sequence[Entry] = self._list  # what this step plays: the list, or the same under watch
         self._cursor = 0
 
-    def step(self, batch: Batch | None, *, stop: bool = False) -> Metrics:
+    def step(self, batch: Batch | None, *, stop: bool = False, watch: Watch | None = None) -> Metrics:
         """Train one global step on this rank's samples; the same numbers come back on every rank.
 
         `batch` holds this rank's rows, micro-batch after micro-batch: at most micro_batch * num_micro; fewer, or None,
         when its data ran out (it then takes part with zero weight). `stop` asks all ranks to stop after this step: each
-        sees it in the metrics.
+        sees it in the metrics. `watch` is told what each action takes; without it nothing is measured.
         """
         acts, state = self._acts, self.state
         acts.begin(self.steps_done, batch, stop=stop)
         lr = self._set_lr()
-        self._cursor = 0
+        self._cursor, self._now = 0, self._list if watch is None else watched(self._list, state.works, watch)
         for micro, first in self._starts.items():
             self._play_to(first)
-            acts.forward(micro, self._reach(micro))
+            if watch is None:
+                acts.forward(micro, self._reach(micro))
+            else:
+                with watch.during(f"forward({micro})", GLUE):
+                    acts.forward(micro, self._reach(micro), watch.end)
         self._play_to(len(self._list))
-        for work in state.works.values():
-            work.wait()
+        for name, work in state.works.items():
+            if watch is None:
+                work.wait()
+            else:
+                wait(name, work, watch)
         self.steps_done += 1
         state.forget()
         return acts.metrics(self.steps_done, lr)
+
+    def evaluate(self, batches: Iterable[Batch | None]) -> Evaluation:
+        """The loss over `batches`, exact over all ranks, each of which calls this with its own rows; nothing is trained.
+
+        Each batch holds this rank's rows, as for `step`. Raises PlanError when nothing counts in any of them.
+        """
+        return self._acts.evaluate(batches)
 
     def start(self, action: Action) -> None:
         """Start the collective that `action.transfer` states on the flat tensor of `action.subject`."""
         self._acts.start(action, self.state.tensor(action.subject))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All that must be saved, by logical name: parameters, persistent buffers, optimizer state."""
+        """All that must be saved, by logical name: parameters, persistent buffers, optimizer state, what the guard knows."""
         subject = self.state.subject
         parameters = {f"model/{name}": parameter.detach() for name, parameter in subject.parameters.items()}
         buffers = {f"buffer/{name}": buffer for name, buffer in _persistent_buffers(subject.module)}
-        state = state_tensors(self.optimizer, subject.trainable, self._numbers)
-        return parameters | buffers | {f"optimizer/{name}": value for name, value in state.items()}
+        state = state_tensors(self.optimizers, subject.trainable, self._numbers)
+        usual = {} if self._acts.spikes is None else self._acts.spikes.tensors()
+        moments = {f"optimizer/{name}": value for name, value in state.items()}
+        return parameters | buffers | moments | {f"guard/{name}": value for name, value in usual.items()}
 
     def restore(self, saved: Mapping[str, torch.Tensor], steps_done: int) -> None:
         """Take up `saved` (as `tensors` gave it) after `steps_done` global steps."""
@@ -109,8 +125,30 @@ class Player:
             for name, buffer in _persistent_buffers(subject.module):
                 buffer.copy_(saved[f"buffer/{name}"])
         moments = {name.removeprefix("optimizer/"): value for name, value in saved.items() if name.startswith("optimizer/")}
-        restore_state(self.optimizer, subject.trainable, moments)
+        restore_state(self.optimizers, subject.trainable, moments)
+        usual = {name.removeprefix("guard/"): value for name, value in saved.items() if name.startswith("guard/")}
+        if usual and self._acts.spikes is not None:
+            self._acts.spikes.restore(usual)
         self.steps_done = steps_done
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes that this rank holds for the model, by category: parameters, gradients, moments, buckets.
+
+        A gradient that is a piece of a bucket counts there. Gradients exist from a backward to the optimizer's step.
+        """
+        buckets = self.state.buckets.values()
+        in_bucket = {
+            name for bucket in buckets for name, view in bucket.views.items() if view.dtype == bucket.parameters[name].dtype
+        }
+        trainable = self.state.subject.trainable
+        states = [held for optimizer in self.optimizers for held in optimizer.state.values()]
+        moments = [value for held in states for value in held.values() if isinstance(value, torch.Tensor)]
+        return {
+            "parameters": sum(map(_nbytes, self.state.subject.parameters.values())),
+            "gradients": sum(_nbytes(parameter) for name, parameter in trainable.items() if name not in in_bucket),
+            "moments": sum(map(_nbytes, moments)),
+            "buckets": sum(_nbytes(bucket.flat) for bucket in buckets),
+        }
 
     def close(self) -> None:
         """Give the user's module its own forwards back."""
@@ -118,7 +156,7 @@ class Player:
 
     def _set_lr(self) -> float:
         scale = factor(self.plan.job.schedule, self.steps_done, self.plan.job.train.steps)
-        for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
+        for group, base in zip(groups_of(self.optimizers), self._base_lrs, strict=True):
             group["lr"] = base * scale
         return self._base_lrs[0] * scale
 
@@ -139,7 +177,7 @@ class Player:
 
     def _play_to(self, end: int) -> None:
         while self._cursor < end:
-            action, handler, waits = self._list[self._cursor]
+            action, handler, waits = self._now[self._cursor]
             self._cursor += 1
             for name in waits:
                 self.state.works[name].wait()
@@ -150,9 +188,7 @@ class Player:
         return lambda action: act(action, self.state)
 
     @staticmethod
-    def _resolve(
-        actions: tuple[Action, ...], handlers: Mapping[str, Handler]
-    ) -> list[tuple[Action, Handler | None, tuple[str, ...]]]:
+    def _resolve(actions: tuple[Action, ...], handlers: Mapping[str, Handler]) -> list[Entry]:
         """Each action with its handler and the wire actions it waits for; compute actions end in list order anyway."""
         unknown = sorted({action.kind for action in actions}.difference(handlers, ("F",)))
         if unknown:
@@ -168,9 +204,20 @@ class Player:
         return resolved
 
 
+def _parts_blocks(plan: Plan) -> bool:
+    """Whether the plan does anything between the backwards of two blocks, so that the graph must be cut there."""
+    kinds = [action.kind for action in plan.program.actions(ROLE)]
+    first, last = kinds.index("B"), len(kinds) - kinds[::-1].index("B")
+    return plan.num_data > 1 or set(kinds[first:last]) != {"B"}
+
+
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The buffers that belong to the model's state, by name: what a state_dict holds, whatever hooks make of it."""
     for path, owner in module.named_modules():
         for name, buffer in owner._buffers.items():
             if buffer is not None and name not in owner._non_persistent_buffers_set:
                 yield f"{path}.{name}" if path else name, buffer
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -11,14 +11,16 @@ from meshwright.comm.group import Work, World
 from meshwright.core.anatomy import Anatomy
 from meshwright.engine.buckets import Bucket
 from meshwright.engine.loss import Batch, Loss
+from meshwright.engine.spikes import Spike
 from meshwright.model.drive import Pass, Visit
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """What a step did, the same on every rank. `tokens` is the global count; `stop` says that a rank asked to stop.
+    """What a step did, the same on every rank. `tokens` and `samples` are global counts; `stop`: a rank asked to stop.
 
-    A step in which nothing counted leaves the parameters as they were: `skipped`.
+    A step in which nothing counted leaves the parameters as they were: `skipped`. So does one that would do harm, where
+    the job guards against that: `spike` says why.
     """
 
     step: int
@@ -28,6 +30,8 @@ class Metrics:
     tokens: int
     stop: bool = False
     skipped: bool = False
+    spike: Spike | None = None
+    samples: int = 0
 
 
 @dataclass
@@ -55,13 +59,15 @@ class State:
     loss: Loss
     micros: list[Batch] = field(default_factory=list)
     num_real: int = 0  # micro-batches with rows; those behind them only stand in
+    num_rows: int = 0  # the rows in them
     tally: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
-    header: torch.Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+    header: torch.Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
     passes: dict[int, Pass] = field(default_factory=dict)
     closings: dict[int, tuple[Any, Visit]] = field(default_factory=dict)
     buckets: dict[str, Bucket] = field(default_factory=dict)
     works: dict[str, Work] = field(default_factory=dict)
     grad_norm: float = 0.0
+    norm: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))  # as it travels to other ranks
 
     def begin(self, micros: list[Batch], num_real: int) -> None:
         """Forget the last step, which may have failed, and take these micro-batches, of which so many hold rows."""

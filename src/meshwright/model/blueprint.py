@@ -22,13 +22,18 @@ before it is registered (`nn.Parameter(torch.randn(3) * 0.02)`) keeps its value,
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from meshwright.core.anatomy import Origin
 from meshwright.core.errors import Fault, PlanError, nearest, raise_faults
 from meshwright.model.recorder import is_meta, recording
 from meshwright.model.tape import Tape, Window, storage_of
+
+if TYPE_CHECKING:
+    from meshwright.model.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -45,11 +50,12 @@ def blueprint(build: Callable[[], nn.Module], seed: int) -> "Blueprint":
     """The blueprint of the model that `build` constructs; `build` is called once.
 
     Raises PlanError, naming every parameter concerned, when a parameter is never initialised, is filled in a way that
-    cannot be replayed, or shares memory with another without being the same object, and when a buffer is computed
-    from a parameter. What `build` itself raises passes through.
+    cannot be replayed, or shares memory with another without being the same object, when a buffer is computed from a
+    parameter, and for a module compiled by TorchScript. What `build` itself raises passes through.
     """
     with recording(seed) as tape:
         module = build()
+        raise_faults(_scripted(module))
         for owner in module.modules():  # those that were put in place without registration
             for name, param in owner._parameters.items():
                 if param is not None and not tape.holds(param):
@@ -65,13 +71,37 @@ def blueprint(build: Callable[[], nn.Module], seed: int) -> "Blueprint":
 class Blueprint:
     """What `blueprint` returns: `logical` parameters by name, copies of the module, and initial values on demand."""
 
-    def __init__(self, module: nn.Module, logical: dict[str, Logical], windows: dict[str, Window], tape: Tape, seed: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        logical: dict[str, Logical],
+        windows: dict[str, Window],
+        tape: Tape,
+        seed: int,
+        weights: "Weights | None" = None,
+    ) -> None:
         self.logical = logical
+        self._weights = weights
         self._module = module
         self._windows = windows
         self._tape = tape
         self._seed = seed
         self._first = {alias: name for name, entry in logical.items() for alias in (name, *entry.aliases)}
+
+    @property
+    def origin(self) -> Origin | None:
+        """Where initial values are stored; None when all are drawn from the seed."""
+        return None if self._weights is None else self._weights.origin
+
+    def with_weights(self, weights: "Weights") -> "Blueprint":
+        """This blueprint with the stored values of `weights` as initial values, as far as they go."""
+        module = self.instance()
+        for path, owner in module.named_modules():
+            for leaf, buffer in owner._buffers.items():
+                name = f"{path}.{leaf}" if path else leaf
+                if buffer is not None and name in weights:
+                    owner._buffers[leaf] = weights.read(name, buffer.dtype)
+        return Blueprint(module, self.logical, self._windows, self._tape, self._seed, weights)
 
     def instance(self) -> nn.Module:
         """A fresh copy of the module: meta parameters, ties kept, buffers of its own with their values."""
@@ -85,11 +115,13 @@ class Blueprint:
     def value(self, name: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> torch.Tensor:
         """The initial value of the parameter `name` (or of its alias), whole, on `device`.
 
-        A floating parameter is cast to `dtype`, by way of float32; others keep their own dtype.
+        A floating parameter is cast to `dtype`, one that is drawn by way of float32; others keep their own dtype.
 
         Raises PlanError when the recipe leaves a NaN: an element that was never written, or a faulty initialisation.
         """
         first = self._first_name(name)
+        if self._weights is not None and first in self._weights:
+            return self._weights.read(first, dtype, device)
         value = self._tape.replay(self._windows[first], self._seed, torch.device(device))
         if not value.is_floating_point():
             return value
@@ -153,6 +185,17 @@ def _logical_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
     for name, param in module.named_parameters(remove_duplicate=False):
         by_object.setdefault(id(param), []).append(name)
     return {first: tuple(aliases) for first, *aliases in by_object.values()}
+
+
+def _scripted(module: nn.Module) -> Iterator[Fault]:
+    inside: set[int] = set()
+    for name, inner in module.named_modules():
+        if isinstance(inner, torch.jit.ScriptModule) and id(inner) not in inside:
+            inside.update(id(part) for part in inner.modules())
+            text = (
+                f"the module is compiled by TorchScript ({inner.original_name}): its parameters and its forward are out of reach"
+            )
+            yield Fault(text, "use the module itself, without torch.jit.script or torch.jit.trace", name or "model")
 
 
 def _faults(module: nn.Module, params: dict[str, nn.Parameter], tape: Tape) -> Iterator[Fault]:

@@ -19,6 +19,8 @@ import transformers
 from torch import nn
 
 from meshwright.core.errors import Fault, PlanError, nearest, raise_faults
+from meshwright.model.declared import config_of
+from meshwright.model.repository import repository_factory
 
 WHERE = "model.source"
 FIXED = ("model_type", "architectures", "transformers_version", "dtype", "use_cache")
@@ -33,18 +35,26 @@ class TextLimits:
     positions: int | None = None
 
 
-def config_factory(source: str, overrides: Mapping[str, Any]) -> Callable[[], nn.Module]:
+def config_factory(source: str, overrides: Mapping[str, Any], *, trusted: bool = False) -> Callable[[], nn.Module]:
     """The function that constructs the model of the config at `source`, a .json file or a folder with config.json.
 
     The class is the one that `architectures` names first; without that field, the causal language model of the type.
+    Classes from the folder itself (`auto_map`) are used only when it is `trusted`.
 
     Raises PlanError for a file that is missing, unreadable or of no known model type, for an unknown architecture, and
     for overrides that the config does not have or refuses.
     """
     raw = _read(Path(source))
+    foreign = raw.pop("auto_map", None)
+    if trusted and isinstance(foreign, dict):
+        return repository_factory(Path(source), raw, foreign, overrides)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise PlanError(f"{source} has no model_type", fix='add the field model_type, for example "llama"', where=WHERE)
+    if model_type not in transformers.CONFIG_MAPPING and foreign:
+        text = f"the model type '{model_type}' is not known to transformers; its repository brings code for it, which is not run"
+        fix = "look at it, then set model.trust_remote_code = true and model.revision to its commit, or use file.py:factory"
+        raise PlanError(text, fix=fix, where=WHERE)
     if model_type not in transformers.CONFIG_MAPPING:
         fix = nearest(model_type, transformers.CONFIG_MAPPING)
         raise PlanError(f"the model type '{model_type}' is not known to transformers", fix=fix, where=WHERE)
@@ -66,7 +76,7 @@ def config_factory(source: str, overrides: Mapping[str, Any]) -> Callable[[], nn
 
 def text_limits(module: nn.Module) -> TextLimits:
     """What the config of a transformers model says about the text that it takes; nothing for other modules."""
-    config = _config_of(module)
+    config = config_of(module)
     if config is None:
         return TextLimits()
     config = config.get_text_config()
@@ -90,7 +100,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise PlanError(
             f"{path} holds a {type(raw).__name__}; a config is an object", fix="give a transformers config.json", where=WHERE
         )
-    return {name: value for name, value in raw.items() if name not in ("dtype", "torch_dtype", "auto_map")}
+    return {name: value for name, value in raw.items() if name not in ("dtype", "torch_dtype")}
 
 
 def _known(overrides: Mapping[str, Any], config: Any) -> dict[str, Any]:
@@ -103,16 +113,22 @@ def _known(overrides: Mapping[str, Any], config: Any) -> dict[str, Any]:
     return {config.attribute_map.get(name, name): value for name, value in overrides.items()}
 
 
+def is_quantised(module: nn.Module) -> bool:
+    """Whether the config of a transformers model says that its published weights are packed into fewer bits."""
+    config = config_of(module)
+    return config is not None and config.to_dict().get("quantization_config") is not None
+
+
 def use_plain_experts(module: nn.Module) -> None:
     """Have a transformers mixture of experts loop over its experts: the grouped product has no float64 kernel."""
-    if _config_of(module) is not None:
+    if config_of(module) is not None:
         cast(Any, module).set_experts_implementation("eager")
 
 
-def _config_of(module: nn.Module) -> Any:
-    config = vars(module).get("config")
-    known = "PreTrainedConfig" in {kind.__name__ for kind in type(config).__mro__}  # by name: importing it takes 2 s
-    return config if known else None
+def use_experts_on_trial(module: nn.Module) -> None:
+    """Have a transformers mixture of experts gather weights by token: no value is looked at, so fake tensors can pass."""
+    if config_of(module) is not None:
+        cast(Any, module).set_experts_implementation("batched_mm")
 
 
 def _config(config_class: Any, raw: dict[str, Any], overrides: dict[str, Any]) -> Any:

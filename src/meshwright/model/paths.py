@@ -56,6 +56,34 @@ class Pieces:
                 raise _round(self.owner[node], "the loss")
 
 
+def refuse_divided(loss: torch.Tensor, outputs: Any, passed: Pass, closing: Visit, parts: int) -> None:
+    """Raise PlanError when the batch is played in several `parts` and the loss uses an auxiliary loss of the model's own.
+
+    Such a scalar (outputs.aux_loss) is made inside the model from what was captured in its blocks: products of means over
+    the samples of this part, which do not add up to those of the whole batch.
+    """
+    if parts == 1 or not passed.side or loss.grad_fn is None:
+        return
+    used = {id(node.variable) for node in behind([loss.grad_fn]) if is_leaf(node)}
+    for edge, leaf in closing.glue:
+        if leaf.dim() or id(leaf) not in used:
+            continue
+        channels = {passed.side.get(id(node.variable)) for node in behind([edge.node]) if is_leaf(node)} - {None}
+        if channels:
+            name = next((f"outputs.{key}" for key, value in _items(outputs) if value is leaf), "a scalar of the outputs")
+            made = f"from the {', '.join(map(str, channels))} of one part of the batch"
+            text = f"the loss adds {name}, which the model computes {made}; this plan plays the batch in {parts} parts"
+            text = f"{text}, and an auxiliary loss is defined on the whole of it"
+            fix = (
+                "leave it out; add a sum over tokens of outputs.router_logits instead (a z-loss); or train on one device at once"
+            )
+            raise PlanError(text, fix=fix, where="loss")
+
+
+def _items(outputs: Any) -> Iterable[tuple[Any, Any]]:
+    return outputs.items() if isinstance(outputs, dict) else ()
+
+
 def pieces(passed: Pass, closing: Visit) -> Pieces:
     """The pieces of a forward that has ended. Raises PlanError for a tensor that goes round the border of a block."""
     owner: dict[Node, str] = {}

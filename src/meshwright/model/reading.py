@@ -6,25 +6,31 @@ forward looks at values is made once, whole, on the CPU.
 A model is run in training mode. One that comes in training mode keeps what it set itself: a part in eval mode stays so.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.core.anatomy import ROOT, Anatomy, Weight
+from meshwright.core.anatomy import ROOT, Anatomy, Column, Weight
 from meshwright.core.errors import PlanError
 from meshwright.model.anatomy import WHOLE, find_blocks, owners
 from meshwright.model.blueprint import Blueprint
-from meshwright.model.configs import use_plain_experts
+from meshwright.model.configs import use_experts_on_trial, use_plain_experts
 from meshwright.model.dice import Dice, Sites
 from meshwright.model.dropout import trial
+from meshwright.model.handed import Judge, columns, handed
 from meshwright.model.sources import Loaded
 from meshwright.model.trial import PROBE_BATCH, Findings, depends_on_values, fake_copy, observe, visits_of
+from meshwright.model.wide import widen
 
 Example = Mapping[str, torch.Tensor]
 OTHER_BATCH = 5
+Shown = tuple[Findings, Sites, tuple[Column, ...]]  # what a trial shows; the columns are what is handed to the loss
+Look = Callable[[Any, Any], tuple[Column, ...]]
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,8 @@ class Reading:
     """A model that can be made: `blueprint` for its values, `block_names`, its `anatomy`, and its dropout `sites`.
 
     `example` is one row of every key of a batch, for ranks that have none. `stateful` are the buffers that a training
-    forward writes.
+    forward writes, `attends` the visits that call torch's attention, `captured` how many tensors leave blocks by each side
+    channel, `unused` the trained parameters that the trial did not use.
     """
 
     blueprint: Blueprint
@@ -41,22 +48,34 @@ class Reading:
     sites: Sites
     example: dict[str, torch.Tensor]
     stateful: tuple[str, ...] = ()
+    attends: tuple[str, ...] = ()
+    captured: dict[str, int] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
 
     def make(
-        self, device: torch.device | str, dtype: torch.dtype
+        self, device: torch.device | str, dtype: torch.dtype, fake: FakeTensorMode | None = None
     ) -> tuple[nn.Module, dict[str, nn.Module], dict[str, nn.Parameter]]:
-        """A module with initial values on `device`, in training mode; its blocks; its logical parameters by first name."""
+        """A module with initial values on `device`, in training mode; its blocks; its logical parameters by first name.
+
+        With `fake` it has parameters and buffers of that mode instead: shapes on the CPU, without values or memory.
+        """
         module = self.blueprint.instance()
+        if fake is not None:
+            fake_copy(module, fake, dtype)
+            use_experts_on_trial(module)
+            return _training(module), _blocks(module, self.block_names), dict(module.named_parameters())
         self.blueprint.materialize(module, dtype=dtype, device=device)
         if dtype == torch.float64:
             use_plain_experts(module)
+            widen(module)
         return _training(module), _blocks(module, self.block_names), dict(module.named_parameters())
 
 
-def read(loaded: Loaded, example: Example, targets: tuple[str, ...]) -> Reading:
+def read(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Judge | None = None) -> Reading:
     """The reading of the model that `loaded` builds, learnt from a forward on rows like those of `example`.
 
-    `targets` are the keys of the batch that are not passed to the model. Raises PlanError when the forward fails on the
+    `targets` are the keys of the batch that are not passed to the model; `judge` is the loss, by which the reading knows what
+    it takes. Raises PlanError when the forward fails on the
     example, when a tensor goes round the border of a block, when gradients are taken between blocks, and when the model
     draws random numbers that cannot be replayed.
     """
@@ -65,11 +84,13 @@ def read(loaded: Loaded, example: Example, targets: tuple[str, ...]) -> Reading:
     inputs = {key: value for key, value in example.items() if key not in targets}
     module = plan.instance()
     names = tuple(find_blocks(module, loaded.blocks or ()))
-    found, sites = _trial(plan, names, inputs)
+    look = partial(handed, judge or Judge(_any_loss, targets), {key: _rows(value, PROBE_BATCH) for key, value in example.items()})
+    other = judge is not None and judge.whole_batch
+    found, sites, outputs = _trial(plan, names, inputs, look, other=other)
     _check_declared(loaded.blocks or (), found.visits)
     if not found.visits:  # the blocks' own forwards are never called: somebody calls into their parts
         names = (WHOLE,)
-        found, sites = _trial(plan, names, inputs)
+        found, sites, outputs = _trial(plan, names, inputs, look, other=other)
     held = owners(module, _blocks(module, names))
     holders = {name: held.get(id(parameter), []) for name, parameter in module.named_parameters()}
     weights = tuple(
@@ -79,8 +100,12 @@ def read(loaded: Loaded, example: Example, targets: tuple[str, ...]) -> Reading:
     numel, flops = tuple(found.stream_numel), tuple(found.flops)
     notes = tuple(_notes(names == (WHOLE,) and not loaded.blocks, weights, found.stateful))
     anatomy = Anatomy(loaded.name, tuple(found.visits), weights, numel, flops, bool(sites.allowed), found.in_place, notes)
+    batch = columns(inputs), columns({key: value for key, value in example.items() if key in targets})
+    anatomy = replace(anatomy, inputs=batch[0], targets=batch[1], outputs=outputs, whole_batch=other, origin=plan.origin)
     row = {key: value.detach()[:1].clone() for key, value in example.items()}
-    return Reading(plan, names, anatomy, sites, row, tuple(found.stateful))
+    unused = tuple(name for name, entry in plan.logical.items() if entry.requires_grad and not found.users[name])
+    attends = tuple(dict.fromkeys(found.attends))
+    return Reading(plan, names, anatomy, sites, row, tuple(found.stateful), attends, found.captured, unused)
 
 
 def _blocks(module: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module]:
@@ -91,7 +116,7 @@ def _training(module: nn.Module) -> nn.Module:
     return module if module.training else module.train()
 
 
-def _trial(plan: Blueprint, names: tuple[str, ...], inputs: Example) -> tuple[Findings, Sites]:
+def _trial(plan: Blueprint, names: tuple[str, ...], inputs: Example, look: Look, *, other: bool) -> Shown:
     rows = {batch: {key: _rows(value, batch) for key, value in inputs.items()} for batch in (PROBE_BATCH, OTHER_BATCH)}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     module = _on_trial(plan)
@@ -99,16 +124,17 @@ def _trial(plan: Blueprint, names: tuple[str, ...], inputs: Example) -> tuple[Fi
     try:
         with mode:
             fakes = {batch: {key: mode.from_tensor(value) for key, value in some.items()} for batch, some in rows.items()}
-            return _forwards(module, names, fakes)
+            return _forwards(module, names, fakes, look, other=other)
     except PlanError:
         raise
     except Exception as error:
         if not depends_on_values(error):
             raise _failed(error, inputs) from error
     module = _on_trial(plan)
+    use_plain_experts(module)  # on real tensors, weights by token would take the memory of as many experts as tokens
     plan.materialize(module)
     try:
-        return _forwards(module, names, rows)
+        return _forwards(module, names, rows, look, other=other)
     except PlanError:
         raise
     except Exception as error:
@@ -117,11 +143,11 @@ def _trial(plan: Blueprint, names: tuple[str, ...], inputs: Example) -> tuple[Fi
 
 def _on_trial(plan: Blueprint) -> nn.Module:
     module = _training(plan.instance())
-    use_plain_experts(module)  # the grouped product takes no fake float32, and says so on the terminal
+    use_experts_on_trial(module)  # the grouped product takes no fake float32, and says so on the terminal
     return module
 
 
-def _forwards(module: nn.Module, names: tuple[str, ...], rows: Mapping[int, Example]) -> tuple[Findings, Sites]:
+def _forwards(module: nn.Module, names: tuple[str, ...], rows: Mapping[int, Example], look: Look, *, other: bool) -> Shown:
     dice, blocks = Dice(seed=0), _blocks(module, names)
 
     def forward(batch: int) -> Findings:
@@ -129,9 +155,10 @@ def _forwards(module: nn.Module, names: tuple[str, ...], rows: Mapping[int, Exam
             return observe(module, blocks, dice.enter, lambda: module(**rows[batch]))
 
     found = forward(PROBE_BATCH)
-    if dice.sites.allowed:  # a second size tells the batch dim of what is drawn from other dims of the first size
-        forward(OTHER_BATCH)
-    return found, dice.sites
+    wider = None
+    if dice.sites.allowed or other:  # a second size tells the batch dim of what is drawn from other dims of the first size
+        wider = forward(OTHER_BATCH).outputs
+    return found, dice.sites, look(found.outputs, wider)
 
 
 def _rows(value: torch.Tensor, batch: int) -> torch.Tensor:
@@ -165,6 +192,7 @@ def _failed(error: Exception, inputs: Example) -> PlanError:
     given = ", ".join(f"{key} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}" for key, value in inputs.items())
     text = f"the forward fails in a trial run on rows like {given or 'no arguments'}: {type(error).__name__}: {error}"
     fix = "repair the forward (the traceback above is its own), or the example: its keys, less the targets, are the arguments"
+    fix = f"{fix}; a model that takes something else than text returns one: meshwright.Model(module, example={{...}})"
     return PlanError(text, fix=fix, where="model")
 
 
@@ -176,3 +204,7 @@ def _notes(unbroken: bool, weights: tuple[Weight, ...], stateful: list[str]) -> 
         yield f"{len(in_glue)} parameters are used outside blocks ({in_glue[0]}...): complete after the last backward"
     if stateful:
         yield f"{len(stateful)} buffers are written by the forward ({stateful[0]}...): every rank writes its own"
+
+
+def _any_loss(outputs: Any, batch: Example) -> torch.Tensor:
+    raise NotImplementedError("no loss was given to the reading: it takes all outputs to be used; pass judge=Judge(...)")

@@ -16,6 +16,7 @@ Refused, by name: reading a parameter's value, random operations that cannot be 
 values were taken over, uninitialised lazy parameters.
 """
 
+import mmap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -37,6 +38,8 @@ from meshwright.model.tape import OVERWRITES, RANDOM, Entry, Tape, Window, stora
 aten = torch.ops.aten
 CPU, META = torch.device("cpu"), torch.device("meta")
 BLANK = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided, aten.empty_permuted)
+LARGE = 1 << 28  # bytes; below, an allocation is no trouble
+NO_RESERVE = 0x4000  # Linux' MAP_NORESERVE, which Python names from 3.13 on
 _INSTALLING = threading.RLock()  # guards what is process-global: the hook, the replaced initialiser, torch's generator
 
 
@@ -124,8 +127,9 @@ class Recorder(TorchDispatchMode):
                 self._blank.pop(storage_of(tensor), None)
                 if storage_of(tensor) in self._taken:
                     self._refuse_shared(f"the tensor written by {func}", self._taken[storage_of(tensor)][1])
-        result = func(*args, **kwargs)
-        if func.overloadpacket in BLANK:
+        blank = func.overloadpacket in BLANK
+        result = _promised(func, args, kwargs) if blank else func(*args, **kwargs)
+        if blank:
             self._blank[storage_of(result)] = StorageWeakRef(result.untyped_storage())
         return result
 
@@ -187,6 +191,20 @@ class _OnTheCpu(TorchFunctionMode):
         if func in self._answers and self._tape.holds(args[0]):
             return self._answers[func]
         return func(*args, **(kwargs or {}))
+
+
+def _promised(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """What `func`, an uninitialised allocation, returns; a large one on memory that exists when it is written to.
+
+    The experts of one layer of a 670 B model are a tensor of 30 GB, which is a parameter, and so meta, an instant later.
+    torch's own allocator asks for all of it at once, and a system with less memory says no.
+    """
+    shape = func(*args, **{**kwargs, "device": META, "pin_memory": False})
+    nbytes = shape.untyped_storage().nbytes()
+    if nbytes < LARGE or shape.layout != torch.strided or torch.device(kwargs.get("device") or CPU) != CPU:
+        return func(*args, **kwargs)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+    return torch.frombuffer(pages, dtype=shape.dtype).as_strided(shape.shape, shape.stride())
 
 
 def _getter(attribute: str) -> Any:

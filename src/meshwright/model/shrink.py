@@ -32,7 +32,8 @@ NAMES = {
 
 
 def shrunk(job: Job) -> Job:
-    """`job` with a model of 2 layers, at most 4 heads of width 16, on samples of at most 48 tokens; the rest stays.
+    """`job` with a model of 2 layers, at most 4 heads of width 16, on samples of at most 48 tokens; the rest stays, and so
+    does the length of conversations.
 
     Raises PlanError for a model that comes from a factory (only its author knows its sizes), and for a config that is
     made of several others.
@@ -48,8 +49,10 @@ def shrunk(job: Job) -> Job:
     if "hidden_size" not in known or "num_hidden_layers" not in known:
         text = f"a {config.model_type} config does not hold its sizes under the names that scaling down knows"
         raise PlanError(text, fix="write a smaller config, and verify that", where="--shrink")
-    data = replace(job.data, sequence=min(job.data.sequence, SEQUENCE))
-    return replace(job, model=replace(job.model, overrides={**job.model.overrides, **known}), data=data)
+    talks = [part.chat for part in (job.data, *job.data.mixture) if part.chat]  # cut short, they would hold no answer
+    data = job.data if talks else replace(job.data, sequence=min(job.data.sequence, SEQUENCE))
+    small = replace(job.model, overrides={**job.model.overrides, **known}, weights="", skip=())  # whose weights fit no more
+    return replace(job, model=small, data=data)
 
 
 def _sizes(now: Mapping[str, Any]) -> Iterator[tuple[str, int]]:

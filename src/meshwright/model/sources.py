@@ -1,6 +1,7 @@
 """From the words of a job to a model: a transformers config, or a Python file with a factory.
 
     model.source = "configs/llama"           a folder with config.json, or a .json file: see `model.configs`
+    model.source = "org/name"                a repository of the hub: see `model.hub`
     model.source = "train.py:build"          build() returns an nn.Module, or a `Model` with what goes along with it
 
 The file is imported from its path under a private name, with its folder on the import path as when it is run. The
@@ -9,9 +10,11 @@ factory is called once, inside the blueprint, so that even a model larger than t
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from hashlib import blake2b
 from inspect import isfunction
 from pathlib import Path
@@ -20,10 +23,14 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from meshwright.core.errors import PlanError, nearest
+from meshwright.core.errors import Fault, PlanError, nearest, raise_faults
 from meshwright.core.sources import ModelSource
 from meshwright.model.blueprint import Blueprint, blueprint
-from meshwright.model.configs import config_factory
+from meshwright.model.configs import config_factory, is_quantised, text_limits
+from meshwright.model.hub import is_hub_id, located
+from meshwright.model.sockets import check_roles, find_sockets
+from meshwright.model.vocabulary import check_vocabulary
+from meshwright.model.weights import find_weights
 
 WHERE = "model.source"
 
@@ -34,13 +41,15 @@ class Model:
 
     `example` is one batch as keyword arguments of the forward, samples along dim 0. `blocks` are the names of the
     submodules that form the chain, where the search would find others. `loss` is a `Loss`, a sum and a count; whoever
-    plays the model checks it.
+    plays the model checks it. `sockets` says how weights may be split: {"layers.*.up": "columns"}; see `model.sockets`.
     """
 
     module: nn.Module
     example: Mapping[str, torch.Tensor] | None = None
     blocks: Sequence[str] | None = None
     loss: object | None = None
+    sockets: Mapping[str, str] | None = None
+    callbacks: Sequence[object] = ()
 
 
 @dataclass(frozen=True)
@@ -52,41 +61,97 @@ class Loaded:
     example: dict[str, torch.Tensor] | None = None
     blocks: tuple[str, ...] | None = None
     loss: object | None = None
+    sockets: dict[str, str] | None = None
+    callbacks: tuple[object, ...] = ()
 
 
 def load_model(source: ModelSource, seed: int) -> Loaded:
-    """The model that `source` names, built without holding it, with the initial values of `seed`.
+    """The model that `source` names, built without holding it, with the initial values of its weights or of `seed`.
 
     Raises PlanError for a source that is missing or cannot be read, a factory that is missing, raises (its own error
-    is the cause) or returns something else, and a model whose construction cannot be recorded.
+    is the cause) or returns something else, a model whose construction cannot be recorded, and weights that do not fit.
     """
+    loaded = _described(source, seed)
+    if not source.weights:
+        return loaded
+    return with_weights(loaded, located(source.weights, source, "model.weights"), source.skip)
+
+
+def with_weights(loaded: Loaded, path: Path, skip: Sequence[str] = ()) -> Loaded:
+    """`loaded` with the weights in `path`, a folder or a safetensors file, as its initial values.
+
+    Names that match a pattern of `skip` are not loaded. Raises PlanError when the weights, or the tokenizer that lies
+    beside them, do not fit the model.
+    """
+    module = loaded.blueprint.instance()
+    if is_quantised(module):
+        text = f"the config of '{loaded.name}' says that its weights are quantised (quantization_config)"
+        raise PlanError(text, fix="give weights in floating point, and a config without that field", where="model.weights")
+    logical = {name: entry.aliases for name, entry in loaded.blueprint.logical.items()}
+    weights = find_weights(path, module, logical, skip)
+    check_vocabulary(path, text_limits(module).vocabulary)
+    return replace(loaded, blueprint=loaded.blueprint.with_weights(weights))
+
+
+def _described(source: ModelSource, seed: int) -> Loaded:
     path, separator, function = source.source.rpartition(":")
     if separator and path.endswith(".py"):
         if source.overrides:
             what = f"overrides ({', '.join(source.overrides)}) with a factory; they replace fields of a transformers config"
             raise PlanError(what, fix="set these values in the factory, and remove model.overrides", where="model.overrides")
-        return load_factory(_factory(Path(path), function), seed, name=function)
+        return load_factory(_factory(Path(path), function), seed, name=function, frozen=source.frozen)
     if source.source.endswith(".py"):
         fix = f"write {source.source}:NAME, where NAME is a function without arguments that returns the model"
         raise PlanError(f"{source.source} names a file and no factory", fix=fix, where=WHERE)
     path = Path(source.source)
     name = path.parent.name if path.name == "config.json" else path.stem if path.suffix == ".json" else path.name
-    return load_factory(config_factory(source.source, source.overrides), seed, name=name)
+    folder = located(source.source, source, WHERE) if is_hub_id(source.source) else source.source
+    factory = config_factory(str(folder), source.overrides, trusted=source.trust_remote_code)
+    return load_factory(factory, seed, name=name, frozen=source.frozen)
 
 
-def load_factory(factory: Callable[[], nn.Module | Model], seed: int, name: str) -> Loaded:
-    """The model that `factory` returns when it is called inside the blueprint, with the initial values of `seed`."""
+def load_factory(factory: Callable[[], nn.Module | Model], seed: int, name: str, frozen: Sequence[str] = ()) -> Loaded:
+    """The model that `factory` returns when it is called inside the blueprint, with the initial values of `seed`.
+
+    Parameters whose name, or tied name, matches a pattern of `frozen` are not trained.
+    """
     returned: list[Model] = []
 
     def build() -> nn.Module:
         returned.append(_model(_called(factory, name), name))
+        freeze(returned[0].module, frozen)
         return returned[0].module
 
     drawn = blueprint(build, seed)
     model = returned[0]
     example = None if model.example is None else dict(model.example)
     blocks = None if model.blocks is None else tuple(model.blocks)
-    return Loaded(name, drawn, example, blocks, model.loss)
+    sockets = None if model.sockets is None else dict(model.sockets)
+    if sockets:
+        find_sockets(drawn.instance(), sockets)  # refuses patterns that name nothing
+    return Loaded(name, drawn, example, blocks, model.loss, sockets, tuple(model.callbacks))
+
+
+def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
+    """Clear requires_grad of the parameters whose name matches one of `patterns` (fnmatch); a tied one has several names.
+
+    Raises PlanError, with a fault for each, for patterns that match nothing.
+    """
+    named = dict(module.named_parameters(remove_duplicate=False))
+    unused = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in named)]
+    where = "model.frozen"
+    raise_faults(Fault(f"'{each}' matches no parameter of the model", _nearest_name(each, named), where) for each in unused)
+    for name, parameter in named.items():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
+
+
+def _nearest_name(pattern: str, names: Iterable[str]) -> str:
+    """A phrase for a repair; of many names, the like of `pattern` and a few others."""
+    names = list(names)
+    close = get_close_matches(pattern.replace("*", ""), names, n=1, cutoff=0.5)
+    meant = f"did you mean '{close[0]}'? " if close else ""
+    return f"{meant}a name here is '{names[0] if names else ''}'; 'part.*' matches all below a part"
 
 
 def _called(factory: Callable[[], nn.Module | Model], name: str) -> object:
@@ -113,6 +178,8 @@ def _model(value: object, name: str) -> Model:
         )
     if isinstance(model.blocks, str) or not all(isinstance(block, str) for block in model.blocks or ()):
         raise PlanError(f"the blocks of '{name}' are {model.blocks!r}", fix="write blocks=['layers.0', 'layers.1']", where=WHERE)
+    if model.sockets is not None:
+        check_roles(model.sockets)
     return model
 
 

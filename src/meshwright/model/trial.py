@@ -7,12 +7,14 @@ batch dim is told apart from others), under FakeTensorMode; a model whose forwar
 ones.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -31,6 +33,7 @@ from meshwright.model.paths import pieces
 from meshwright.model.values import tensors
 
 PROBE_BATCH = 3
+ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 NEEDS_VALUES = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -45,7 +48,9 @@ LACKS = ("tensor subclass", "not allocated", "fake impl", "Expected inputs of BF
 class Findings:
     """What one forward showed, per visit in order.
 
-    `users` are, per parameter by name, the visits that use it (ROOT for glue); `stateful` the buffers that are written.
+    `users` are, per parameter by name, the visits that use it (ROOT for glue); `stateful` the buffers that are written;
+    `outputs` is what it returned; `attends` the visits that call torch's attention; `captured` how many tensors left blocks
+    by each side channel.
     """
 
     visits: list[str] = field(default_factory=list)
@@ -54,6 +59,9 @@ class Findings:
     users: dict[str, set[str]] = field(default_factory=dict)
     stateful: list[str] = field(default_factory=list)
     in_place: bool = False
+    outputs: Any = None
+    attends: list[str] = field(default_factory=list)
+    captured: dict[str, int] = field(default_factory=dict)
 
 
 def observe(
@@ -72,19 +80,23 @@ def observe(
         return _observe(module, blocks, enter, call, in_place=True)
 
 
-def fake_copy(module: nn.Module, mode: FakeTensorMode) -> None:
-    """Give `module` fake CPU parameters and buffers, in place, ties kept: the shapes of everything, the storage of nothing."""
+def fake_copy(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> None:
+    """Give `module` fake CPU parameters and buffers, in place, ties kept: the shapes of everything, the storage of nothing.
+
+    Floating parameters become `dtype`; None leaves each its own.
+    """
     parameters = {id(parameter): parameter for parameter in module.parameters()}
     with mode:
-        fakes = {key: _blank(parameter) for key, parameter in parameters.items()}
+        fakes = {key: _blank(parameter, dtype) for key, parameter in parameters.items()}
         buffers = {id(buffer): mode.from_tensor(buffer) for buffer in module.buffers()}
     for owner in module.modules():
         owner._parameters.update({name: fakes[id(p)] for name, p in owner._parameters.items() if p is not None})
         owner._buffers.update({name: buffers[id(b)] for name, b in owner._buffers.items() if b is not None})
 
 
-def _blank(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu"), parameter.requires_grad)
+def _blank(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
+    dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+    return nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device="cpu"), parameter.requires_grad)
 
 
 def depends_on_values(error: BaseException) -> bool:
@@ -110,15 +122,17 @@ def _observe(
     before = _versions(module)
     enter("")
     try:
-        with counter, _NoGradientsInGlue(drive):
+        with counter, _Watched(drive, found):
             outputs, closing, passed = drive.forward(reach, call)
             totals.append(counter.total)
     finally:
         drive.detach()
     after = _versions(module)
+    found.outputs = outputs
     found.stateful = [name for name in after if after[name] != before.get(name)]
     found.flops = [(end - start) // PROBE_BATCH for start, end in pairwise(totals)]
     found.stream_numel = [sum(leaf.numel() for _, leaf in visit.outputs) // PROBE_BATCH for visit in passed.visits.values()]
+    found.captured = dict(Counter(passed.side.values()))
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     users = pieces(passed, closing).users
     found.users = {name: set(users.get(key, ())) for key, name in names.items()}
@@ -137,17 +151,19 @@ def visits_of(blocks: Sequence[str], users: set[str], visits: Sequence[str]) -> 
     return (*used, ROOT) if ROOT in users or not used else used
 
 
-class _NoGradientsInGlue(TorchFunctionMode):
-    """Refuses a gradient taken between blocks: the graph ends at the last border, so it would miss what lies behind."""
+class _Watched(TorchFunctionMode):
+    """Notes who attends, and refuses a gradient taken between blocks: the graph ends at the last border before it."""
 
-    def __init__(self, drive: Drive) -> None:
+    def __init__(self, drive: Drive, found: Findings) -> None:
         super().__init__()
-        self._drive = drive
+        self._drive, self._found = drive, found
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward) and self._drive.in_glue:
             text = f"the forward takes gradients itself ({func.__name__}) between blocks, where the graph is cut"
             raise PlanError(text, fix=f"take them inside one block, or {LARGER}", where="model")
+        if func in ATTENTION and not self._drive.in_glue:
+            self._found.attends.append(self._found.visits[-1])
         return func(*args, **(kwargs or {}))
 
 

@@ -1,24 +1,22 @@
-"""A plan as a table of what will happen, and a run as one line that moves.
+"""A plan as a table of what will happen, and a verdict as one of what was found.
 
 Runs of equal actions on consecutive blocks are drawn as one row; what waits for another lane, moves bytes or takes
 memory is said in its row.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Iterator, Mapping
 from itertools import groupby
-from time import perf_counter
 
-from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeRemainingColumn
+from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from meshwright.comm.collective import FROM_ONE, TO_ONE, sent_bytes
 from meshwright.core.anatomy import NBYTES
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
 from meshwright.core.steps import ROLE
+from meshwright.verifier.trace import Traced
 from meshwright.verifier.verdict import Verdict
 
 MEANINGS = {
@@ -28,11 +26,16 @@ MEANINGS = {
     "B": "backward of",
     "PACK": "gradients into one buffer",
     "REDUCE": "sum gradients over ranks",
+    "GATHER": "rows of all ranks",
+    "SCATTER": "to each rank its rows",
+    "BROADCAST": "hand out to all ranks",
     "UNPACK": "gradients out of the buffer",
     "TALLY": "loss of the whole step",
     "CLIP": "gradient norm, clip",
     "STEP": "optimizer",
 }
+
+SUBJECTS = ("PACK", "REDUCE", "UNPACK", "GATHER", "SCATTER", "BROADCAST")  # kinds that are told apart by their subject
 
 
 def size(nbytes: float) -> str:
@@ -60,33 +63,66 @@ def plan_view(plan: Plan, *, every: bool = False) -> RenderableType:
 
 def _summary(plan: Plan) -> Table:
     table = Table.grid(Column(min_width=22), Column(overflow="fold"), padding=(0, 2))
+    for key, value in plan_words(plan).items():
+        table.add_row(Text(key, style="bold"), Text(value))
+    for note in plan.anatomy.notes:
+        table.add_row(Text("note", style="bold yellow"), Text(note))
+    return table
+
+
+def held_nbytes(plan: Plan) -> dict[str, int]:
+    """The bytes that a rank holds all the time, by category: parameters and moments."""
+    width = NBYTES[plan.job.precision.parameters]
+    trained = sum(weight.numel for weight in plan.anatomy.trainable)
+    return {"parameters": plan.anatomy.numel * width, "moments": trained * width * _num_moments(plan)}
+
+
+def _num_moments(plan: Plan) -> int:
+    spec = plan.job.optimizer
+    return {"adamw": 2, "sgd": 1 if spec.momentum else 0}[spec.name]
+
+
+def plan_words(plan: Plan) -> dict[str, str]:
+    """What `plan` trains, on what and how, each in a few words."""
     job, precision = plan.job, plan.job.precision
     numel, width = plan.anatomy.numel, NBYTES[precision.parameters]
-    moments = {"adamw": 2, "sgd": 1 if job.optimizer.momentum else 0}[job.optimizer.name]
+    moments = _num_moments(plan)
     ranks = "1 rank" if plan.num_data == 1 else f"{plan.num_data} ranks"
     micros = "1 micro-batch" if plan.num_micro == 1 else f"{plan.num_micro} micro-batches"
     each = "" if job.data.source == "example" else f"; {job.data.sequence} tokens each"
-    sent = sum(
-        a.transfer.nbytes * 2 * (n - 1) / n
-        for a in plan.program.actions(ROLE)
-        if a.transfer
-        for n in [plan.mesh.extent(a.transfer.axes)]
-    )
-    rows = {
+    return {
         "model": f"{plan.anatomy.name}: {numel:,} parameters in {len(plan.anatomy.visits)} blocks",
         "mesh": f"{plan.mesh} ({plan.mesh.world} ranks)" if plan.mesh.world > 1 else "one device",
         "strategies": ", ".join(map(str, plan.strategies)) or "none",
         "global batch": f"{job.train.batch} samples = {ranks} x {micros} of {plan.micro_batch}{each}",
         "precision": f"weights, gradients, moments {precision.parameters}; compute {precision.compute}; wire {precision.reduce}",
         "states per rank": f"{size(numel * width * (2 + moments))} (parameters, gradients, {moments} moments)",
-        "sent per rank and step": size(sent),
+        **_origin_words(plan),
+        "sent per rank and step": _sent(plan),
         "plan": plan.hash,
     }
-    for key, value in rows.items():
-        table.add_row(Text(key, style="bold"), Text(value))
-    for note in plan.anatomy.notes:
-        table.add_row(Text("note", style="bold yellow"), Text(note))
-    return table
+
+
+def _sent(plan: Plan) -> str:
+    """What leaves each rank in a step; where one rank serves the others, that rank and another."""
+    served, serving = 0.0, 0.0
+    for move in (action.transfer for action in plan.program.actions(ROLE)):
+        if move is not None:
+            nbytes = sent_bytes(move.collective, move.nbytes, plan.mesh.extent(move.axes))
+            served += 0 if move.collective in FROM_ONE else nbytes
+            serving += 0 if move.collective in TO_ONE else nbytes
+    return size(served) if served == serving else f"{size(serving)} by rank 0, {size(served)} by each other one"
+
+
+def _origin_words(plan: Plan) -> dict[str, str]:
+    origin = plan.anatomy.origin
+    if origin is None:
+        return {}
+    nbytes = plan.anatomy.numel * NBYTES[plan.job.precision.parameters] + origin.held
+    return {
+        "weights": f"{origin.source}: {size(origin.nbytes)}, digest {origin.digest[:16]}",
+        "host memory to load": f"{size(nbytes)} per rank (parameters, and {size(origin.held)} while one is read)",
+    }
 
 
 def _actions(plan: Plan, *, every: bool) -> Table:
@@ -98,7 +134,7 @@ def _actions(plan: Plan, *, every: bool) -> Table:
         first = run[0]
         micro = "" if first.micro is None else f" micro {first.micro}"
         number = f" x{len(run)}" if len(run) > 1 else ""
-        name = first.subject if first.kind in ("PACK", "REDUCE", "UNPACK") and len(run) == 1 else ""
+        name = first.subject if first.kind in SUBJECTS and len(run) == 1 else ""
         label = f"{first.kind}{number}{micro} {name}".rstrip()
         table.add_row(
             first.lane, Text(label), Text("; ".join(_details(run, lanes))), style="cyan" if first.lane == "wire" else ""
@@ -146,43 +182,12 @@ def verdict_view(verdict: Verdict) -> RenderableType:
     return Group(Text(head, style="green"), table)
 
 
-@contextmanager
-def training_view(console: Console, steps: int, first: int) -> Iterator[Callable[[int, str], None]]:
-    """What to call after each step with its number and `figures`: moves a bar on a terminal, prints 20 lines elsewhere."""
-    if console.is_terminal:
-        with _bar(console) as bar:
-            task = bar.add_task("train", total=steps, completed=first, figures="")
-            yield lambda step, text: bar.update(task, completed=step, figures=" ".join(text.split()))
-        return
-    started, often = perf_counter(), max(1, steps // 20)
-
-    def line(step: int, text: str) -> None:
-        if step % often == 0 or step in (first + 1, steps):
-            left = (perf_counter() - started) / (step - first) * (steps - step)
-            console.print(f"step {step:>{len(str(steps))}}/{steps}  {text}  ETA {duration(left)}")
-
-    yield line
-
-
-def figures(loss: float, grad_norm: float, tokens_per_s: float, memory: int) -> str:
-    """The figures of one step, aligned, with units."""
-    return f"loss {loss:.4f}  norm {grad_norm:.3f}  {tokens_per_s:6,.0f} tok/s  {size(memory):>8}"
-
-
-def duration(seconds: float) -> str:
-    """Hours, minutes and seconds, as 0:02:05."""
-    return str(timedelta(seconds=round(seconds)))
-
-
-class _Figures(ProgressColumn):
-    """Loss, gradient norm, tokens per second and memory of the last step."""
-
-    def render(self, task: Task) -> Text:
-        return Text(str(task.fields["figures"]))
-
-
-def _bar(console: Console) -> Progress:
-    """A bar that, with its figures, fits into 80 columns."""
-    step = TextColumn("{task.completed:.0f}/{task.total:.0f}")
-    left = TimeRemainingColumn(compact=False)
-    return Progress(SpinnerColumn(), step, BarColumn(bar_width=8), _Figures(), TextColumn("ETA"), left, console=console)
+def trace_view(traced: Traced) -> RenderableType:
+    """What a trace found as a short table: the outcome and what was sent, or every action that differs."""
+    if not traced.passed:
+        return Text(str(traced), style="red")
+    table = Table.grid(padding=(0, 2))
+    table.add_row("  model", f"{traced.model}, on {traced.tensors} tensors")
+    table.add_row("  collectives", f"{traced.messages} per rank and step")
+    table.add_row("  sent", f"{size(traced.sent)} per rank and step")
+    return Group(Text(str(traced), style="green"), table)

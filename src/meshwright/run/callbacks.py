@@ -2,7 +2,13 @@
 
 A callback is a value that holds functions, named as transformers' TrainerCallback names them; each is called on rank 0
 with the `Moment` it is about. One that returns STOP asks for the end of the run: all ranks stop together after the next
-step, with a checkpoint, as after SIGTERM.
+step, with a checkpoint, as after SIGTERM. One that raises ends the run as any other error does.
+
+    def low_enough(moment: Moment) -> Wish:
+        return "stop" if moment.evaluation["loss"] < 2 else None
+
+    meshwright.train(engine, data, held_out=others, callbacks=[Callback(on_evaluate=low_enough)])
+    meshwright.Model(module, callbacks=[...])                    from a factory: the command calls them too
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +22,11 @@ STOP: Wish = "stop"
 
 @dataclass(frozen=True)
 class Line:
-    """What is known after a step: the metrics, how fast it went (all ranks), and this rank's memory in bytes."""
+    """What is known after a step: the metrics, how fast it went (all ranks), and this rank's memory in bytes.
+
+    `seconds` are those of the whole step, `data_s` what of them went into waiting for data, `save_s` what saving took since
+    the line before. `flops_per_s` counts all ranks, `mfu` is its share of their peak; None where that is not known.
+    """
 
     step: int
     loss: float
@@ -27,15 +37,25 @@ class Line:
     tokens_per_s: float
     memory: int
     skipped: bool = False
+    data_s: float = 0.0
+    save_s: float = 0.0
+    flops_per_s: float | None = None
+    mfu: float | None = None
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Where a run is: its step, and what there is to say of it: the line of a step, an evaluation, a checkpoint's folder."""
+    """Where a run is: its step, and what there is to say of it: the line of a step, an evaluation, a checkpoint's folder.
+
+    `evaluation` holds loss and tokens, and perplexity where the loss is one per token; `best` says that it is the best so
+    far. `spike` is why the guard left the step out, in words.
+    """
 
     step: int
     line: Line | None = None
     evaluation: Mapping[str, float] = field(default_factory=dict)
+    best: bool = False
+    spike: str = ""
     checkpoint: Path | None = None
 
 

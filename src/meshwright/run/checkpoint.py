@@ -7,7 +7,7 @@ that a full disk under one of them is an error on all of them, and nobody waits 
     begin      rank 0 makes   step-00000100.partial-5f3a9c01/
     write      each rank      rank-00000.safetensors, rank-00001.safetensors ...     fsync, sha256; sizes and sums exchanged
     publish    rank 0         manifest.json, fsync; rename to  step-00000100/ ; fsync of the folder above
-    prune      rank 0         all but the newest `keep`, and what stopped saves left behind
+    prune      rank 0         all but the newest `keep` and the best, and what stopped saves left behind
 
 The rename is the only moment at which a checkpoint comes to be; a crash before it leaves a `.partial-` folder that no
 reader takes for a checkpoint, a crash after it leaves a good one. Old ones go last, after being renamed to `.partial-`

@@ -2,7 +2,7 @@
 
     micro_batch = 2                      samples per micro-batch and rank; 0: the whole local batch at once
 
-    [model] [data] [train] [optimizer] [schedule] [precision]     together the Job (core/job.py)
+    [model] [data] [train] [optimizer] [schedule] [precision] [evaluate] [guard]     together the Job (core/job.py)
     [run]                                                         what surrounds it
     [mesh]                               axis = size; -1: whatever makes the product fit the number of ranks
     dp_replicate = -1
@@ -13,8 +13,8 @@
 A file without `strategies` asks for a choice; `strategies = []` asks for none. A plan file adds `plan_hash` and `version`.
 Every fault of a file and of the overrides is reported at once, with its dotted key and where it stands.
 
-Paths in model.source and data.source are relative to the folder of the file (those given as overrides: to the current
-folder) if they exist there. They become absolute on reading, so a plan file can be moved to another folder.
+Paths in model.source, model.weights, data.source, data.tokenizer and evaluate.source are relative to the folder of the file (those given as overrides:
+to the current folder) if they exist there. They become absolute on reading, so a plan file can be moved to another folder.
 """
 
 import json
@@ -194,9 +194,17 @@ def _with_absolute_sources(job: Job, folder: Path, said: frozenset[tuple[str, ..
         typed = (table, "source") in said or (table,) in said
         return _absolute(source, (Path.cwd(), folder) if typed else (folder, Path.cwd()))
 
-    model = replace(job.model, source=anchored("model", job.model.source))
-    data = job.data if job.data.source == "example" else replace(job.data, source=anchored("data", job.data.source))
-    return replace(job, model=model, data=data)
+    weights = anchored("model", job.model.weights)
+    model = replace(job.model, source=anchored("model", job.model.source) or weights, weights=weights)
+    data, (typed, tokenizer) = job.data, (("data", "tokenizer") in said, job.data.tokenizer)
+    tokenizer = _absolute(tokenizer, (Path.cwd(), folder) if typed else (folder, Path.cwd()))
+    mixture = tuple(replace(part, source=anchored("data", part.source)) for part in data.mixture)
+    where = data.source if data.source == "example" else anchored("data", data.source)
+    data = replace(data, source=where, tokenizer=tokenizer, mixture=mixture)
+    evaluate = job.evaluate
+    if evaluate.source not in ("", "example"):
+        evaluate = replace(evaluate, source=anchored("evaluate", evaluate.source))
+    return replace(job, model=model, data=data, evaluate=evaluate)
 
 
 def _absolute(source: str, folders: Sequence[Path]) -> str:

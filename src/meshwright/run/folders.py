@@ -3,11 +3,13 @@
     step-00000100/                     a checkpoint
     step-00000200.partial-5f3a9c01/    being written, or what a stopped save left behind, or on its way out
     step-00000300.aside-0c77d1e4/      a checkpoint that a run went back behind; kept, never taken, removed by nobody
+    best.json                          {"step": 100, "folder": "step-00000100", "loss": 1.5}: the best by its evaluation
 
 A checkpoint comes to be by one rename, and goes by one: it is renamed to a partial one before it is deleted, so that a
 crash in the middle of either leaves nothing half-made under a good name. Links are neither followed nor removed.
 """
 
+import json
 import logging
 import os
 import re
@@ -19,6 +21,7 @@ from pathlib import Path
 from meshwright.run.manifest import CheckpointError
 from meshwright.run.shards import check_sizes, read_manifest
 
+BEST = "best.json"
 STEP_FOLDER = re.compile(r"step-(\d{8,18})(\.partial-[0-9a-f]+)?")
 
 logger = logging.getLogger(__name__)
@@ -53,20 +56,53 @@ def publish(partial: Path, place: Path) -> None:
 
 
 def prune(place: Path, keep: int) -> None:
-    """Remove stopped saves, damaged checkpoints, and all but the newest `keep` good ones; `place` always stays.
+    """Remove stopped saves, damaged checkpoints, and all but the newest `keep` good ones; `place` and the best one stay.
 
     The checkpoint at `place` is good by now, so what cannot be removed is a line in the log and no error.
     """
     kept = 0
+    best = step_folder(place.parent, best_step(place.parent))
     try:
         for step, path in listed(place.parent):
             good = path == step_folder(place.parent, step) and _fits(path)
             if path == place or (good and kept < keep):
                 kept += 1
-            elif path.is_dir() and not path.is_symlink():
+            elif path != best and path.is_dir() and not path.is_symlink():
                 remove(path)
     except OSError as error:
         logger.warning("old checkpoints in '%s' stay: %s", place.parent, error)
+
+
+def set_best(folder: Path, step: int, loss: float | None) -> None:
+    """Write into `folder` that its checkpoint of `step`, of evaluation loss `loss`, is the best.
+
+    A reader sees the old file or the new one. When there is no such checkpoint, no file is written, and one that names a
+    checkpoint which is not there is removed. A file that cannot be written is a line in the log.
+    """
+    path = folder / BEST
+    try:
+        if loss is None or not step_folder(folder, step).is_dir():
+            if not step_folder(folder, best_step(folder)).is_dir():
+                path.unlink(missing_ok=True)
+            return
+        part = path.with_suffix(".part")
+        with part.open("w", encoding="ascii") as file:
+            file.write(json.dumps({"step": step, "folder": step_folder(folder, step).name, "loss": loss}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+        sync_folder(folder)
+    except OSError as error:
+        logger.warning("the best checkpoint is that of step %d, and '%s' cannot say so: %s", step, path, error)
+
+
+def best_step(folder: Path) -> int:
+    """The step of the best checkpoint in `folder`, as best.json says; 0 when it says none."""
+    with suppress(OSError, ValueError):
+        said = json.loads((folder / BEST).read_text(encoding="ascii"))
+        if isinstance(said, dict) and isinstance(said.get("step"), int) and said["step"] > 0:
+            return said["step"]
+    return 0
 
 
 def set_aside(folder: Path, step: int) -> list[Path]:

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -81,13 +81,16 @@ def read_records(folder: Path) -> dict[int, Record]:
 
 
 @contextmanager
-def guard(rank: int, folder: Path, lifeline_fd: int | None = None) -> Iterator[Progress]:
+def guard(
+    rank: int, folder: Path, lifeline_fd: int | None = None, show: Callable[[str], None] | None = None
+) -> Iterator[Progress]:
     """Run the body of one rank; the Progress that it yields may be kept up to date.
 
     An exception in the body is written to `folder`/failures and ends the process with code 1, without a word on the
     terminal. With `lifeline_fd` (None: nobody to outlive) the process ends when the launching process is gone.
+    `show` is for a rank whose launcher reads no records: it is given the words for a failure, and a PlanError is raised.
     """
-    faulthandler.enable()  # a crash in native code leaves the Python line in the log
+    faulthandler.enable(sys.__stderr__)  # a crash in native code leaves the Python line in the log
     if lifeline_fd is not None:
         os.set_inheritable(lifeline_fd, False)
         threading.Thread(target=_end_without_parent, args=(lifeline_fd,), daemon=True, name="lifeline").start()
@@ -95,15 +98,32 @@ def guard(rank: int, folder: Path, lifeline_fd: int | None = None) -> Iterator[P
     try:
         yield progress
     except Exception as error:
+        if show is not None and isinstance(error, PlanError):
+            raise
+        record = _record(rank, error, progress)
         try:
-            _record(rank, error, progress).write(folder)
+            record.write(folder)
         except OSError as unwritable:  # a full disk, say: then the terminal is better than silence
             error.add_note(f"This could not be written to {record_path(folder, rank)}: {unwritable}")
             raise error from error.__cause__
+        if show is not None:
+            show(
+                told(record) if record.kind == "own" else f"{_headline(record)}: it lost a peer; see {record_path(folder, rank)}"
+            )
         # Not sys.exit: threads and communicators that wait for a lost peer would keep the process from ending.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+
+def told(record: Record) -> str:
+    """How a rank failed, in words: where it was, and its traceback."""
+    return f"{_headline(record)}\n{record.traceback.rstrip()}"
+
+
+def _headline(record: Record) -> str:
+    step = "" if record.step is None else f" at step {record.step}"
+    return f"rank {record.rank} failed{step}{f' ({record.phase})' if record.phase else ''}"
 
 
 def kind_of(error: BaseException) -> Kind:

@@ -8,7 +8,7 @@ A rank that ends abnormally ends the job: the others are given a moment to write
 they are killed, because ranks that wait for a lost peer would wait for ever. Of all failures the earliest that is
 not the consequence of another is returned, to be shown once; the others stay in files.
 
-    SIGTERM            to every rank: save and stop. Who has not ended after `terminate_s` is killed.
+    SIGTERM, SIGUSR1   SIGTERM to every rank: save and stop. Who has not ended after `terminate_s` is killed.
     Ctrl-C             the same with `interrupt_s`; a second one kills at once.
     kill -9            of the parent: ranks notice that their lifeline is cut, and end.
 
@@ -19,7 +19,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -28,7 +27,8 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from meshwright.run.guard import Record, read_records, record_path
+from meshwright.run.guard import read_records, record_path, told
+from meshwright.run.private import private_folder
 
 POLL_S = 0.02  # how often the parent looks at its ranks
 TAIL_LINES = 20  # of its log, shown for a rank that ended without a record
@@ -90,15 +90,15 @@ def launch(child_argv: Sequence[str], world: int, folder: Path, env: Mapping[str
     Every rank finds in its environment, beside `env`: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MESHWRIGHT_STORE
     (the path for a FileStore), MESHWRIGHT_LIFELINE (a file descriptor for run/guard.py) and, unless `env` has them,
     GLOO_SOCKET_IFNAME (loopback), OMP_NUM_THREADS (its share of the cores) and PYTHONUNBUFFERED. Logs go to
-    `folder`/logs, failures to `folder`/failures. Call it from the main thread: it handles SIGINT and SIGTERM meanwhile.
+    `folder`/logs, failures to `folder`/failures. Call it from the main thread: it handles SIGINT, SIGTERM and SIGUSR1 meanwhile.
     """
     limits = limits or Limits()
     _forget_failures(folder)
     ranks: list[_Rank] = []
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as private, _lifeline() as lifeline_fd, _signals() as received:
+    with private_folder() as private, _lifeline() as lifeline_fd, _signals() as received:
         try:
             for rank in range(world):
-                variables = _environment(env, rank, world, Path(private) / "store", lifeline_fd)
+                variables = _environment(env, rank, world, private / "store", lifeline_fd)
                 ranks.append(_start(child_argv, rank, folder, variables, lifeline_fd))
             killed = _watch(ranks, received, limits)
         finally:
@@ -177,19 +177,13 @@ def _outcome(ranks: Sequence[_Rank], killed: tuple[int, ...], received: Sequence
     record = records.get(rank)
     if record is not None and record.kind == "request":
         return Outcome(2, Failure(rank, record.message), killed)
-    text = _told(record) if record is not None else _guessed(ranks[rank])
+    text = told(record) if record is not None else _guessed(ranks[rank])
     if record is not None and record.kind == "peer":
         gone = [str(each.rank) for each in ranks if each.process.returncode == 0]
         text += f"\nended before, without an error: rank {', '.join(gone)}" if gone else ""
     others = [str(record_path(folder, other)) for other in sorted(records) if other != rank]
     text += f"\nwhat the other ranks said: {', '.join(others)}" if others else ""
     return Outcome(1, Failure(rank, text), killed)
-
-
-def _told(record: Record) -> str:
-    step = "" if record.step is None else f" at step {record.step}"
-    phase = f" ({record.phase})" if record.phase else ""
-    return f"rank {record.rank} failed{step}{phase}\n{record.traceback.rstrip()}"
 
 
 def _guessed(each: _Rank) -> str:
@@ -233,13 +227,16 @@ def _lifeline() -> Iterator[int]:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The SIGINT and SIGTERM that arrive meanwhile, in order; they do nothing else. The previous handlers come back."""
+    """The SIGINT and SIGTERM that arrive meanwhile, in order; they do nothing else. The previous handlers come back.
+
+    SIGUSR1, which schedulers send ahead of a time limit, counts as SIGTERM.
+    """
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
+        received.append(signal.SIGTERM if number == signal.SIGUSR1 else number)
 
-    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield received
     finally:

@@ -52,15 +52,24 @@ class Order:
             raise ValueError(
                 f"step {step} with {batch} samples; needed are a step from 0 and at least 1 sample: count steps from 0"
             )
+        return self.span(step * batch, batch)
+
+    def span(self, position: int, count: int) -> list[int]:
+        """The `count` sample ids from `position` of the endless list of epochs on; -1 after the last epoch."""
         found: list[int] = []
-        position, end = step * batch, (step + 1) * batch
-        last = self.epochs * self.num_samples if self.epochs else end
-        while position < min(end, last):
+        end = position + count
+        last = end if self.total is None else min(end, self.total)
+        while position < last:
             epoch, first = divmod(position, self.num_samples)
-            num = min(self.num_samples - first, min(end, last) - position)
+            num = min(self.num_samples - first, last - position)
             found += self._shuffled(epoch, np.arange(first, first + num, dtype=np.uint64))
             position += num
-        return found + [ABSENT] * (batch - len(found))
+        return found + [ABSENT] * (count - len(found))
+
+    @property
+    def total(self) -> int | None:
+        """The samples of all epochs; None without end."""
+        return self.epochs * self.num_samples or None
 
     def _shuffled(self, epoch: int, index: np.ndarray) -> list[int]:
         """Where the permutation of `epoch` sends each of `index` (numbers below `num_samples`)."""

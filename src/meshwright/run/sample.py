@@ -1,21 +1,31 @@
-"""A few bytes of text from a model that was trained on bytes: what it has learnt, to be read rather than measured."""
+"""A little text from a model that was trained on text: what it has learnt, to be read rather than measured."""
 
 import torch
 from torch import nn
 
 from meshwright.engine.loss import logits_of
 from meshwright.model.random import key, uniform
+from meshwright.run.tokens import Bytes, Codec
 
 
-def sample_text(module: nn.Module, prompt: str, num_tokens: int, context: int, seed: int, temperature: float = 0.7) -> str:
-    """`prompt` continued by `num_tokens` bytes drawn from the model at `temperature`, seeing `context` bytes back.
+def sample_text(
+    module: nn.Module,
+    prompt: str,
+    num_tokens: int,
+    context: int,
+    seed: int,
+    temperature: float = 0.7,
+    codec: Codec | None = None,
+) -> str:
+    """`prompt` continued by `num_tokens` tokens of `codec` (None: bytes), drawn at `temperature`, seeing `context` tokens back.
 
-    The same seed gives the same text. Bytes that are no UTF-8, and control characters, which would act on a terminal, are
+    The same seed gives the same text. Tokens that are no text, and control characters, which would act on a terminal, are
     shown as replacement characters. The module is put back into the mode in which it was.
     """
     was_training = module.training
     device = next(module.parameters()).device
-    tokens = list(prompt.encode()) or [10]
+    codec = codec or Bytes()
+    tokens = codec.encode([prompt or "\n"])[0].tolist() or [codec.end or 0]
     module.eval()
     try:
         with torch.no_grad():
@@ -27,5 +37,5 @@ def sample_text(module: nn.Module, prompt: str, num_tokens: int, context: int, s
                 tokens.append(min(int(torch.searchsorted(reached, drawn).item()), len(reached) - 1))
     finally:
         module.train(was_training)
-    text = bytes(token % 256 for token in tokens).decode(errors="replace")
+    text = codec.decode(tokens)
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)

@@ -1,220 +1,252 @@
-"""The loop around the step: feed, play, record, save; stop when told to, and go on where another run stopped.
+"""The loop around the step: feed, play, record, evaluate, save; stop when told to.
 
 A signal sets a flag on the rank that got it. The flag travels in the header of the next step, so all ranks learn of it
-in the same step, save the same checkpoint and end together.
+in the same step, save the same checkpoint and end together. Whatever else ends a run early, an evaluation without gain or
+a harmful step, follows from numbers that all ranks share.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from math import isfinite
 from pathlib import Path
-from time import perf_counter
-from typing import Any, Never
+from typing import Any
 
 import psutil
 import torch
 
 from meshwright.comm.group import World
-from meshwright.core.errors import PlanError
 from meshwright.core.mesh import AXES
 from meshwright.core.plan import Plan
+from meshwright.engine.loss import nothing_counts
 from meshwright.engine.player import Player
+from meshwright.engine.spikes import Spike, Spiked
 from meshwright.engine.state import Metrics
-from meshwright.run.callbacks import Callback, Line, Moment, call
-from meshwright.run.checkpoint import load, newest_good, save
+from meshwright.engine.watch import Watch
+from meshwright.run.account import Account
+from meshwright.run.callbacks import Callback, Heard, Line, Moment, Wish, call
+from meshwright.run.checkpoint import save
+from meshwright.run.evaluate import Evaluating, SoFar
 from meshwright.run.feed import Feed
-from meshwright.run.folders import listed, set_aside, step_folder
+from meshwright.run.folders import set_best, step_folder
 from meshwright.run.guard import Progress
-from meshwright.run.journal import Journal, Replay
-from meshwright.run.manifest import CheckpointError, Manifest
-from meshwright.run.shards import check_sizes, read_manifest
+from meshwright.run.journal import EVALUATION, SPIKE, Journal, Replay
+from meshwright.run.resume import CHECKPOINTS
+from meshwright.run.stream import Stream
+from meshwright.run.workers import Ahead
 
-CHECKPOINTS = "checkpoints"
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """Where a run went on: the step (0: from the beginning), and what there is to say about it, in words."""
-
-    step: int
-    notes: tuple[str, ...] = ()
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended: the last step, its loss, whether it was stopped, and what the replayed steps showed."""
+    """How a run ended: the last step, its loss, whether it was stopped, and what the replayed steps showed.
+
+    `so_far` is what evaluations showed, `reason` why they ended the run early ("": they did not), `skipped` the harmful
+    steps that the guard left out.
+    """
 
     step: int
     loss: float | None
     stopped: bool
     replay: Replay
     checkpoint: Path | None
-
-
-def resume(player: Player, plan: Plan, world: World, data_digest: str, step: int | None = None) -> Resumed:
-    """Take up the newest good checkpoint of the run's folder (or that of `step`) on every rank.
-
-    Rank 0 looks and tells the others the step, so that all take the same one. Damaged checkpoints and those of another
-    model are passed over. When the run goes back to `step` under a plan or with data that changed since, later checkpoints
-    are set aside: they belong to another course of the run.
-
-    Raises PlanError when `step` is asked for and not there, and when there are checkpoints and none can be used: starting
-    from nothing would in time replace them.
-    """
-    folder = Path(plan.run.folder) / CHECKPOINTS
-    notes: list[str] = []
-    found = torch.zeros(1, dtype=torch.int64, device=world.device)
-    if world.rank == 0:
-        found[0] = _newest(folder, player, notes) if step is None else _asked_for(folder, player, step)
-    world.group(AXES).broadcast(found, source=0, action="resume").wait()
-    if found.item() <= 0:
-        return Resumed(0, ("starting from step 0", *notes))
-    tensors, meta = load(step_folder(folder, int(found.item())))
-    changes = _changes(meta, plan, data_digest)
-    if world.rank == 0 and changes and step is not None:
-        aside = set_aside(folder, step)
-        notes += [f"later checkpoints were set aside: {', '.join(path.name for path in aside)}"] if aside else []
-    player.restore(tensors, int(found.item()))
-    return Resumed(player.steps_done, (f"resumed from step {player.steps_done}", *notes, *changes))
+    so_far: SoFar = field(default_factory=SoFar)
+    reason: str = ""
+    skipped: int = 0
 
 
 def train(
     player: Player,
     plan: Plan,
-    feed: Feed,
+    feed: Feed | Ahead,
     world: World,
     stopping: Callable[[], bool],
     callbacks: Sequence[Callback] = (),
     progress: Progress | None = None,
+    evaluating: Evaluating | None = None,
+    so_far: SoFar | None = None,
 ) -> Ended:
     """Play the steps that are left; `stopping()` is asked before each, `callbacks` are called on rank 0.
 
-    `progress` is kept up to date, so that a failure can say where it happened. A last checkpoint is saved at the end.
+    `progress` is kept up to date, so that a failure can say where it happened. `evaluating` has the samples that are
+    evaluated on, `so_far` what earlier evaluations showed. A last checkpoint is saved at the end. Raises Spiked, having
+    saved nothing, after a harmful step under guard.action = "stop".
     """
-    run, first = plan.run, player.steps_done
+    first = player.steps_done
     steps = plan.job.train.steps if feed.num_steps is None else min(plan.job.train.steps, feed.num_steps)
-    journal = Journal(Path(run.folder)) if world.rank == 0 else None
-    progress = progress or Progress()
-    process, loss, stopped, wish = psutil.Process(), None, False, None
-    callbacks = callbacks if world.rank == 0 else ()
-    saved = step_folder(Path(run.folder) / CHECKPOINTS, first) if first else None
+    account = Account(player, plan, world, steps)
+    course = _Course(player, plan, feed, world, callbacks, progress or Progress(), account, evaluating, so_far or SoFar())
+    process = psutil.Process()
     try:
-        call((callback.on_train_begin for callback in callbacks), Moment(first))
-        while player.steps_done < steps and not stopped:
-            progress.step, progress.phase = player.steps_done + 1, "training"
-            started = perf_counter()
-            metrics = player.step(feed.batch(player.steps_done), stop=stopping() or wish is not None)
-            line = _line(metrics, perf_counter() - started, _memory(process, world.device))
-            loss, stopped = metrics.loss, metrics.stop
-            if journal is not None:
-                journal.write(asdict(line))
-            wish = call((callback.on_step_end for callback in callbacks), Moment(line.step, line)) or wish
-            due = run.save_every and player.steps_done % run.save_every == 0
-            if stopped or due or player.steps_done == steps:
-                progress.phase = "saving"
-                saved = save_run(player, plan, world, feed.data.digest)
-                wish = call((callback.on_save for callback in callbacks), Moment(line.step, line, checkpoint=saved)) or wish
-        call((callback.on_train_end for callback in callbacks), Moment(player.steps_done, checkpoint=saved))
+        course.tell(lambda callback: callback.on_train_begin, Moment(first))
+        while player.steps_done < steps and not course.over and not feed.over(player.steps_done):
+            course.progress.step, course.progress.phase = player.steps_done + 1, "training"
+            watch = account.begin(player.steps_done + 1)
+            with account.phase("data"):
+                batch = feed.batch(player.steps_done)
+            with account.phase("step"):
+                metrics = course.play(batch, stopping, watch)
+            line = _line(metrics, account, _memory(process, world.device))
+            course.note(metrics, line)
+            last = player.steps_done == steps or feed.over(player.steps_done)
+            gained = course.evaluate(line, last=last)
+            due = plan.run.save_every and player.steps_done % plan.run.save_every == 0
+            if course.over or due or last or (gained and plan.run.keep_best):
+                course.save(line, best=gained)
+            account.end()
+        account.close()
+        course.tell(lambda callback: callback.on_train_end, Moment(player.steps_done, checkpoint=course.saved))
     finally:
-        if journal is not None:
-            journal.close()
-    return Ended(player.steps_done, loss, stopped, journal.replay if journal else Replay(), saved)
+        course.close()
+    return course.ended()
 
 
-def refuse_unusable(plan: Plan) -> None:
-    """Raise PlanError, before any rank starts, when the run has checkpoints and none is whole and of this model.
-
-    Looks at manifests and sizes only; checksums are for the ranks, which read the files anyway.
-    """
-    folder = Path(plan.run.folder) / CHECKPOINTS
-    shapes = {f"model/{weight.name}": weight.shape for weight in plan.anatomy.weights}
-    finished = [path for step, path in listed(folder) if path == step_folder(folder, step)]
-    reasons = []
-    for path in finished:
-        try:
-            manifest = read_manifest(path)
-            check_sizes(path, manifest.files)
-            theirs = {name: entry.shape for name, entry in manifest.entries.items() if name.startswith("model/")}
-            if theirs == shapes:
-                return
-            reasons.append(f"{path.name}: it is of another model")
-        except CheckpointError as error:
-            reasons.append(f"{path.name}: {error.faults[0].what}")
-    if finished:
-        _refuse_all(folder, reasons)
-
-
-def save_run(player: Player, plan: Plan, world: World, data_digest: str) -> Path:
-    """Save the player's state as a checkpoint of the run; returns its folder."""
+def save_run(player: Player, plan: Plan, world: World, data_digest: str, so_far: SoFar | None = None) -> Path:
+    """Save the player's state, and what evaluations showed, as a checkpoint of the run; returns its folder."""
     meta: dict[str, Any] = {"plan": plan.as_dict(), "plan_hash": plan.hash, "data": data_digest, "torch": torch.__version__}
-    folder = Path(plan.run.folder) / CHECKPOINTS
-    return save(folder, player.steps_done, player.tensors(), meta, world.group(AXES), plan.run.keep, world.device)
+    meta["so_far"] = (so_far or SoFar()).as_dict()
+    return save_held(Path(plan.run.folder) / CHECKPOINTS, player, meta, world)
 
 
-def _line(metrics: Metrics, seconds: float, memory: int) -> Line:
-    m, speed = metrics, metrics.tokens / seconds
-    return Line(m.step, m.loss, m.grad_norm, m.lr, m.tokens, seconds, speed, memory, m.skipped)
+def save_held(folder: Path, player: Player, meta: Mapping[str, Any], world: World) -> Path:
+    """Save what `player` holds as a checkpoint in `folder`, with all ranks that hold all of it; returns its own folder.
+
+    Where one rank steps for others it alone has the optimizer's state, writes alone, and the others wait.
+    """
+    plan, everyone = player.plan, world.group(AXES)
+    path = step_folder(folder, player.steps_done)
+    if plan.leads(world.rank):
+        group = world.group(()) if plan.space.led else everyone
+        path = save(folder, player.steps_done, player.tensors(), meta, group, plan.run.keep, world.device)
+    if plan.space.led:
+        everyone.barrier(action="save")
+    return path
 
 
-def _newest(folder: Path, player: Player, notes: list[str]) -> int:
-    """The step of the newest checkpoint that can be used, 0 when none was ever finished."""
-    path, manifest, rejected = newest_good(folder, lambda manifest, place: check_model(manifest, player, place))
-    notes += [f"passed over {bad.name}: {why.replace(f'{bad}/', '').removeprefix(f'{bad}: ')}" for bad, why in rejected]
-    finished = [bad for bad, _ in rejected if ".partial-" not in bad.name]
-    if manifest is not None and path is not None:
-        notes += [f"{path.name} is the newest good checkpoint"] if finished else []
-        return manifest.step
-    if finished:
-        _refuse_all(folder, [f"{bad.name}: {why}" for bad, why in rejected if bad in finished])
-    return 0
+class _Course:
+    """One rank's way through the steps: what it writes and tells, what evaluations showed, and whether it is over."""
+
+    def __init__(
+        self,
+        player: Player,
+        plan: Plan,
+        feed: Feed | Ahead,
+        world: World,
+        callbacks: Sequence[Callback],
+        progress: Progress,
+        account: Account,
+        evaluating: Evaluating | None,
+        so_far: SoFar,
+    ) -> None:
+        self.player, self.plan, self.feed, self.world = player, plan, feed, world
+        self.progress, self.account, self.evaluating = progress, account, evaluating
+        self.so_far = so_far if evaluating is None else so_far.comparable(evaluating)
+        self.reason = "" if evaluating is None else self.so_far.ended(plan.job.evaluate)
+        self.wish: Wish = None
+        self.loss: float | None = None
+        self.stopped, self.skipped, self._warned = False, 0, False
+        self._idle = 0  # steps in a row in which nothing counted
+        self._num_samples = None if isinstance(feed.data, Stream) else len(feed.data)
+        self.saved = step_folder(Path(plan.run.folder) / CHECKPOINTS, player.steps_done) if player.steps_done else None
+        self._callbacks = callbacks if world.rank == 0 else ()
+        self._journal = Journal(Path(plan.run.folder)) if world.rank == 0 else None
+
+    @property
+    def over(self) -> bool:
+        """Whether no step follows, though some are left."""
+        return self.stopped or bool(self.reason)
+
+    def tell(self, which: Callable[[Callback], Heard | None], moment: Moment) -> None:
+        """Call one function of every callback; one that asks for the end is remembered."""
+        self.wish = call(map(which, self._callbacks), moment) or self.wish
+
+    def play(self, batch: Mapping[str, torch.Tensor] | None, stopping: Callable[[], bool], watch: Watch | None) -> Metrics:
+        """Play one step. Raises Spiked, with the ids of the samples, for a harmful step that ends the run."""
+        try:
+            return self.player.step(batch, stop=stopping() or self.wish is not None, watch=watch)
+        except Spiked as error:
+            raise Spiked(error.spike, error.more, self._note_spike(error.spike)) from None
+
+    def note(self, metrics: Metrics, line: Line) -> None:
+        """Write and tell what a step did. Raises PlanError when nothing has counted in a whole epoch."""
+        self.loss, self.stopped = metrics.loss, metrics.stop
+        self._write(asdict(line))
+        self._idle = self._idle + 1 if metrics.skipped and metrics.spike is None else 0
+        batch, num = self.plan.job.train.batch, self._num_samples
+        first = (line.step - self._idle) * batch  # the place in the data from which on nothing counted
+        if num is not None and self._idle and (-(-first // num) + 1) * num <= line.step * batch:  # a whole epoch lies behind it
+            raise nothing_counts(f"of the {num} samples, all played up to step {line.step}")
+        if metrics.spike is not None:
+            self.skipped += 1
+            self._note_spike(metrics.spike)
+        elif self._journal is not None and not (isfinite(line.loss) and isfinite(line.grad_norm)) and not self._warned:
+            self._warned = True
+            logger.warning(
+                "step %d: the loss is %s and the gradient norm %s; the parameters are lost from here on. Go on from an earlier "
+                'checkpoint with guard.action = "stop" or "skip", which names the rank, the block and the samples',
+                *(line.step, line.loss, line.grad_norm),
+            )
+        spike = "" if metrics.spike is None else str(metrics.spike)
+        self.tell(lambda callback: callback.on_step_end, Moment(line.step, line, spike=spike))
+
+    def evaluate(self, line: Line, *, last: bool) -> bool:
+        """Evaluate, when it is time; returns whether the result is the best so far."""
+        spec = self.plan.job.evaluate
+        due = last or (spec.every and line.step % spec.every == 0)
+        if self.evaluating is None or self.stopped or not due:
+            return False
+        self.progress.phase = "evaluating"
+        with self.account.phase("evaluate"):
+            result = self.player.evaluate(self.evaluating.batches())
+        self.so_far = self.so_far.after(result.loss, line.step, spec.min_delta)
+        self.reason = self.so_far.ended(spec)
+        told = result.as_dict()
+        self._write({"kind": EVALUATION, "step": line.step, **told})
+        gained = self.so_far.best_step == line.step
+        self.tell(lambda callback: callback.on_evaluate, Moment(line.step, line, told, best=gained))
+        return gained
+
+    def save(self, line: Line, *, best: bool) -> None:
+        """Save a checkpoint of this step; with `best`, it is kept until a better one comes."""
+        self.progress.phase = "saving"
+        with self.account.phase("save"):
+            self.saved = save_run(self.player, self.plan, self.world, self.feed.data.digest, self.so_far)
+        if best and self.plan.run.keep_best and self.world.rank == 0:
+            set_best(self.saved.parent, self.so_far.best_step, self.so_far.best)
+        self.tell(lambda callback: callback.on_save, Moment(line.step, line, checkpoint=self.saved))
+
+    def ended(self) -> Ended:
+        """How it ended."""
+        replay = self._journal.replay if self._journal else Replay()
+        step = self.player.steps_done
+        return Ended(step, self.loss, self.stopped, replay, self.saved, self.so_far, self.reason, self.skipped)
+
+    def close(self) -> None:
+        """Close the journal."""
+        if self._journal is not None:
+            self._journal.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._journal is not None:
+            self._journal.write(line)
+
+    def _note_spike(self, spike: Spike) -> dict[int, list[int]]:
+        """Write down a harmful step; returns the ids of its samples by rank."""
+        shares = self.feed.samples(spike.step - 1)
+        ids = {suspect.rank: shares[self.plan.data_index(suspect.rank)] for suspect in spike.suspects}
+        ranks = [{**asdict(suspect), "samples": ids[suspect.rank]} for suspect in spike.suspects]
+        said = {"loss": spike.loss, "grad_norm": spike.grad_norm, "reasons": spike.reasons, "ranks": ranks}
+        self._write({"kind": SPIKE, "step": spike.step, "action": self.plan.job.guard.action, **said})
+        return ids
 
 
-def _refuse_all(folder: Path, reasons: Sequence[str]) -> Never:
-    listing = "".join(f"\n  passed over {reason}" for reason in reasons)
-    text = f"none of the {len(reasons)} checkpoints here can be used:{listing}"
-    fix = "train into another run.folder, or restore a checkpoint from a copy; to start from step 0 here, move the folder away"
-    raise PlanError(text, fix=fix, where=str(folder))
-
-
-def _asked_for(folder: Path, player: Player, step: int) -> int:
-    path = step_folder(folder, step)
-    if not path.is_dir():
-        raise PlanError(f"there is no checkpoint of step {step}", fix=f"choose one of: {names_in(folder)}", where=str(folder))
-    check_model(read_manifest(path), player, path)
-    return step
-
-
-def names_in(folder: Path) -> str:
-    """The checkpoints in `folder` in words, oldest first."""
-    return ", ".join(path.name for step, path in reversed(listed(folder)) if path == step_folder(folder, step)) or "none"
-
-
-def check_model(manifest: Manifest, player: Player, path: Path) -> None:
-    """Raise CheckpointError unless `manifest`, that of the checkpoint in `path`, is of the model that `player` plays."""
-    mine = {name: tuple(tensor.shape) for name, tensor in player.tensors().items() if not name.startswith("optimizer/")}
-    theirs = {name: entry.shape for name, entry in manifest.entries.items() if not name.startswith("optimizer/")}
-    wrong = sorted(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
-    if wrong:
-        shown = "; ".join(f"{name}: {theirs.get(name)} saved, {mine.get(name)} here" for name in wrong[:3])
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        fix = "train into another run.folder, or go back to the model that saved it"
-        raise CheckpointError(f"it is of another model: {shown}{more}", fix=fix, where=str(path))
-
-
-def _changes(meta: Mapping[str, Any], plan: Plan, data_digest: str) -> list[str]:
-    if meta.get("plan_hash") == plan.hash and meta.get("data") == data_digest:
-        return []
-    changed = sorted(_differing(meta.get("plan", {}), plan.as_dict()))
-    words = [f"the plan changed since that checkpoint: {', '.join(changed)}"] if changed else []
-    return words + (["the data changed since that checkpoint"] if meta.get("data") != data_digest else [])
-
-
-def _differing(old: Any, new: Any, path: str = "") -> list[str]:
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        return [
-            found for key in {**old, **new} for found in _differing(old.get(key), new.get(key), f"{path}.{key}" if path else key)
-        ]
-    same = old == new or (isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)) and list(old) == list(new))
-    return [] if same else [f"{path} was {old}, is {new}" if len(f"{old}{new}") < 60 else path]
+def _line(metrics: Metrics, account: Account, memory: int) -> Line:
+    m, data_s, save_s = metrics, account.spent("data"), account.spent("save")
+    seconds = data_s + account.spent("step")
+    flops_per_s, mfu = account.speed(m.samples, seconds)
+    speed = m.tokens / seconds
+    return Line(m.step, m.loss, m.grad_norm, m.lr, m.tokens, seconds, speed, memory, m.skipped, data_s, save_s, flops_per_s, mfu)
 
 
 def _memory(process: psutil.Process, device: torch.device) -> int:

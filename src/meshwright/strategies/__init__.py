@@ -2,7 +2,8 @@
 
 from meshwright.core.strategy import Strategy
 from meshwright.strategies.data.batch import Batch
+from meshwright.strategies.data.master import Master
 from meshwright.strategies.data.naive import Naive
 from meshwright.strategies.data.replicate import Replicate
 
-STRATEGIES: dict[str, type[Strategy]] = {strategy.name: strategy for strategy in (Batch, Naive, Replicate)}
+STRATEGIES: dict[str, type[Strategy]] = {strategy.name: strategy for strategy in (Batch, Master, Naive, Replicate)}

@@ -1,7 +1,9 @@
 """`train`: the local ranks started, and one rank's part."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -9,21 +11,30 @@ import torch
 from rich.console import Console
 
 from meshwright.core.errors import PlanError
-from meshwright.core.plan import Plan
 from meshwright.prepare import Prepared
-from meshwright.report.terminal import duration, figures, training_view
+from meshwright.report.progress import duration
 from meshwright.run.callbacks import Callback, Moment
 from meshwright.run.config import read_request
 from meshwright.run.folders import step_folder
 from meshwright.run.guard import Progress, guard
+from meshwright.run.joining import joined, same_plan
 from meshwright.run.launch import Outcome
+from meshwright.run.launchers import Ranked
+from meshwright.run.logs import marks, rank_log, unheard
+from meshwright.run.resume import CHECKPOINTS, names_in, refuse_unusable, resume
 from meshwright.run.sample import sample_text
-from meshwright.run.text import TextData
-from meshwright.run.train import CHECKPOINTS, Ended, names_in, refuse_unusable, resume
+from meshwright.run.tokens import TokenData
+from meshwright.run.train import Ended
 from meshwright.run.train import train as train_loop
+from meshwright.run.workers import ahead
 from meshwright.strategies import STRATEGIES
 from meshwright.verbs.plan import Resolved, resolve, write_plan
-from meshwright.verbs.ranks import Launcher, Ranked, joined
+from meshwright.verbs.ranks import Launcher
+from meshwright.verbs.watching import terminal_of, watching
+
+logger = logging.getLogger(__name__)
+
+Hearing = Callable[[], AbstractContextManager[Callable[[], bool]]]
 
 
 def train(
@@ -41,28 +52,42 @@ def train(
     path = _write_run_plan(resolved)
     steps = f"{plan.job.train.steps} steps of {plan.job.train.batch} samples"
     console.print(f"plan {plan.hash}: {steps} on {plan.mesh}, into {folder}", soft_wrap=True)
+    for note in resolved[1].data.notes:
+        console.print(note, markup=False, soft_wrap=True)
     argv = ["train", str(path), *([] if from_step is None else ["--from-step", str(from_step)])]
-    return launcher(argv, plan.mesh.world, folder)
+    before = marks(folder)
+    outcome = launcher(argv, plan.mesh.world, folder)
+    for text in unheard(folder, before):
+        console.print(text, style="yellow", markup=False, soft_wrap=True)
+    return outcome
 
 
 def train_rank(
-    ranked: Ranked, config: Path, overrides: Sequence[str], from_step: int | None, stopping: Callable[[], bool], console: Console
+    ranked: Ranked, config: Path, overrides: Sequence[str], from_step: int | None, hearing: Hearing, console: Console
 ) -> Ended:
-    """Train as one rank; rank 0 shows what happens."""
-    with _guarded(ranked, config, overrides) as (progress, resolved):
+    """Train as one rank; rank 0 shows what happens. `hearing` is entered for the steps: it yields whether to stop."""
+    with _guarded(ranked, config, overrides, console) as (progress, resolved):
         ready, show = resolved[1], ranked.rank == 0
         plan = ready.plan
-        if ranked.store is None and show:  # else the launching process has written it
+        if ranked.place is not None and show:  # else the launching process has written it
+            console.print(str(ranked.place), markup=False, soft_wrap=True)
             _write_run_plan(resolved)
-        with joined(ranked, plan.mesh) as world, ready.engine(world) as engine:
-            feed = ready.feed(plan, ranked.rank)
+        with joined(ranked, plan.mesh) as world, ready.engine(world) as engine, ExitStack() as stack:
+            same_plan(world, plan)
+            feed = stack.enter_context(ahead(ready.feed(plan, ranked.rank), plan.run.workers))
             progress.phase = "resuming"
             resumed = resume(engine.player, plan, world, ready.data.digest, from_step)
             if show:
                 console.print("\n".join(resumed.notes), markup=False, soft_wrap=True)
+            logger.info("plan %s on %s; %s", plan.hash, world.device, "; ".join(resumed.notes))
             started = perf_counter()
-            with _shown(plan, feed.num_steps, resumed.step, console if show else None) as shown:
-                ended = train_loop(engine.player, plan, feed, world, stopping, shown, progress)
+            watch = watching(resolved, feed.num_steps, resumed.step, world.device, console) if show else nullcontext(())
+            with hearing() as stopping, watch as watchers:
+                mine = (_telling(console), *ready.callbacks) if show else ()
+                evaluating = ready.evaluating(ranked.rank)
+                heard = (*watchers, *mine)
+                ended = train_loop(engine.player, plan, feed, world, stopping, heard, progress, evaluating, resumed.so_far)
+            logger.info("ended at step %d, %s", ended.step, "stopped" if ended.stopped else "done")
             if show:
                 _conclude(ready, feed.num_steps, resumed.step, ended, perf_counter() - started, console)
                 _farewell(ready, engine.module, ended, console)
@@ -70,11 +95,15 @@ def train_rank(
 
 
 @contextmanager
-def _guarded(ranked: Ranked, config: Path, overrides: Sequence[str]) -> Iterator[tuple[Progress, Resolved]]:
-    """The resolved request; a failure is recorded for the launching process, or raised as it is under torchrun."""
+def _guarded(ranked: Ranked, config: Path, overrides: Sequence[str], console: Console) -> Iterator[tuple[Progress, Resolved]]:
+    """The resolved request; a failure is recorded for the launching process, or shown by this one under another launcher."""
     request = read_request(config, overrides, STRATEGIES)
-    here = nullcontext(Progress())
-    with here if ranked.store is None else guard(ranked.rank, Path(request.run.folder), ranked.lifeline_fd) as progress:
+    show = None if ranked.place is None else partial(Console(stderr=True).print, markup=False, highlight=False, soft_wrap=True)
+    folder = Path(request.run.folder)
+    with (
+        guard(ranked.rank, folder, ranked.lifeline_fd, show) as progress,
+        rank_log(folder, ranked.rank, terminal_of(ranked, console)),
+    ):
         yield progress, resolve(config, overrides, ranked.world)
 
 
@@ -89,20 +118,21 @@ def _write_run_plan(resolved: Resolved) -> Path:
     return folder / "plan.toml"
 
 
-@contextmanager
-def _shown(plan: Plan, available: int | None, first: int, console: Console | None) -> Iterator[tuple[Callback, ...]]:
-    """What shows each step on the console; nothing without one."""
-    if console is None:
-        yield ()
-        return
-    with training_view(console, min(plan.job.train.steps, available or plan.job.train.steps), first) as show:
+def _telling(console: Console) -> Callback:
+    """Shows evaluations, and steps that were left out."""
 
-        def on_step_end(moment: Moment) -> None:
-            line = moment.line
-            if line is not None:
-                show(line.step, figures(line.loss, line.grad_norm, line.tokens_per_s, line.memory))
+    def on_evaluate(moment: Moment) -> None:
+        numbers = "".join(f", {name} {value:.4f}" for name, value in moment.evaluation.items() if name == "perplexity")
+        best = "  best so far" if moment.best else ""
+        text = f"step {moment.step}: evaluation loss {moment.evaluation['loss']:.4f}{numbers}{best}"
+        console.print(text, style="cyan", markup=False, soft_wrap=True)
 
-        yield (Callback(on_step_end=on_step_end),)
+    def on_step_end(moment: Moment) -> None:
+        if moment.line is not None and moment.line.skipped:
+            why = moment.spike or "no token of it counts"
+            console.print(f"step {moment.step} was left out: {why}", style="yellow", markup=False, soft_wrap=True)
+
+    return Callback(on_step_end=on_step_end, on_evaluate=on_evaluate)
 
 
 def _conclude(ready: Prepared, available: int | None, first: int, ended: Ended, seconds: float, console: Console) -> None:
@@ -110,6 +140,10 @@ def _conclude(ready: Prepared, available: int | None, first: int, ended: Ended, 
     if str(ended.replay):
         console.print(str(ended.replay), style="green" if ended.replay.differs is None else "red", soft_wrap=True)
     steps = ready.plan.job.train.steps
+    if ended.reason:
+        console.print(f"ended early at step {ended.step}: {ended.reason}", markup=False, soft_wrap=True)
+    if ended.loss is None and ended.reason:
+        return
     if ended.loss is None:
         console.print(f"nothing to do: step {ended.step} is reached already (train.steps = {steps})", soft_wrap=True)
         return
@@ -117,22 +151,29 @@ def _conclude(ready: Prepared, available: int | None, first: int, ended: Ended, 
     console.print(
         f"{word} step {ended.step}, loss {ended.loss:.4f}; {ended.step - first} steps took {duration(seconds)}", soft_wrap=True
     )
+    if ended.skipped:
+        console.print(f"{ended.skipped} of these steps were left out (guard.action = skip)", style="yellow")
     if ended.stopped:
         console.print("the same command goes on from here")
-    elif available is not None and available < steps:
-        epochs = ready.plan.job.data.epochs
-        text = f"the data ended before step {steps}: {epochs} x {len(ready.data)} samples last {available} steps"
+    elif available is not None and available < steps and not ended.reason:
+        epochs, num = ready.plan.job.data.epochs, len(ready.data) - ready.plan.job.evaluate.hold_out
+        text = f"the data ended before step {steps}: {epochs} x {num} samples last {available} steps"
         console.print(text, soft_wrap=True)
 
 
 def _farewell(ready: Prepared, module: torch.nn.Module, ended: Ended, console: Console) -> None:
     run, job = ready.plan.run, ready.plan.job
-    if run.sample_tokens and isinstance(ready.data, TextData) and not ended.stopped:
-        text = sample_text(module, run.sample_prompt, run.sample_tokens, job.data.sequence, job.train.seed)
+    if run.sample_tokens and isinstance(ready.data, TokenData) and not ended.stopped:
+        codec = ready.data.codec
+        text = sample_text(module, run.sample_prompt, run.sample_tokens, job.data.sequence, job.train.seed, codec=codec)
         console.rule("a sample")
         console.print(text, markup=False)
         console.rule()
     folder = Path(run.folder)
-    places = {"plan": folder / "plan.toml", "metrics": folder / "metrics.jsonl", "checkpoint": ended.checkpoint}
+    places: dict[str, Path | str | None] = {"plan": folder / "plan.toml", "metrics": folder / "metrics.jsonl"}
+    places["checkpoint"] = ended.checkpoint
+    best = step_folder(folder / CHECKPOINTS, ended.so_far.best_step)
+    if best.is_dir():
+        places["best"] = f"{best} (evaluation loss {ended.so_far.best:.4f})"
     for name, path in places.items():
         console.print(f"{name:<12}{path}", markup=False, soft_wrap=True)

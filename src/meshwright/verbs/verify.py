@@ -1,4 +1,4 @@
-"""`verify`: a plan compared with one device, on threads or on processes."""
+"""`verify`: a plan compared with one device, on threads or on processes; or what it sends with what it says, by a trace."""
 
 import json
 from collections.abc import Sequence
@@ -12,24 +12,30 @@ from rich.console import RenderableType
 
 import meshwright
 from meshwright.api import parity_case
+from meshwright.api import trace as trace_plan
 from meshwright.core.errors import PlanError
 from meshwright.model.shrink import shrunk
 from meshwright.prepare import Prepared, prepared
-from meshwright.report.terminal import verdict_view
+from meshwright.report.terminal import trace_view, verdict_view
 from meshwright.run.config import Request, read_request
 from meshwright.run.guard import guard
+from meshwright.run.joining import joined
+from meshwright.run.launchers import Ranked
 from meshwright.strategies import STRATEGIES
 from meshwright.testing.spawn import on_threads
 from meshwright.verbs.plan import resolve
-from meshwright.verbs.ranks import Launcher, Ranked, RanksFailed, joined
+from meshwright.verbs.ranks import Launcher, RanksFailed
 from meshwright.verifier.parity import RankReport, compare_rank, judge
 from meshwright.verifier.reference import Case, run_reference
+from meshwright.verifier.trace import NeedsValues, Traced
 from meshwright.verifier.verdict import Verdict
 
+MOST_RANKS = 64  # as threads or processes of one machine: each holds the whole model in float64
 
-def view_verdict(verdict: Verdict) -> RenderableType:
+
+def view_verdict(verdict: Verdict | Traced) -> RenderableType:
     """The verdict as a table."""
-    return verdict_view(verdict)
+    return trace_view(verdict) if isinstance(verdict, Traced) else verdict_view(verdict)
 
 
 def verify(
@@ -48,6 +54,10 @@ def verify(
     """
     request, ready = resolve(config, overrides, world)
     plan = ready.plan
+    if plan.mesh.world > MOST_RANKS:
+        text = f"{plan.mesh.world} ranks on this machine, each with the whole model in float64"
+        fix = "--on trace plays single ranks of any mesh; for the numbers, compare a smaller mesh: --mesh.dp_replicate 4"
+        raise PlanError(text, fix=fix, where="verify")
     case = _case(_scaled_down(request, world) if shrink else ready)
     folder = Path(plan.run.folder) / "verify"
     if launcher is None:
@@ -64,13 +74,46 @@ def verify(
     model = f"{plan.anatomy.name} scaled down to {case.plan.anatomy.numel:,} parameters" if shrink else plan.anatomy.name
     verdict = replace(verdict, plan=plan.hash, model=model)
     path = out or folder / "verdict.json"
+    _write(verdict, path)
+    return verdict, path
+
+
+def trace(
+    config: Path, overrides: Sequence[str], steps: int, world: int | None, out: Path | None, rank: int | None, *, shrink: bool
+) -> tuple[Traced, Path]:
+    """Play `rank` (None: the first, the last and one between) and hold what it sends against the plan; write the verdict.
+
+    A model that fake tensors cannot play is played on real ones, scaled down where that can be done, and the verdict says so.
+    """
+    request, ready = resolve(config, overrides, world)
+    played = _scaled_down(request, world) if shrink else ready
+    ranks = None if rank is None else [rank]
+    try:
+        found = trace_plan(played.reading, played.plan, ranks, loss=played.loss, steps=steps)
+    except NeedsValues:
+        played = _small_if_possible(request, world, played)
+        found = trace_plan(played.reading, played.plan, ranks, loss=played.loss, steps=steps, fake=False)
+    model = found.model if played is ready else f"{found.model} scaled down to {played.plan.anatomy.numel:,} parameters"
+    found = replace(found, plan=ready.plan.hash, model=model, versions=_versions())
+    path = out or Path(ready.plan.run.folder) / "verify" / "trace.json"
+    _write(found, path)
+    return found, path
+
+
+def _small_if_possible(request: Request, world: int | None, whole: Prepared) -> Prepared:
+    try:
+        return _scaled_down(request, world)
+    except PlanError:  # a model from a factory, say: only its author knows its sizes
+        return whole
+
+
+def _write(verdict: Verdict | Traced, path: Path) -> None:
     try:
         verdict.write(path)
     except OSError as error:
         raise PlanError(
             f"the verdict cannot be written: {error.strerror}", fix="name another file: --json", where=str(path)
         ) from error
-    return verdict, path
 
 
 def verify_rank(ranked: Ranked, config: Path, overrides: Sequence[str], steps: int, *, shrink: bool) -> None:

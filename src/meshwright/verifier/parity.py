@@ -16,7 +16,7 @@ from math import inf, isnan, nan
 import torch
 
 from meshwright.comm.group import Entry, World
-from meshwright.core.job import Job, Optimizer, Precision, Schedule
+from meshwright.core.job import Guard, Job, Optimizer, Precision, Schedule
 from meshwright.core.mesh import AXES
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action, Program
@@ -43,9 +43,11 @@ class RankReport:
 
 
 def exact_job(job: Job) -> Job:
-    """`job` as parity runs it: float64, SGD with its groups and clip, a constant learning rate of 0.1."""
-    sgd = Optimizer("sgd", lr=0.1, weight_decay=job.optimizer.weight_decay, momentum=0.5, groups=job.optimizer.groups)
-    return replace(job, precision=Precision("float64", "float64", "float64"), optimizer=sgd, schedule=Schedule())
+    """`job` as parity runs it: float64, SGD with its groups and clip, a constant learning rate of 0.1, no step left out."""
+    groups = tuple(replace(group, name=None, momentum=0.0) for group in job.optimizer.groups)
+    sgd = Optimizer("sgd", lr=0.1, weight_decay=job.optimizer.weight_decay, momentum=0.5, groups=groups)
+    wide = Precision("float64", "float64", "float64")
+    return replace(job, precision=wide, optimizer=sgd, schedule=Schedule(), guard=Guard())
 
 
 def compare_rank(case: Case, world: World, reference: Reference) -> RankReport:
@@ -62,7 +64,7 @@ def compare_rank(case: Case, world: World, reference: Reference) -> RankReport:
         for step, truth in enumerate(reference.steps):
             watched.step = step
             batch = rows(step)
-            watched.samples(batch, truth, case.plan.data_index(world.rank))
+            watched.samples(batch, truth)
             metrics = player.step(batch)
             watched.number("loss", metrics.loss, truth.loss)
             watched.number("grad norm", metrics.grad_norm, truth.grad_norm)
@@ -125,7 +127,7 @@ def _missing(plan: Plan, reports: list[RankReport]) -> Iterator[str]:
         elif report.steps != reports[0].steps:
             yield f"rank {report.rank} compared {report.steps} steps and rank {reports[0].rank} {reports[0].steps}"
         for quantity in COMPARED if report.steps else ():
-            if quantity not in report.worst:
+            if quantity not in report.worst and (quantity != "gradient" or plan.leads(report.rank)):
                 yield f"rank {report.rank} compared no {quantity}"
 
 
@@ -153,12 +155,10 @@ class _Watch:
         self._case, self._reference, self._report = case, reference, report
         self.step = 0
 
-    def samples(self, batch: Mapping[str, torch.Tensor] | None, truth: StepTruth, index: int) -> None:
-        """The rows must be this rank's share of the reference's global batch."""
-        plan = self._case.plan
+    def samples(self, batch: Mapping[str, torch.Tensor] | None, truth: StepTruth) -> None:
+        """The rows must be those of the reference's global batch that this rank reads."""
         self._note("samples", 0.0)
-        starts = plan.first_rows(index)
-        wanted = [row for start in starts for row in range(start, start + plan.micro_batch)]
+        wanted = self._case.plan.rows_read(self._report.rank)
         for key, whole in truth.batch.items():
             rows = whole[[row for row in wanted if row < len(whole)]]
             mine = rows[:0] if batch is None else batch[key]
@@ -185,7 +185,9 @@ class _Watch:
                 self._add(quantity, name, block, error, factor)
 
     def gradients(self, action: Action, state: State) -> None:
-        """The handler of PROBE: every gradient as the optimizer is about to see it, before clipping."""
+        """The handler of PROBE: every gradient as the optimizer is about to see it, before clipping; where there is one."""
+        if not self._case.plan.leads(self._report.rank):
+            return
         grads = {name: p.grad for name, p in state.subject.trainable.items()}
         found = {name: torch.zeros_like(state.subject.parameters[name]) if g is None else g for name, g in grads.items()}
         wanted = self._reference.steps[self.step].gradients

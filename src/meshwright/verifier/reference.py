@@ -98,7 +98,7 @@ def _loss(case: Case, subject: Subject, dice: Dice | None, batch: Batch, step: i
         dice.begin(step, torch.arange(first, first + num_rows))
         with StatelessDropout(dice), _announced(subject, dice.enter):
             outputs = subject.module(**inputs)
-    return case.loss.total(outputs, batch) / max(case.loss.count(batch).item(), 1)
+    return case.loss.total(outputs, batch) / (case.loss.counted(batch)[0] or 1.0)
 
 
 def _plain_sgd(job: Job, subject: Subject) -> torch.optim.Optimizer:

@@ -26,6 +26,8 @@ def prove(plan: Plan) -> list[Fault]:
         faults += [Fault(text, _FIX, f"program.{role}") for text in _memory_faults(actions)]
         faults += [Fault(text, _FIX, f"program.{role}") for text in _update_faults(plan, actions)]
         faults += [Fault(text, _FIX, f"program.{role}") for text in _gradient_faults(plan, actions)]
+        faults += [Fault(text, _FIX, f"program.{role}") for text in _copy_faults(plan, actions)]
+        faults += [Fault(text, _FIX, f"program.{role}") for text in _whole_faults(plan, actions)]
     try:
         play(plan.program)
     except Stuck as stuck:
@@ -101,6 +103,7 @@ def _gradient_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
         weight = home.weight
         complete = max((last[visit] for visit in weight.visits if visit in last), default=-1)
         for axis, act in home.moves().items() if weight.trainable else ():
+            act = "reduce" if axis in plan.space.led else act  # one rank takes the sum, and steps for all
             found = [mover.name for mover in movers[weight.name] if _does(mover, act, axis)]
             if not found:
                 yield f"the gradient of {weight.name} stays a pending sum over {axis}: no {act} moves it"
@@ -110,6 +113,31 @@ def _gradient_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
                 yield f"{found[0]} moves the gradient of {weight.name} before {actions[complete].name} has added to it"
             elif found[0] not in before_clip:
                 yield f"CLIP does not wait for {found[0]}, which moves the gradient of {weight.name}"
+
+
+def _copy_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
+    """Where one rank steps for others, each weight must be handed out afterwards, and so must the gradient norm."""
+    for axis in plan.space.led:
+        given = [action for action in actions if _does(action, "broadcast", axis) and "STEP()" in _all_waits(actions, action)]
+        held = {name for action in given for name in action.tensors}
+        left_out = [weight.name for weight in plan.anatomy.trainable if weight.name not in held]
+        if left_out:
+            yield f"{len(left_out)} weights ({left_out[0]}...) are not broadcast over {axis} after STEP: one rank alone has them"
+
+
+def _whole_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
+    """A loss of the whole batch must wait for all rows of all that it takes."""
+    anatomy = plan.anatomy
+    if plan.num_data == 1 or not (anatomy.whole_batch or plan.space.led):
+        return
+    needed = [column.name for column in anatomy.outputs if column.used and column.rows]
+    needed += [] if plan.space.led else [column.name for column in anatomy.targets]  # a rank that reads for all has those
+    for loss in (action for action in actions if action.kind == "LOSS"):
+        waited = _all_waits(actions, loss)
+        arrived = {action.subject for action in actions if action.kind == "GATHER" and action.transfer and action.name in waited}
+        missing = [name for name in needed if name not in arrived]
+        if missing:
+            yield f"{loss.name} needs all rows of {', '.join(missing)} and waits for no GATHER of them"
 
 
 def _does(action: Action, act: str, axis: str) -> bool:

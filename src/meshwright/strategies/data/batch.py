@@ -11,8 +11,14 @@ wrong as soon as ranks hold different numbers of valid tokens.
 
     loss = sum_ranks sum_tokens l / sum_ranks count        weights I -> R, so their gradients are P
 
-Cost: two messages, of 24 and 8 bytes, per rank and step; memory of activations / n. A rank without data takes part with zero
-weight: its labels are ignored, its gradients are zero, and nobody waits.
+A loss that compares rows with each other (contrastive) is no such sum. Then all rows meet: before it comes one GATHER (rows
+of an output or a target, from all ranks to all) per tensor that it takes, and every rank takes the same loss on all of them.
+
+    after    COUNT  F F F  GATHER(facts) GATHER(output0) GATHER(output1)  LOSS  B B B  TALLY  STEP
+
+Cost: two messages, of 32 and 8 bytes, per rank and step, and per GATHER n-1 times the bytes of a rank's rows; memory of
+activations / n. A rank without data takes part with zero weight: its labels are ignored, its gradients are zero, and nobody
+waits.
 Limits: the global batch must divide by the ranks. The gradients stay pending sums: a storing strategy must add them up.
 Paper: Dean et al. 2012, "Large Scale Distributed Deep Networks" (NeurIPS); Goyal et al. 2017, arXiv 1706.02677, section 3
 (losses normalised by the total, not by the per-worker minibatch).
@@ -25,11 +31,12 @@ from typing import ClassVar
 from meshwright.core.errors import Fault, nearest
 from meshwright.core.job import Job
 from meshwright.core.layout import P, R, S
-from meshwright.core.program import Action, Program, Transfer
+from meshwright.core.program import Action, Program, Transfer, index_of_last, with_waits
 from meshwright.core.space import Home, Space
+from meshwright.core.steps import FACTS
 from meshwright.core.strategy import Phase, Strategy
 
-NBYTES = {"COUNT": 24, "TALLY": 8}  # tokens, wishes to stop, rows; the loss: float64
+NBYTES = {"COUNT": 32, "TALLY": 8}  # weight, wishes to stop, rows, tokens; the loss: float64
 DATA_AXES = ("dp_replicate", "dp_shard")
 
 
@@ -44,18 +51,42 @@ class Batch(Strategy):
     def check(self, job: Job, space: Space) -> Iterator[Fault]:
         if self.axis not in DATA_AXES:
             yield Fault(f"samples cannot be split along '{self.axis}'", nearest(self.axis, DATA_AXES), "strategies.batch.axis")
+        if space.anatomy.whole_batch:
+            for column in (*space.anatomy.targets, *(column for column in space.anatomy.outputs if column.used)):
+                yield from column.faults("loss")
 
     def place(self, space: Space) -> Space:
         split = space.with_tokens(self.axis, S(0))
         return split.with_homes(self._use_apart)
 
     def rewrite(self, program: Program, space: Space, job: Job) -> Program:
-        return program.edit(lambda actions: [self._share(action) for action in actions])
+        return program.edit(lambda actions: [self._share(action) for action in self._met(actions, space, job)])
+
+    def _met(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
+        """`actions` with the rows of all ranks gathered before a loss that needs the whole batch; once for all axes."""
+        anatomy = space.anatomy
+        if not anatomy.whole_batch or any(action.kind == "GATHER" for action in actions):
+            return actions
+        rows, at = job.train.batch // space.mesh.extent(space.data_axes), index_of_last(actions, "LOSS") or 0
+        used = [column for column in anatomy.outputs if column.used]
+        sizes = {FACTS: 8 * (1 + sum(not column.rows for column in used))}
+        for column in (*anatomy.targets, *used):
+            if column.rows:
+                sizes[column.name] = rows * column.nbytes(job.precision.parameters)
+        forward = actions[index_of_last(actions, "F") or 0].name
+        gathers = [
+            Action("GATHER", name, lane="wire", waits=(forward,), transfer=Transfer("all_gather", (), nbytes, dtype="uint8"))
+            for name, nbytes in sizes.items()
+        ]
+        loss = with_waits(actions[at], [gather.name for gather in gathers])
+        return [*actions[:at], *gathers, loss, *actions[at + 1 :]]
 
     def _use_apart(self, home: Home) -> Home:
         return replace(home, layout=home.layout.with_place(self.axis, R), grad=home.grad.with_place(self.axis, P))
 
     def _share(self, action: Action) -> Action:
+        if action.kind == "GATHER" and action.transfer is not None:
+            return replace(action, transfer=replace(action.transfer, axes=(*action.transfer.axes, self.axis)))
         if action.kind not in NBYTES:
             return action
         axes = (*(action.transfer.axes if action.transfer else ()), self.axis)

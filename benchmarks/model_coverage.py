@@ -1,0 +1,129 @@
+"""Which models train as they are: anatomy found without help, and parity with one device, family by family.
+
+Every family below is an unmodified class of transformers, or a plain `nn.Module` as a user would write it. For each, `verify`
+compares data parallelism on 2 and on 3 ranks with one ordinary PyTorch loop on one device: samples, loss, every gradient
+before clipping, gradient norm, and every parameter after the step, in float64 with SGD. The error is the largest difference of
+any of these, relative to the largest magnitude in its block. Sizes are tiny, and everything else is what the family's config
+says by itself: dropout, ties, grouped queries, sliding windows, soft caps, routing. Text is the standard library's.
+
+What is found without help: blocks (the members of the topmost `ModuleList`, `Sequential` or `ModuleDict`, and what stands
+beside them), the order of their visits, tied names, which visit uses which parameter, dropout sites, written buffers. See it for
+a model of your own:
+
+    meshwright plan CONFIG.toml --explain-model
+
+A model whose forward takes `input_ids` trains on text from its config.json alone. One that takes something else (images, a
+second sequence) comes from a factory with an example of one batch; `benchmarks/factories.py` holds one of each kind:
+
+    def vit():
+        return meshwright.Model(ViTForImageClassification(config), example={"pixel_values": images, "labels": classes})
+
+If blocks are not found, or are not the ones you want, two lines declare them; without, the model runs as one block, with the
+same numbers and nothing to overlap its backward with:
+
+    def build():
+        return meshwright.Model(Net(), blocks=["stem", "stages.0", "stages.1", "head"])
+
+Router logits that transformers captures inside blocks (`output_router_logits = true`) are outputs of their block, so a loss that
+sums over them (a z-loss) trains exactly, on any number of ranks. `outputs.aux_loss` is another matter: it multiplies means over
+the samples at hand, and the means of parts do not give the product of the whole. It is exact where the batch is played at once,
+on one device, and refused by name where it is divided. Any other way from the loss into a block, past its outputs, is refused by
+the name of the block.
+
+Limits: batch norms are refused on a divided batch; TorchScript modules are refused; a state that goes from call to call (caches,
+recurrent states kept in the module) is not carried between steps.
+"""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import tomli_w
+import torch
+
+from benchmarks.families import FAMILIES, SEQUENCE, Family
+from benchmarks.result import Result
+from meshwright.model.survey import Survey
+from meshwright.verbs.plan import explain
+from meshwright.verbs.verify import verify
+
+RANKS, STEPS, BATCH, BAR, TOLERANCE = (2, 3), 2, 6, 15, 1e-10
+CLAIM = "at least 15 unmodified model families equal one device to 1e-10 in float64, under data parallelism on 2 and on 3 ranks"
+
+
+def covered(family: Family, folder: Path) -> dict[str, Any]:
+    """What was found in `family`, what had to be declared, and its largest error on each number of ranks; files in `folder`."""
+    config = _config(family, folder)
+    found, _ = explain(config, [])
+    errors = {}
+    for ranks in RANKS:
+        verdict, _ = verify(config, [f"--mesh.dp_replicate={ranks}"], STEPS, None, None, launcher=None, shrink=False)
+        errors[str(ranks)] = max(verdict.worst.values()) if verdict.passed else float("inf")
+    return {
+        "family": family.name,
+        "class": family.architecture,
+        "source": "factory" if family.factory else "config.json",
+        "blocks": _blocks(found),
+        "sockets": _sockets(found),
+        "declared": "example batch" if family.factory else "nothing",
+        "notes": [*found.notes, *(fault.what for fault in found.faults)],
+        "errors": errors,
+    }
+
+
+def main() -> None:
+    """Verify every family, and write the result."""
+    torch.set_num_threads(1)
+    rows = []
+    with TemporaryDirectory() as folder:
+        for family in FAMILIES:
+            rows.append(covered(family, Path(folder)))
+            print(family.name, rows[-1]["errors"], file=sys.stderr)
+    worst = [max(row["errors"].values()) for row in rows]
+    print(
+        Result.of_count("model_coverage", CLAIM, worst, limit=TOLERANCE, bar=BAR, detail={"families": rows}).write(
+            "model_coverage"
+        )
+    )
+
+
+def _config(family: Family, folder: Path) -> Path:
+    """The config file of one family, as a user would write it."""
+    source, data = f"{Path(__file__).parent / 'factories.py'}:{family.factory}", {"source": "example"}
+    if not family.factory:
+        source = str(folder / "config.json")
+        Path(source).write_text(json.dumps(family.config))
+        data = {"source": str(Path(json.__file__).parent), "sequence": SEQUENCE}
+    tables = {"model": {"source": source}, "data": data, "train": {"batch": BATCH}, "run": {"folder": str(folder / "run")}}
+    path = folder / "config.toml"
+    path.write_text(tomli_w.dumps({**tables, "mesh": {"dp_replicate": RANKS[0]}}))
+    return path
+
+
+def _blocks(found: Survey) -> str:
+    """The blocks in words: how many visits, and the runs of equal layers."""
+    layers = [f"{row.first} .. {row.last.rpartition('.')[2]}" for row in found.blocks if row.number > 1]
+    return f"{sum(row.number for row in found.blocks)}" + (f" ({', '.join(layers)})" if layers else "")
+
+
+def _sockets(found: Survey) -> str:
+    """The linears, embeddings, heads and experts by role, in words."""
+    counts: Counter[str] = Counter()
+    for row in found.sockets:
+        if row.kind not in ("norm", "router"):
+            counts[row.kind if row.kind == "experts" else row.role or "not known"] += row.number
+    return ", ".join(f"{number} {role}" for role, number in sorted(counts.items()))
+
+
+def named(names: Iterable[str]) -> list[Family]:
+    """The families of these names, in order."""
+    known = {family.name: family for family in FAMILIES}
+    return [known[name] for name in names]
+
+
+if __name__ == "__main__":
+    main()

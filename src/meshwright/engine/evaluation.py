@@ -1,0 +1,106 @@
+"""The loss on samples that are not trained on, exact over all ranks.
+
+    loss = sum over all batches, micro-batches and ranks of total(outputs, batch) / the same sum of count(batch)
+
+One division at the very end, as in training; so it is what one device would find, up to rounding, however the rows are
+divided. Every rank runs the same number of forwards per batch, on stand-in rows where it has none, and meets the others
+once, at the end. The model runs in eval mode and without gradients; what it was before, it is afterwards.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from math import exp, inf
+
+import torch
+from torch import nn
+
+from meshwright.core.errors import PlanError
+from meshwright.core.mesh import AXES
+from meshwright.core.plan import Plan
+from meshwright.engine.loss import Batch, token_cross_entropy
+from meshwright.engine.rows import micro_batches
+from meshwright.engine.state import State
+from meshwright.model.dice import Dice
+from meshwright.model.dropout import StatelessDropout
+
+DRAWS = "an evaluation, in which the forward draws random numbers: pass training=self.training to F.dropout"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A loss and how many tokens it was taken over (what metrics call tokens), the same on every rank."""
+
+    loss: float
+    tokens: int
+    per_token: bool = True
+
+    @property
+    def perplexity(self) -> float | None:
+        """The exponential of the loss, where that is one per token; None where it is not."""
+        if not self.per_token:
+            return None
+        return exp(self.loss) if self.loss < 700 else inf
+
+    def as_dict(self) -> dict[str, float]:
+        """The numbers by name; no perplexity where there is none."""
+        perplexity = {} if self.perplexity is None else {"perplexity": self.perplexity}
+        return {"loss": self.loss, **perplexity, "tokens": self.tokens}
+
+
+def evaluate(
+    plan: Plan, state: State, dice: Dice | None, autocast: AbstractContextManager, batches: Iterable[Batch | None]
+) -> Evaluation:
+    """The loss over this rank's rows in `batches` and those of all other ranks; every rank calls it.
+
+    Each batch holds this rank's rows of a global one (None: it has none), as for a step. Parameters, buffers, modes and
+    random streams are untouched. Raises PlanError when nothing counts in any batch of any rank, and for a loss of the
+    whole batch, which has no meaning over batches.
+    """
+    if state.loss.whole_batch:
+        text = "the loss compares all rows of a batch, so there is no loss over the batches of an evaluation"
+        raise PlanError(text, fix="remove [evaluate], and evaluate in a callback", where="evaluate")
+    module = state.subject.module
+    sums = torch.zeros(3, dtype=torch.float64, device=state.world.device)
+    with torch.no_grad(), untouched(module), autocast, _no_draws(dice):
+        module.eval()
+        for batch in batches:
+            micros, rows = micro_batches(batch, plan, state.subject.stand_in, state.world.device)
+            for index, micro in enumerate(micros):
+                outputs = module(**{key: value for key, value in micro.items() if key not in state.loss.targets})
+                if index * plan.micro_batch < rows:
+                    sums[0] += state.loss.total(outputs, micro)
+                    sums[1:] += torch.tensor(state.loss.counted(micro), dtype=torch.float64, device=sums.device)
+    state.world.group(AXES).all_reduce(sums, action="EVALUATE").wait()
+    total, count, tokens = sums.tolist()
+    if not count > 0:
+        text = "no token of the evaluation counts: all labels are ignored, or there are no samples"
+        raise PlanError(text, fix="point evaluate.source at samples with labels, or hold out others", where="evaluate")
+    return Evaluation(total / count, int(tokens), per_token=state.loss.total is token_cross_entropy().total)
+
+
+@contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """Whatever happens inside, the modes and buffers of `module` are afterwards what they were, to the last bit."""
+    modes = [(part, part.training) for part in module.modules()]
+    buffers = [(part, name, buffer) for part in module.modules() for name, buffer in part._buffers.items() if buffer is not None]
+    kept = [(buffer, buffer._version, buffer.clone()) for _, _, buffer in buffers]
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+        for part, name, buffer in buffers:
+            part._buffers[name] = buffer  # a forward may have put another in its place
+        with torch.no_grad():
+            for buffer, version, value in kept:
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+
+def _no_draws(dice: Dice | None) -> AbstractContextManager:
+    """Refuse randomness: it would depend on how the rows are divided."""
+    if dice is None:
+        return nullcontext()
+    dice.enter(DRAWS)
+    return StatelessDropout(dice)

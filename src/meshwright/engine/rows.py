@@ -1,0 +1,43 @@
+"""A rank's rows of one global batch, cut into its micro-batches."""
+
+import torch
+
+from meshwright.core.plan import Plan
+from meshwright.engine.loss import Batch
+
+
+def micro_batches(batch: Batch | None, plan: Plan, stand_in: Batch, device: torch.device) -> tuple[list[Batch], int]:
+    """The micro-batches of one step on `device`, and how many rows they hold; those behind the last row are `stand_in`.
+
+    Raises ValueError for a batch with more rows than the plan's, or whose tensors differ in rows.
+    """
+    size = plan.micro_batch
+    rows = 0 if batch is None else num_rows(batch, plan)
+    micros: list[Batch] = []
+    for first in range(0, max(rows, plan.local_batch), size):
+        part = stand_in
+        if batch is not None and first < rows:
+            part = batch if rows <= size else {key: value[first : first + size] for key, value in batch.items()}
+        micros.append({key: value.to(device) for key, value in part.items()})
+    return micros, rows
+
+
+def undivided(batch: Batch | None, plan: Plan, stand_in: Batch, device: torch.device) -> tuple[list[Batch], int]:
+    """The one micro-batch of a rank that may read for others: all its rows, or `stand_in`; and how many rows it holds."""
+    rows = 0 if batch is None else num_rows(batch, plan)
+    return [{key: value.to(device) for key, value in (batch if batch is not None and rows else stand_in).items()}], rows
+
+
+def num_rows(batch: Batch, plan: Plan) -> int:
+    """The rows of `batch`. Raises ValueError when its tensors differ in rows, or there are more than a rank plays."""
+    rows = {key: len(value) for key, value in batch.items()}
+    if len(set(rows.values())) != 1:
+        given = ", ".join(f"{key} {count}" for key, count in rows.items()) or "no tensors"
+        text = f"the batch holds {given}; needed are the same rows in every tensor"
+        raise ValueError(f"{text}; pass None when this rank has no rows left")
+    count = next(iter(rows.values()))
+    most = plan.job.train.batch if plan.space.led else plan.local_batch
+    if count > most:
+        text = f"the batch has {count} rows and this rank plays {most} in a step"
+        raise ValueError(f"{text}; pass at most that many, or raise train.batch")
+    return count

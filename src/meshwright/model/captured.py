@@ -1,0 +1,55 @@
+"""Tensors that transformers captures inside a block: they leave it by a side channel, and count as its outputs.
+
+A model that is asked for router logits (or attentions) does not hand them from layer to layer. A hook on the router puts
+them into a list that belongs to the forward, and the model reads the list at its end:
+
+    block      hidden ---> router ---> experts ---> hidden'            returned: cut at the border as ever
+                             |
+    collector  {"router_logits": [layer 0, layer 1, ...]}              captured: put in the list, behind the block's back
+
+An auxiliary loss computed from the list would reach into every block after its border was closed. So the drive looks at
+the collector before and after each block, and what a block added becomes an output of it: a leaf stands in the list, and
+the block's backward starts from both gradients.
+
+The collector is found by name in the module of transformers that holds it, if that was imported; another tensor that
+leaves a block behind its outputs (a hook of one's own, an attribute) is refused by name in `model.paths`.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+HOME, COLLECTOR = "transformers.utils.output_capturing", "_active_collector"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A list that is being filled: its channel ("router_logits"), the list, and how long it was."""
+
+    channel: str
+    found: list[Any]
+    length: int
+
+    @property
+    def added(self) -> list[Any]:
+        """What was added since, in a list of its own."""
+        return self.found[self.length :]
+
+    def replace(self, added: list[Any]) -> None:
+        """Put `added` where what was added stands."""
+        self.found[self.length :] = added
+
+
+def marks() -> tuple[Mark, ...]:
+    """A mark in every list that transformers is filling on this thread; none when nothing is captured."""
+    home = sys.modules.get(HOME)
+    collector = None if home is None else vars(home).get(COLLECTOR)
+    lists = None if collector is None else collector.get()
+    return tuple(_marks(lists)) if lists else ()
+
+
+def _marks(lists: dict[str, Any]) -> Iterator[Mark]:
+    for channel, found in lists.items():
+        if isinstance(found, list):  # the collector also holds which layers were asked for
+            yield Mark(channel, found, len(found))

@@ -1,0 +1,52 @@
+"""float64 means float64: while a model computes in it, a cast to float32 in its code casts to float64 instead.
+
+Norms, routers and rotary tables of published models cast to float32 on purpose: in bfloat16 that is a gain of digits, in
+float64 a loss. What is summed over samples in float32 (the gradient of a norm's weight) has 7 digits, and two ways of
+dividing a batch round them differently: no comparison to 1e-10 could hold. So a model made in float64 runs in this mode.
+
+    x.float(), x.to(torch.float32), softmax(x, dtype=torch.float32)     the same in float64
+    torch.zeros(3), torch.rand(3)                                       float64 where the default dtype was meant
+
+Every mention of float32 is widened, whatever it is applied to, so that tensors that agreed in dtype still do.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+CREATE = frozenset({torch.zeros, torch.ones, torch.empty, torch.full, torch.rand, torch.eye, torch.linspace, torch.tensor})
+
+
+class Wide(TorchFunctionMode):
+    """While active (`with`), what torch functions on this thread would make in float32 they make in float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            return args[0].double()
+        args = tuple(map(_widened, args))
+        kwargs = {name: _widened(value) for name, value in kwargs.items()} if kwargs else {}
+        made = func(*args, **kwargs)
+        return made.double() if func in CREATE and made.dtype == torch.float32 and not made.requires_grad else made
+
+
+def widen(module: nn.Module) -> None:
+    """Have `module` run its forward in this mode, in place."""
+    module.forward = widened(module.forward)
+
+
+def widened(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, run in this mode."""
+    return partial(_call, function)
+
+
+def _call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with Wide():
+        return function(*args, **kwargs)
+
+
+def _widened(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value

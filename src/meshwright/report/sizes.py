@@ -1,0 +1,83 @@
+"""Memory and bytes of a run: what the program says, beside what each rank measured.
+
+Memory of the program is what its actions take and have not freed, at the moment when all of it together is largest, beside
+what a rank holds all the time. Its activations are what the blocks hand on; what a block keeps inside for its backward is
+not in the plan. Bytes are those that leave a rank in a step, by the formula of the collective.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from meshwright.comm.collective import sent_bytes
+from meshwright.core.program import Action, Program
+from meshwright.report.reading import Record
+
+CATEGORIES = {"gradient": "gradients", "stream": "activations", "bucket": "buckets"}  # by the first word of a hold's name
+ORDER = ("parameters", "gradients", "moments", "buckets", "activations")
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The bytes of one action per step: as the program says, and as the ranks' ledgers have them (the mean; None: no ledger)."""
+
+    action: str
+    what: str
+    planned: float | None
+    measured: float | None
+
+
+def planned_memory(program: Program, held: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes by category when the fullest role is at its fullest, and the most that each category takes at any time.
+
+    `held` is there all the time.
+    """
+    fullest: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+    for _, actions in program.roles:
+        now: Counter[str] = Counter()
+        sizes: dict[str, tuple[str, int]] = {}
+        for action in actions:
+            for hold in action.takes:
+                word = hold.name.split("(")[0]
+                sizes[hold.name] = (CATEGORIES.get(word, word), hold.nbytes)
+                now[sizes[hold.name][0]] += hold.nbytes
+            most |= now
+            fullest = Counter(now) if now.total() > fullest.total() else fullest
+            for name in action.frees:
+                category, nbytes = sizes.pop(name, ("", 0))
+                now[category] -= nbytes
+    return _ordered({**held, **fullest}), _ordered({**held, **most})
+
+
+def _ordered(found: Mapping[str, int]) -> dict[str, int]:
+    return {key: found[key] for key in (*ORDER, *sorted(set(found) - set(ORDER))) if found.get(key)}
+
+
+def sent(record: Record) -> list[Sent]:
+    """What each action sends in a step, in the order of the program; then what was sent beside the steps, as a total."""
+    listed = [action for _, actions in (record.program.roles if record.program else ()) for action in actions if action.transfer]
+    ledgers = [rank for rank in record.ranks.values() if rank.get("steps")]
+    found = []
+    for action in listed:
+        each = [ledger["sent"].get(action.name, 0.0) / ledger["steps"] for ledger in ledgers if "sent" in ledger]
+        found.append(Sent(action.name, _what(action), _bytes(action, record), sum(each) / len(each) if each else None))
+    names = {action.name for action in listed}
+    beside: Counter[str] = Counter()
+    for ledger in ledgers:
+        beside.update({name: nbytes / len(ledgers) for name, nbytes in ledger.get("sent", {}).items() if name not in names})
+    return found + [Sent(name, "in all, beside the steps", None, nbytes) for name, nbytes in sorted(beside.items())]
+
+
+def _bytes(action: Action, record: Record) -> float | None:
+    sizes = record.about.get("sizes", {})
+    move = action.transfer
+    if move is None or not set(move.axes) <= set(sizes):
+        return None
+    return sent_bytes(move.collective, move.nbytes, prod(sizes[axis] for axis in move.axes))
+
+
+def _what(action: Action) -> str:
+    move = action.transfer
+    return "" if move is None else f"{move.collective} of {move.nbytes:,} B {move.dtype} over {', '.join(move.axes)}"

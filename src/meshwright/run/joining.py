@@ -1,0 +1,72 @@
+"""The world that ranks make together, whoever started them: this process joined to the others, on its device."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+
+import torch
+
+from meshwright.comm.distributed import rendezvous
+from meshwright.comm.group import World
+from meshwright.comm.meeting import Meeting
+from meshwright.comm.threads import ThreadHub, ThreadWorld
+from meshwright.core.errors import PlanError
+from meshwright.core.mesh import AXES, Mesh
+from meshwright.core.plan import Plan
+from meshwright.run.launchers import Place, Ranked
+
+
+@contextmanager
+def joined(ranked: Ranked, mesh: Mesh, timeout_s: float = 600.0) -> Iterator[World]:
+    """The world of `mesh` with this process as one of its ranks, on its GPU if there is one. `timeout_s` bounds every wait.
+
+    Raises PlanError when this host has fewer GPUs than ranks, or when the port of the meeting is taken.
+    """
+    cuda = torch.cuda.is_available()
+    if mesh.world == 1:
+        yield ThreadWorld(ThreadHub(mesh), 0, torch.device("cuda" if cuda else "cpu"))
+        return
+    own = ranked.store is not None
+    device = _gpu(ranked.local_rank, torch.cuda.device_count(), every_visible=own) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    meeting = None if own else _meeting(ranked.place)
+    backend = "nccl" if cuda else "gloo"
+    path = ranked.store
+    with rendezvous(
+        mesh, ranked.rank, store_path=path, meeting=meeting, backend=backend, device=device, timeout_s=timeout_s
+    ) as world:
+        yield world
+
+
+def _gpu(local_rank: int, visible: int, *, every_visible: bool) -> torch.device:
+    """The GPU of a rank. A scheduler that shows each rank only its own (not `every_visible`) shows it as number 0."""
+    alone_on_it = visible == 1 and not every_visible
+    if local_rank >= visible and not alone_on_it:
+        text = f"rank {local_rank} of this host needs a GPU of its own, and {visible} are visible"
+        fix = f"start at most {visible} ranks per host, or CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
+        raise PlanError(text, fix=fix, where="environment")
+    return torch.device("cuda", 0 if alone_on_it else local_rank)
+
+
+def _meeting(place: Place | None) -> Meeting:
+    if place is None or place.master is None:
+        raise PlanError("nothing says where the ranks meet", fix="export MASTER_ADDR=<the host of rank 0>", where="environment")
+    return Meeting(place.master, place.port, served=place.served, one_host=place.one_host, job=place.job)
+
+
+def same_plan(world: World, plan: Plan) -> None:
+    """Return when every rank of `world` has `plan`. Raises PlanError on all of them otherwise: they would wait for ever."""
+    words = sha256(f"{plan.hash} {plan.run}".encode()).digest()
+    mine = torch.frombuffer(bytearray(words), dtype=torch.uint8).to(world.device)
+    group = world.group(AXES)
+    gathered = mine.new_empty(group.size * mine.numel())
+    group.all_gather(gathered, mine, action="START").wait()
+    others = [
+        rank
+        for rank, line in zip(group.ranks, gathered.view(group.size, -1), strict=True)
+        if not line.equal(gathered[: len(mine)])
+    ]
+    if others:
+        text = f"rank {', '.join(map(str, others))} was started with another plan or [run] than rank 0"
+        raise PlanError(text, fix="start every rank with the same file and the same keys behind it", where="plan")

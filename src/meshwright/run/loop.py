@@ -1,0 +1,72 @@
+"""The loop of the command, for people who have an engine: `meshwright.train(engine, data)` in place of a loop of one's own.
+
+    engine = meshwright.build(reading, plan)
+    ended  = meshwright.train(engine, rows, held_out=other_rows, callbacks=[Callback(on_evaluate=...)])
+
+It does what `meshwright train` does with a config: shuffles, steps, evaluates, saves, writes metrics, and when it is
+called again, goes on from the newest checkpoint.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from meshwright.comm.group import World
+from meshwright.core.errors import PlanError
+from meshwright.core.plan import Plan
+from meshwright.engine.player import Player
+from meshwright.run.callbacks import Callback
+from meshwright.run.evaluate import Evaluating, divided
+from meshwright.run.feed import Data, ExampleData, open_feed
+from meshwright.run.resume import resume
+from meshwright.run.train import Ended
+from meshwright.run.train import train as play_all
+from meshwright.run.workers import ahead
+
+Samples = Data | Mapping[str, torch.Tensor]
+
+
+class Rank(Protocol):
+    """One rank of a plan, such as the engine that `build` returns."""
+
+    plan: Plan
+    player: Player
+    world: World
+
+
+def train(
+    engine: Rank,
+    data: Samples,
+    *,
+    held_out: Samples | None = None,
+    callbacks: Sequence[Callback] = (),
+    stopping: Callable[[], bool] = lambda: False,
+) -> Ended:
+    """Play the plan's steps that are left, evaluate and save; returns how it ended. Every rank calls it.
+
+    Args:
+        data: all samples, the same on every rank: tensors with one sample per row, or a `Data`. They are shuffled by
+            train.seed and repeated as data.epochs says. Checkpoints and metrics go into run.folder.
+        held_out: the samples that [evaluate] is about; without them, the last evaluate.hold_out of `data`. Given without
+            [evaluate], they are evaluated on every evaluate.every steps.
+        callbacks: called on rank 0 (see run/callbacks.py).
+        stopping: asked before each step; when it says so on one rank, all of them stop, with a checkpoint.
+
+    Raises PlanError for evaluations without samples, and Spiked, a PlanError, when the guard ends the run.
+    """
+    plan, world = engine.plan, engine.world
+    everything = _as_data(data)
+    training, held = divided(everything, plan.job.evaluate)
+    if held_out is not None:
+        held = _as_data(held_out)
+    elif held is None and plan.job.evaluate.asked_for:
+        raise PlanError("the plan asks for evaluations, and no samples were passed", fix="pass held_out=...", where="held_out")
+    resumed = resume(engine.player, plan, world, everything.digest)
+    evaluating = None if held is None else Evaluating(held, plan, plan.data_index(world.rank))
+    with ahead(open_feed(training, plan, world.rank), plan.run.workers) as feed:
+        return play_all(engine.player, plan, feed, world, stopping, callbacks, evaluating=evaluating, so_far=resumed.so_far)
+
+
+def _as_data(samples: Samples) -> Data:
+    return ExampleData(samples) if isinstance(samples, Mapping) else samples

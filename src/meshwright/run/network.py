@@ -1,0 +1,78 @@
+"""The network as this host sees it: its interfaces, and which of them leads to the other ranks.
+
+gloo listens on the address that the host's own name stands for. On many hosts that is 127.0.1.1, which nobody else can
+reach, or the address of a network that does not lead to the other ranks; then every rank waits. The interface by which
+packets to the master leave is the right one, and asking the kernel for it sends nothing.
+"""
+
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address
+
+import psutil
+
+ELSEWHERE = "192.0.2.1"  # reserved for documents: the way there is the way out of this host
+DISCARD = 9  # a port is needed to ask for a route
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface that is up, and one of its addresses."""
+
+    name: str
+    address: IPv4Address | IPv6Address
+    mbit_s: int
+
+
+def interfaces() -> Iterator[Interface]:
+    """The interfaces of this host that are up, once per address; `mbit_s` is 0 where the system does not say."""
+    stats = psutil.net_if_stats()
+    for name, entries in psutil.net_if_addrs().items():
+        if name not in stats or not stats[name].isup:
+            continue
+        for entry in entries:
+            if entry.family in (socket.AF_INET, socket.AF_INET6):
+                yield Interface(name, ip_address(entry.address.split("%")[0]), stats[name].speed)
+
+
+def loopback() -> str:
+    """The name of the interface that leads back to this host."""
+    return "lo0" if sys.platform == "darwin" else "lo"
+
+
+def interface_towards(address: str) -> str | None:
+    """The interface by which this host reaches others at `address`, or itself when `address` is its own; None without one.
+
+    A name that means loopback here (a host's own name, on Debian) is another host's way to this one, so then it is the
+    interface that leads out.
+    """
+    for target in (address, ELSEWHERE):
+        mine = _source_address(target)
+        if mine is not None and not mine.is_loopback:
+            return next((each.name for each in interfaces() if each.address == mine), None)
+    return None
+
+
+def resolved(name: str) -> IPv4Address | IPv6Address | None:
+    """What the host name `name` stands for on this host, IPv4 first; None when nothing."""
+    try:
+        found = socket.getaddrinfo(name, None)
+    except OSError:
+        return None
+    first = min(found, key=lambda each: each[0] != socket.AF_INET)
+    return ip_address(str(first[4][0]).split("%")[0])
+
+
+def _source_address(target: str) -> IPv4Address | IPv6Address | None:
+    try:
+        routes = socket.getaddrinfo(target, DISCARD, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, place in routes:
+        with suppress(OSError), socket.socket(family, kind, protocol) as asked:
+            asked.connect(place)
+            return ip_address(asked.getsockname()[0].split("%")[0])
+    return None

@@ -1,0 +1,148 @@
+"""Going on where another run stopped: which checkpoint is taken, and what has changed since it was saved.
+
+Rank 0 looks through the folder and tells the others the step, so that all ranks take the same one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Never
+
+import torch
+
+from meshwright.comm.group import World
+from meshwright.core.errors import PlanError
+from meshwright.core.mesh import AXES
+from meshwright.core.plan import Plan
+from meshwright.engine.player import Player
+from meshwright.run.checkpoint import load, newest_good
+from meshwright.run.evaluate import SoFar
+from meshwright.run.folders import listed, set_aside, set_best, step_folder
+from meshwright.run.manifest import CheckpointError, Manifest
+from meshwright.run.shards import check_sizes, read_manifest
+
+CHECKPOINTS = "checkpoints"
+OF_THE_MODEL = ("model/", "buffer/")  # what makes a checkpoint one of this model; the rest may come and go with the plan
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run went on: the step (0: from the beginning), what to say about it, and what evaluations had shown."""
+
+    step: int
+    notes: tuple[str, ...] = ()
+    so_far: SoFar = field(default_factory=SoFar)
+
+
+def resume(player: Player, plan: Plan, world: World, data_digest: str, step: int | None = None) -> Resumed:
+    """Take up the newest good checkpoint of the run's folder (or that of `step`) on every rank.
+
+    Damaged checkpoints and those of another model are passed over. When the run goes back to `step` under a plan or with
+    data that changed since, later checkpoints are set aside: they belong to another course of the run.
+
+    Raises PlanError when `step` is asked for and not there, and when there are checkpoints and none can be used: starting
+    from nothing would in time replace them.
+    """
+    folder = Path(plan.run.folder) / CHECKPOINTS
+    notes: list[str] = []
+    found = torch.zeros(1, dtype=torch.int64, device=world.device)
+    if world.rank == 0:
+        found[0] = _newest(folder, player, notes) if step is None else _asked_for(folder, player, step)
+    world.group(AXES).broadcast(found, source=0, action="resume").wait()
+    if found.item() <= 0:
+        return Resumed(0, ("starting from step 0", *notes))
+    tensors, meta = load(step_folder(folder, int(found.item())))
+    changes = _changes(meta, plan, data_digest)
+    so_far = SoFar.of(meta.get("so_far"))
+    if world.rank == 0:
+        if changes and step is not None:
+            aside = set_aside(folder, step)
+            notes += [f"later checkpoints were set aside: {', '.join(path.name for path in aside)}"] if aside else []
+        set_best(folder, so_far.best_step, so_far.best)
+    player.restore(tensors, int(found.item()))
+    return Resumed(player.steps_done, (f"resumed from step {player.steps_done}", *notes, *changes), so_far)
+
+
+def refuse_unusable(plan: Plan) -> None:
+    """Raise PlanError, before any rank starts, when the run has checkpoints and none is whole and of this model.
+
+    Looks at manifests and sizes only; checksums are for the ranks, which read the files anyway.
+    """
+    folder = Path(plan.run.folder) / CHECKPOINTS
+    shapes = {f"model/{weight.name}": weight.shape for weight in plan.anatomy.weights}
+    finished = [path for step, path in listed(folder) if path == step_folder(folder, step)]
+    reasons = []
+    for path in finished:
+        try:
+            manifest = read_manifest(path)
+            check_sizes(path, manifest.files)
+            theirs = {name: entry.shape for name, entry in manifest.entries.items() if name.startswith("model/")}
+            if theirs == shapes:
+                return
+            reasons.append(f"{path.name}: it is of another model")
+        except CheckpointError as error:
+            reasons.append(f"{path.name}: {error.faults[0].what}")
+    if finished:
+        _refuse_all(folder, reasons)
+
+
+def _newest(folder: Path, player: Player, notes: list[str]) -> int:
+    """The step of the newest checkpoint that can be used, 0 when none was ever finished."""
+    path, manifest, rejected = newest_good(folder, lambda manifest, place: check_model(manifest, player, place))
+    notes += [f"passed over {bad.name}: {why.replace(f'{bad}/', '').removeprefix(f'{bad}: ')}" for bad, why in rejected]
+    finished = [bad for bad, _ in rejected if ".partial-" not in bad.name]
+    if manifest is not None and path is not None:
+        notes += [f"{path.name} is the newest good checkpoint"] if finished else []
+        return manifest.step
+    if finished:
+        _refuse_all(folder, [f"{bad.name}: {why}" for bad, why in rejected if bad in finished])
+    return 0
+
+
+def _refuse_all(folder: Path, reasons: Sequence[str]) -> Never:
+    listing = "".join(f"\n  passed over {reason}" for reason in reasons)
+    text = f"none of the {len(reasons)} checkpoints here can be used:{listing}"
+    fix = "train into another run.folder, or restore a checkpoint from a copy; to start from step 0 here, move the folder away"
+    raise PlanError(text, fix=fix, where=str(folder))
+
+
+def _asked_for(folder: Path, player: Player, step: int) -> int:
+    path = step_folder(folder, step)
+    if not path.is_dir():
+        raise PlanError(f"there is no checkpoint of step {step}", fix=f"choose one of: {names_in(folder)}", where=str(folder))
+    check_model(read_manifest(path), player, path)
+    return step
+
+
+def names_in(folder: Path) -> str:
+    """The checkpoints in `folder` in words, oldest first."""
+    return ", ".join(path.name for step, path in reversed(listed(folder)) if path == step_folder(folder, step)) or "none"
+
+
+def check_model(manifest: Manifest, player: Player, path: Path) -> None:
+    """Raise CheckpointError unless `manifest`, that of the checkpoint in `path`, is of the model that `player` plays."""
+    mine = {name: tuple(tensor.shape) for name, tensor in player.tensors().items() if name.startswith(OF_THE_MODEL)}
+    theirs = {name: entry.shape for name, entry in manifest.entries.items() if name.startswith(OF_THE_MODEL)}
+    wrong = sorted(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
+    if wrong:
+        shown = "; ".join(f"{name}: {theirs.get(name)} saved, {mine.get(name)} here" for name in wrong[:3])
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        fix = "train into another run.folder, or go back to the model that saved it"
+        raise CheckpointError(f"it is of another model: {shown}{more}", fix=fix, where=str(path))
+
+
+def _changes(meta: Mapping[str, Any], plan: Plan, data_digest: str) -> list[str]:
+    if meta.get("plan_hash") == plan.hash and meta.get("data") == data_digest:
+        return []
+    changed = sorted(_differing(meta.get("plan", {}), plan.as_dict()))
+    words = [f"the plan changed since that checkpoint: {', '.join(changed)}"] if changed else []
+    return words + (["the data changed since that checkpoint"] if meta.get("data") != data_digest else [])
+
+
+def _differing(old: Any, new: Any, path: str = "") -> list[str]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        return [
+            found for key in {**old, **new} for found in _differing(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+        ]
+    same = old == new or (isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)) and list(old) == list(new))
+    return [] if same else [f"{path} was {old}, is {new}" if len(f"{old}{new}") < 60 else path]

@@ -1,0 +1,31 @@
+"""`report`: what a run, or two, left behind, as one HTML file."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import meshwright
+from meshwright.core.errors import PlanError
+from meshwright.report.page import page
+from meshwright.report.reading import read_record
+
+NAME = "report.html"
+
+
+def report(run: Path, other: Path | None, out: Path | None) -> Path:
+    """Write the report on `run`, beside `other` if there is one; returns the file, by default in the folder of `run`.
+
+    Raises PlanError for a folder that is none of a run, and for a file that cannot be written.
+    """
+    records = [read_record(folder) for folder in (run, other) if folder is not None]
+    if other is not None and records[0].name == records[1].name:
+        pairs = zip(records, (run, other), strict=True)
+        records = [replace(record, name=str(folder)) for record, folder in pairs]
+    path = out or run / NAME
+    text = page(records, meshwright.__version__)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fix = "name a file in a folder that can be written to: --out FILE.html"
+        raise PlanError(f"the report cannot be written: {error.strerror}", fix=fix, where=str(path)) from error
+    return path

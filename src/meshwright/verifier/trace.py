@@ -1,0 +1,285 @@
+"""What a rank of a plan really sends, held against what its program says, without the other ranks and without memory.
+
+The engine plays steps as rank r of the plan's own mesh, with its optimizer and dtypes, on the fake world (comm/fake.py):
+nothing leaves the process, and a ledger notes every collective. Each action must issue exactly the one that the program
+states: the same collective, axes, ranks, bytes, dtype and algorithm, in the same order, in every step.
+
+    parameters   fake tensors: shapes without memory, so that rank 777 of 1,024 of a 7 B model fits into half a GiB
+    rows         real: the engine looks at what is counted in them
+    loss, norm   numbers that the engine reads off a fake tensor; each is 1
+    dropout      keeps everything
+
+So a mesh of any size is traced on any machine. What a trace cannot see are values: whether the sums are right is for
+parity. A model whose forward looks at values that come from parameters cannot be played on fake tensors (`NeedsValues`);
+it can on real ones, whole or scaled down.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.comm.fake import Done, FakeWorld
+from meshwright.comm.group import Entry, Work
+from meshwright.core.errors import Fault, PlanError
+from meshwright.core.job import Guard
+from meshwright.core.mesh import AXES
+from meshwright.core.plan import Plan
+from meshwright.core.steps import ROLE
+from meshwright.engine.loss import Batch, Loss
+from meshwright.engine.player import Player
+from meshwright.engine.state import State, Subject
+from meshwright.model.dice import Dice, Sites
+from meshwright.model.trial import depends_on_values
+
+STEPS = 2  # by default: what a first step sets up (buckets, moments) must not change what the next one sends
+SHOWN = 5  # faults in the words of a verdict
+FIX = "the strategy that adds the action states in `rewrite` what its handler from `bind` sends: make them agree"
+
+MakeSubject = Callable[[FakeTensorMode | None], Subject]
+
+
+class NeedsValues(PlanError):
+    """The model looks at values that fake tensors do not have."""
+
+
+class Message(NamedTuple):
+    """One collective: for which action, what, over which axes and how many ranks, the operand's bytes and dtype, and how."""
+
+    action: str
+    collective: str
+    axes: tuple[str, ...]
+    ranks: int
+    nbytes: int
+    dtype: str
+    algorithm: str
+
+    def __str__(self) -> str:
+        over = f"over {', '.join(self.axes)} ({self.ranks} ranks, {self.algorithm})"
+        return f"{self.collective} of {self.nbytes:,} bytes {self.dtype} {over}"
+
+
+@dataclass(frozen=True)
+class Played:
+    """What one rank issued: the messages of each step, in order, and the bytes that left it in the last one."""
+
+    rank: int
+    steps: tuple[tuple[Message, ...], ...]
+    sent: float
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The outcome: `passed` when every rank in `ranks` issued what the program states, in each of `steps` steps.
+
+    `messages` and `sent` are the collectives, and the bytes that leave a rank, in one step; `tensors` says whether the
+    parameters were fake or real.
+    """
+
+    plan: str
+    mesh: str
+    model: str
+    ranks: tuple[int, ...]
+    steps: int
+    passed: bool
+    messages: int
+    sent: float
+    tensors: str
+    bytes_planned: dict[str, int] = field(default_factory=dict)
+    faults: tuple[Fault, ...] = ()
+    body: str = "trace"
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        """Write the verdict as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=2, allow_nan=False) + "\n")
+
+    def __str__(self) -> str:
+        ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))} of {self.mesh}"
+        if self.passed:
+            return f"{ranks} issued the {self.messages} collectives that the program states, in each of {self.steps} steps"
+        told = "".join(f"\n  {fault}" for fault in self.faults[:SHOWN])
+        more = f"\n  and {len(self.faults) - SHOWN} more" if len(self.faults) > SHOWN else ""
+        return f"{ranks} did NOT issue what the program states{told}{more}"
+
+
+def few_ranks(plan: Plan) -> tuple[int, ...]:
+    """The first rank, the last one, and one between them that the job's seed chooses."""
+    world = plan.mesh.world
+    return tuple(sorted({0, Random(plan.job.train.seed).randrange(world), world - 1}))
+
+
+def trace(
+    plan: Plan, ranks: Iterable[int], loss: Loss, make_subject: MakeSubject, steps: int = STEPS, *, fake: bool = True
+) -> Traced:
+    """The verdict on `ranks` of `plan`, played one after the other; `make_subject` makes the model, of fake tensors or real.
+
+    Raises PlanError for a rank that the mesh does not have, and NeedsValues when `fake` tensors cannot play the model.
+    """
+    ranks = tuple(dict.fromkeys(ranks))
+    missing = [rank for rank in ranks if not 0 <= rank < plan.mesh.world]
+    if missing or not ranks:
+        text = f"there is no rank {missing[0]} in {plan.mesh}" if missing else "no rank is named"
+        raise PlanError(text, fix=f"choose from 0 to {plan.mesh.world - 1}", where="trace")
+    wanted = planned(plan)
+    played = [play(plan, rank, loss, make_subject, steps, fake=fake) for rank in ranks]
+    faults = [fault for each in played for fault in compared(wanted, each)]
+    return Traced(
+        plan=plan.hash,
+        mesh=str(plan.mesh),
+        model=plan.anatomy.name,
+        ranks=ranks,
+        steps=steps,
+        passed=not faults,
+        messages=len(wanted),
+        sent=max(each.sent for each in played),
+        tensors="fake" if fake else "real",
+        bytes_planned={message.action: message.nbytes for message in wanted},
+        faults=tuple(faults),
+    )
+
+
+def planned(plan: Plan) -> tuple[Message, ...]:
+    """What each rank issues in one step, in the order of the program."""
+    found = ((action.name, action.transfer) for action in plan.program.actions(ROLE))
+    return tuple(
+        Message(name, move.collective, axes, plan.mesh.extent(axes), move.nbytes, move.dtype, move.algorithm)
+        for name, move in found
+        if move is not None
+        for axes in [tuple(axis for axis in AXES if axis in move.axes)]
+    )
+
+
+def play(plan: Plan, rank: int, loss: Loss, make_subject: MakeSubject, steps: int = STEPS, *, fake: bool = True) -> Played:
+    """What `rank` issues in `steps` steps. Raises NeedsValues when `fake` tensors cannot play the model."""
+    world = FakeWorld(plan.mesh, rank)
+    world.ledger.recording = True
+    subject = make_subject(FakeTensorMode(allow_non_fake_inputs=True) if fake else None)
+    issued = []
+    try:
+        with ExitStack() as opened:
+            if fake:
+                opened.enter_context(_ones(subject.module))
+            works: dict[str, Work] = defaultdict(Done)  # who waits for a collective that was forgotten goes on: it is named below
+            good = replace(plan, job=replace(plan.job, guard=Guard()))  # what fake numbers are is not judged
+            player = Player(good, State(subject, world, loss, works=works), dice=_open_dice(plan))
+            opened.callback(player.close)
+            for _ in range(steps):
+                world.ledger.entries.clear()
+                player.step(_rows(subject.stand_in, len(plan.rows_read(rank))))
+                issued.append(tuple(map(_message, world.ledger.entries)))
+    except Exception as error:
+        if not fake or isinstance(error, PlanError) or not depends_on_values(error):
+            raise
+        text = f"the model looks at values, which fake tensors lack ({type(error).__name__}: {error})"
+        raise NeedsValues(text, fix="trace it on real tensors: fake=False; it is then made whole", where="trace") from error
+    return Played(rank, tuple(issued), sum(entry.sent for entry in world.ledger.entries))
+
+
+def compared(wanted: Sequence[Message], played: Played) -> Iterator[Fault]:
+    """Every difference between what a rank issued and what is `wanted` in each step; one that repeats is said once."""
+    known: set[str] = set()
+    for number, issued in enumerate(played.steps, start=1):
+        for action, text in _differences(wanted, issued):
+            if text not in known:
+                known.add(text)
+                yield Fault(f"{text}, on rank {played.rank} in step {number}", FIX, action)
+
+
+def _differences(wanted: Sequence[Message], issued: Sequence[Message]) -> Iterator[tuple[str, str]]:
+    """The action, and what is wrong with it."""
+    found: Mapping[str, list[Message]] = defaultdict(list)
+    for message in issued:
+        found[message.action].append(message)
+    stated = {message.action: message for message in wanted}
+    alike = len(wanted) == len(issued)
+    for action, message in stated.items():
+        mine = found.get(action, [])
+        if mine == [message]:
+            continue
+        alike = False
+        if not mine:
+            yield action, f"{action} issued nothing, and the program states: {message}"
+        elif len(mine) > 1:
+            yield action, f"{action} issued {len(mine)} collectives ({'; '.join(map(str, mine))}), not the one stated: {message}"
+        else:
+            yield action, f"{action} issued: {mine[0]}, and the program states: {message}"
+    for action in [action for action in found if action not in stated]:
+        alike = False
+        yield action, f"{action or 'no action'} issued: {found[action][0]}, and the program states no collective for it"
+    for mine, message in zip(issued, wanted, strict=False) if alike else ():
+        if mine != message:
+            yield mine.action, f"{mine.action} came where the program has {message.action}: the order differs"
+            return
+
+
+def _message(entry: Entry) -> Message:
+    return Message(entry.action, entry.collective, entry.axes, entry.size, entry.nbytes, entry.dtype, entry.algorithm)
+
+
+def _rows(row: Batch, count: int) -> Batch:
+    return {key: value.repeat(count, *[1] * (value.ndim - 1)) for key, value in row.items()}
+
+
+def _open_dice(plan: Plan) -> Dice | None:
+    """Dropout that keeps everything: masks change no collective, and hashing those of a large model takes minutes."""
+    if not plan.anatomy.random:
+        return None
+    dice = Dice(plan.job.train.seed, Sites())
+    dice.begin_trial(plan.micro_batch)
+    return dice
+
+
+@contextmanager
+def _ones(module: nn.Module) -> Iterator[None]:
+    """Have numbers read off fake tensors be 1, but for those that `module` reads in its forward: there, it looks at values."""
+    mode = _Ones()
+    hooks = (
+        module.register_forward_pre_hook(lambda *_: mode.mark(inside=True)),
+        module.register_forward_hook(lambda *_: mode.mark(inside=False), always_call=True),
+    )
+    try:
+        with mode:
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Ones(TorchDispatchMode):
+    """Answers what fake tensors cannot, while the model's forward is not under way.
+
+    Operations on lists of fake tensors that return nothing (fused optimizers) change values only and are left out: torch has
+    no fake kernel for some, and would run the real one on zeros of full size.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inside = False
+
+    def mark(self, *, inside: bool) -> None:
+        """Say whether the model's forward is under way."""
+        self._inside = inside
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        reads = func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor)
+        if reads and not self._inside:
+            dtype = args[0].dtype
+            return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        if not func._schema.returns and any(isinstance(each, FakeTensor) for each in _listed(args)):
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+def _listed(args: tuple[Any, ...]) -> list[Any]:
+    return args[0] if args and isinstance(args[0], list) else []

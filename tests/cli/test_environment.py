@@ -1,0 +1,83 @@
+"""The environment as the command meets it: ranks, what their libraries are told, and signals."""
+
+import os
+import signal
+
+import pytest
+
+from meshwright.cli import environment
+from meshwright.cli.environment import stop_flag, this_rank
+from meshwright.run.network import loopback
+from tests.commands import become_the_only_rank, forget_ranks
+
+WATCHED = ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK", "MASTER_ADDR", "LOCAL_WORLD_SIZE")
+
+
+@pytest.fixture(autouse=True)
+def nobody(monkeypatch):
+    forget_ranks(monkeypatch)
+    for key in WATCHED:  # set first, so that what a test adds is taken away again
+        monkeypatch.setenv(key, "")
+        monkeypatch.delenv(key)
+
+
+def start(monkeypatch, **said: str) -> None:
+    for key, value in said.items():
+        monkeypatch.setenv(key, value)
+
+
+def test_a_process_that_nobody_started_is_no_rank():
+    assert this_rank() is None
+
+
+def test_ranks_on_one_host_stay_on_its_loopback(monkeypatch):
+    start(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+    assert this_rank().place.one_host
+    assert os.environ["GLOO_SOCKET_IFNAME"] == loopback()
+
+
+def test_ranks_on_several_hosts_take_the_way_to_the_master(monkeypatch):
+    monkeypatch.setattr(environment, "interface_towards", {"m": "eth7"}.get)
+    start(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="m")
+    assert this_rank().store is None
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+def test_what_the_user_said_stays(monkeypatch):
+    start(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="ib0", OMP_NUM_THREADS="7")
+    this_rank()
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["OMP_NUM_THREADS"]) == ("ib0", "7")
+
+
+def test_cores_are_shared_among_the_ranks_of_a_host_unless_they_are_bound(monkeypatch):
+    start(monkeypatch, RANK="1", WORLD_SIZE="4", MASTER_ADDR="127.0.0.1")
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda who: set(range(8)), raising=False)
+    monkeypatch.setattr(environment.sys, "platform", "linux")
+    this_rank()
+    assert os.environ.pop("OMP_NUM_THREADS") == "2"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda who: {3})
+    this_rank()
+    assert "OMP_NUM_THREADS" not in os.environ
+
+
+def test_the_ranks_of_our_own_launcher_have_a_file_and_no_place(monkeypatch):
+    become_the_only_rank(monkeypatch)
+    start(monkeypatch, MESHWRIGHT_STORE="/store", MESHWRIGHT_LIFELINE="5")
+    ranked = this_rank()
+    assert (ranked.store, ranked.lifeline_fd, ranked.place) == ("/store", 5, None)
+
+
+@pytest.mark.parametrize(
+    ("number", "counts_as"),
+    [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT), (signal.SIGUSR1, signal.SIGTERM)],
+)
+def test_a_signal_is_a_wish_to_stop_while_it_is_heard(number, counts_as):
+    received: list[int] = []
+    before = signal.getsignal(number)
+    with stop_flag(received) as stopping:
+        assert not stopping()
+        signal.raise_signal(number)
+        assert stopping()
+    assert received == [counts_as]
+    assert signal.getsignal(number) is before

@@ -1,0 +1,122 @@
+"""Whom a harmful step is traced to: the rank, the block and the parameter in which a number first went wrong."""
+
+from math import inf
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.api import make_plan, read
+from meshwright.comm.group import World
+from meshwright.core.job import Guard
+from meshwright.core.mesh import Mesh
+from meshwright.engine.spikes import Spike
+from meshwright.testing.spawn import on_threads
+from tests.engine.alone import part
+from tests.tiny import Tiny, player_of, rows, tiny_job
+
+DATA = rows(uneven=False)
+MARK = 12  # a token; the first of each row that goes wrong
+
+
+class Burst(torch.autograd.Function):
+    """Whatever comes in; the gradient of rows that are marked is infinite."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor, marked: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(marked)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (marked,) = ctx.saved_tensors
+        return torch.where(marked[:, None, None], grad * inf, grad), None
+
+
+class Faulty(Tiny):
+    """One of whose layers goes wrong on marked rows, in the way that `how` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.layers[1] = Wrong(self.layers[1].norm, self.layers[1].linear, how)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        marked = input_ids[:, 0] == MARK
+        x = self.layers[0](self.embed(input_ids))
+        return self.head(self.layers[2](self.layers[1](x, marked)))
+
+
+class Wrong(nn.Module):
+    def __init__(self, norm: nn.Module, linear: nn.Module, how: str) -> None:
+        super().__init__()
+        self.norm, self.linear, self.how = norm, linear, how
+
+    def forward(self, x: torch.Tensor, marked: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.linear(self.norm(x)))
+        if self.how == "forward":
+            return x + torch.where(marked[:, None, None], torch.full_like(y, inf), y)
+        if self.how == "backward":
+            return x + Burst.apply(y, marked)
+        return x + torch.where(marked[:, None, None], 1e6 * y, y)
+
+
+def spike_of(how: str, bad_rows: tuple[int, ...], ranks: int = 3) -> list[Spike]:
+    """What each rank says of the third of three steps, the only one in which rows are marked."""
+    guard = Guard("skip", factor=50.0, window=2)
+    clean = {**DATA, "input_ids": DATA["input_ids"].clamp(max=MARK - 1)}
+    ids = clean["input_ids"].clone()
+    ids[list(bad_rows), 0] = MARK
+    reading = read(lambda: Faulty(how), part(clean, 0, 2))
+    plan = make_plan(reading, tiny_job(guard=guard), Mesh(dp_replicate=ranks), micro_batch=2)
+
+    def rank(world: World) -> Spike:
+        player = player_of(reading, plan, world)
+        share = 12 // ranks
+        mine = [
+            part(batch, share * world.rank, share * (world.rank + 1)) for batch in (clean, clean, {**clean, "input_ids": ids})
+        ]
+        metrics = [player.step(batch) for batch in mine]
+        player.close()
+        assert [each.spike is None for each in metrics] == [True, True, False]
+        return metrics[2].spike
+
+    return on_threads(rank, plan.mesh)
+
+
+@pytest.mark.parametrize(("row", "rank"), [(0, 0), (6, 1), (11, 2)])
+def test_an_activation_that_is_not_finite_is_traced_to_its_rank_and_block(row: int, rank: int):
+    found = spike_of("forward", (row,))
+    assert repr(found[0]) == repr(found[1]) == repr(found[2])
+    culprit = found[0].culprit
+    assert (culprit.rank, culprit.stage, culprit.block) == (rank, "forward", "layers.1")
+    assert [suspect.stage for suspect in found[0].suspects].count("") == 2
+
+
+def test_a_gradient_that_is_not_finite_is_traced_to_its_rank_block_and_parameter():
+    culprit = spike_of("backward", (9,))[1].culprit
+    assert (culprit.rank, culprit.stage, culprit.block) == (2, "backward", "layers.1")
+    assert culprit.parameter.startswith("layers.1.")
+    assert f"the gradient of {culprit.parameter} of block layers.1 is the first that is not finite" in str(culprit)
+
+
+def test_a_finite_spike_is_traced_to_the_rank_with_the_largest_gradient():
+    spike = spike_of("large", (5,))[0]
+    assert spike.culprit.rank == 1
+    assert spike.culprit.stage == ""
+    assert spike.culprit.parameter == "head.weight", "it takes in what the layer gave out"
+    assert spike.culprit.grad_norm > 10 * max(suspect.grad_norm for suspect in spike.suspects if suspect.rank != 1)
+    assert sum(suspect.loss for suspect in spike.suspects) == pytest.approx(spike.loss, rel=1e-12), "shares of one loss"
+
+
+def test_the_first_of_several_ranks_is_named():
+    spike = spike_of("forward", (3, 7, 8))[2]
+    assert [suspect.stage for suspect in spike.suspects] == ["forward", "forward", "forward"]
+    assert spike.culprit.rank == 0
+
+
+def test_a_sum_that_overflows_is_nobody_s_fault():
+    spike = spike_of("large", (5,), ranks=2)[0]
+    overflown = Spike(spike.step, spike.loss, inf, ("the gradient norm is inf",), spike.suspects)
+    assert overflown.culprit is None
+    assert str(overflown) == "the gradient norm is inf; every rank's own gradients are finite: their sum is not"

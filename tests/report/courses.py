@@ -1,0 +1,37 @@
+"""Runs to report on: small, trained by threads, with everything that a command leaves in a run's folder."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from meshwright.core.mesh import AXES
+from meshwright.core.run import Run
+from meshwright.report.terminal import held_nbytes, plan_words
+from meshwright.run.about import write_about
+from meshwright.run.config import Request, write_request
+from meshwright.run.feed import ExampleData, open_feed
+from meshwright.run.train import train
+from meshwright.testing.spawn import on_threads
+from tests.tiny import plan_of, player_of, reading_of, rows, tiny_job
+
+READING = reading_of()
+
+
+def course(folder: Path, ranks: int = 3, steps: int = 6, lr: float = 0.01, trace_steps: int = 2) -> Path:
+    """A run in `folder` of `steps` steps on `ranks` threads; returns the folder."""
+    job = tiny_job()
+    job = replace(job, train=replace(job.train, steps=steps), optimizer=replace(job.optimizer, lr=lr))
+    run = Run(str(folder), save_every=3, trace_steps=trace_steps)
+    plan = replace(plan_of(READING, ranks, micro_batch=2, job=job), run=run)
+    mesh = {axis: plan.mesh.size(axis) for axis in AXES}
+    write_request(Request(plan.job, run, mesh, plan.micro_batch, plan.strategies), folder / "plan.toml")
+    write_about(plan, plan_words(plan), held_nbytes(plan), torch.device("cpu"))
+
+    def rank(world):
+        player, feed = player_of(READING, plan, world), open_feed(ExampleData(rows()), plan, world.rank)
+        train(player, plan, feed, world, lambda: False)
+        player.close()
+
+    on_threads(rank, plan.mesh)
+    return folder

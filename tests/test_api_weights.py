@@ -1,0 +1,54 @@
+"""Stored weights from Python: a model that starts from them, and ranks that write what they trained."""
+
+from pathlib import Path
+
+import torch
+import transformers
+
+import meshwright as mw
+from meshwright.comm.group import World
+from meshwright.core.job import Optimizer, Train
+from meshwright.core.sources import DataSource, ModelSource
+from meshwright.testing.spawn import on_threads
+from tests.model.published import logits, published
+
+JOB = mw.Job(ModelSource("mine"), DataSource("mine"), Train(steps=2, batch=6), Optimizer(lr=0.01))
+
+
+def batch() -> dict[str, torch.Tensor]:
+    tokens = torch.arange(6 * 5).view(6, 5).remainder(40)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def test_three_ranks_start_from_weights_and_the_first_writes_what_they_trained(tmp_path: Path):
+    theirs = published(tmp_path / "in")
+    reading = mw.read(lambda: transformers.LlamaForCausalLM(theirs.config), batch(), weights=str(tmp_path / "in"))
+    plan = mw.make_plan(reading, JOB, mw.Mesh(dp_replicate=3))
+    before = {name: value.detach().clone() for name, value in theirs.named_parameters()}
+
+    def rank(world: World) -> tuple[bool, object, dict[str, torch.Tensor]]:
+        with mw.build(reading, plan, world=world) as engine:
+            started = all(torch.equal(value, before[name]) for name, value in engine.module.named_parameters())
+            engine.step(engine.share(batch()))
+            written = engine.export(tmp_path / "out")
+            return started, written, {name: value.detach().clone() for name, value in engine.module.named_parameters()}
+
+    first, *others = on_threads(rank, plan.mesh)
+    assert all(started for started, _, _ in (first, *others))
+    assert first[1].round_trip.passed
+    assert [written for _, written, _ in others] == [None, None]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert all(torch.equal(value, first[2][name]) for name, value in loaded.named_parameters())
+    assert not torch.equal(logits(loaded), logits(theirs))
+
+
+def test_a_plan_s_hash_names_the_stored_values(tmp_path: Path):
+    hashes = set()
+    for seed in (1, 2):
+        theirs = published(tmp_path / str(seed), seed=seed)
+        reading = mw.read(
+            lambda config=theirs.config: transformers.LlamaForCausalLM(config), batch(), weights=str(tmp_path / str(seed))
+        )
+        hashes.add(mw.make_plan(reading, JOB).hash)
+    drawn = mw.read(lambda: transformers.LlamaForCausalLM(theirs.config), batch())
+    assert len(hashes | {mw.make_plan(drawn, JOB).hash}) == 3

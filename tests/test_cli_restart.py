@@ -1,0 +1,28 @@
+"""torchrun starts a job again after one of its ranks was killed, and it ends as if nobody had been."""
+
+from tests.commands import command, lay_out, metrics
+
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3", "-m", "meshwright")
+DIES = """
+
+def dies():
+    def act():
+        if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return _at_step(25, act)
+"""
+
+
+def test_a_rank_killed_under_torchrun_is_started_again_and_repeats_its_steps_bit_for_bit(tmp_path):
+    config = lay_out(tmp_path, train={"steps": 40}, model={"source": "model.py:dies"})
+    with (tmp_path / "model.py").open("a") as file:
+        file.write(DIES)
+    code, out, err = command("train", config, launcher=TORCHRUN)
+    assert code == 0, err
+    assert out.count("(torchrun on host ") == 2
+    assert ", restart 1\nresumed from step 20\n" in out
+    assert " steps were played again from step 21: each equals its first playing to the last bit" in out
+    assert sorted(metrics(tmp_path / "run")) == list(range(1, 41))
+    assert ": it lost a peer; see " in err
+    assert "Traceback" not in err, "the rank that lost its peer says so in one line"

@@ -1,0 +1,258 @@
+"""What a rank sends against what its program says: bugs planted in handlers and programs, on meshes larger than any machine."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import meshwright as mw
+from meshwright.core.job import Precision
+from meshwright.core.program import Action
+from meshwright.core.strategy import Handler
+from meshwright.strategies.data.batch import Batch
+from meshwright.strategies.data.replicate import Replicate
+from meshwright.verifier.static import prove
+from meshwright.verifier.trace import NeedsValues, Traced, few_ranks, planned
+from tests.tiny import Tiny, edited, plan_of, reading_of, rows, tiny_job
+
+BUCKET_MB = 300 / 2**20  # five buckets, REDUCE(0) to REDUCE(4)
+
+
+@pytest.fixture(scope="module")
+def reading() -> mw.Reading:
+    return reading_of()
+
+
+def odd(act: Callable[..., object]) -> Replicate:
+    """Data parallelism whose handler of REDUCE is `act(runtime, action)`."""
+
+    class Odd(Replicate):
+        def bind(self, runtime) -> Mapping[str, Handler]:
+            return {"REDUCE": lambda action: act(runtime, action)}
+
+    return Odd(bucket_mb=BUCKET_MB)
+
+
+def told(reading: mw.Reading, act: Callable[..., object]) -> list[str]:
+    """What is wrong with rank 2 of 3 when REDUCE is done by `act`."""
+    plan = plan_of(reading, 3, (Batch(), odd(act)), micro_batch=2)
+    assert prove(plan) == []
+    found = mw.trace(reading, plan, [2])
+    assert found.passed == (not found.faults)
+    return [fault.what for fault in found.faults]
+
+
+def broken(reading: mw.Reading, name: str, **changes: object) -> list[str]:
+    """What is wrong with rank 1 of 3 when the program states something else of action `name` than what is done."""
+    plan = plan_of(reading, 3, (Batch(), Replicate(bucket_mb=BUCKET_MB)))
+
+    def change(actions: list[Action]) -> list[Action]:
+        return [replace(a, transfer=replace(a.transfer, **changes)) if a.name == name else a for a in actions]
+
+    return [fault.what for fault in mw.trace(reading, edited(plan, change), [1]).faults]
+
+
+@pytest.mark.parametrize("micro_batch", [0, 1])
+@pytest.mark.parametrize("reduce", ["float64", "float32"])
+def test_a_sound_plan_issues_what_it_states(reading: mw.Reading, micro_batch: int, reduce: str):
+    job = tiny_job(precision=Precision("float64", "float64", reduce))
+    plan = plan_of(reading, 3, (Batch(), Replicate(bucket_mb=BUCKET_MB)), micro_batch=micro_batch, job=job)
+    found = mw.trace(reading, plan)
+    assert (found.passed, found.ranks, found.tensors, found.plan) == (True, few_ranks(plan), "fake", plan.hash)
+    assert found.messages == len(planned(plan)) > 4
+    numel = plan.anatomy.numel
+    assert found.sent == pytest.approx((numel * {"float64": 8, "float32": 4}[reduce] + 32 + 8) * 2 * 2 / 3)
+    assert str(found).endswith(f"issued the {found.messages} collectives that the program states, in each of 2 steps")
+
+
+def test_a_rank_of_a_large_mesh_is_played_alone(reading: mw.Reading):
+    plan = plan_of(reading, 1024, job=tiny_job(batch=2048), micro_batch=1)
+    found = mw.trace(reading, plan, [777])
+    assert str(found).startswith("rank 777 of dp_replicate 1024 issued the 3 collectives")
+    assert mw.trace(reading, plan).ranks == few_ranks(plan)
+    assert few_ranks(plan)[0] == 0
+    assert few_ranks(plan)[-1] == 1023
+
+
+def test_a_model_that_no_machine_here_holds_is_traced():
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(1 << 14, 1 << 14, bias=False) for _ in range(64)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    wide = mw.read(Wide, {"x": torch.zeros(1, 5, 1 << 14), "labels": torch.zeros(1, 5, dtype=torch.long)})
+    plan = plan_of(wide, 3)
+    assert plan.anatomy.numel * 8 > 1.3e11, "bytes of the weights alone"
+    assert mw.trace(wide, plan, [1]).passed
+
+
+@pytest.mark.parametrize("options", [{"p": 0.3}, {"tied": True}, {"spare": True}, {"frozen": True}])
+def test_dropout_ties_and_parameters_without_gradients_are_played(options: dict[str, bool]):
+    reading = reading_of(**options)
+    assert mw.trace(reading, plan_of(reading, 3, micro_batch=2)).passed
+
+
+# bugs
+
+
+def test_an_action_that_sends_twice_is_named(reading: mw.Reading):
+    found = told(reading, lambda runtime, action: (runtime.start(action), runtime.start(action)))
+    assert len(found) == 5
+    message = "all_reduce of 728 bytes float64 over dp_replicate (3 ranks, backend)"
+    twice = f"REDUCE(0) issued 2 collectives ({message}; {message}), not the one stated: {message}"
+    assert found[0] == f"{twice}, on rank 2 in step 1"
+
+
+def test_an_action_that_forgets_its_collective_is_named(reading: mw.Reading):
+    found = told(reading, lambda runtime, action: runtime.start(action) if action.name != "REDUCE(3)" else None)
+    assert len(found) == 1
+    assert found[0].startswith("REDUCE(3) issued nothing, and the program states: all_reduce of")
+
+
+def test_an_action_that_sends_more_is_named(reading: mw.Reading):
+    def longer(runtime, action: Action) -> None:
+        group = runtime.state.world.group(action.transfer.axes)
+        group.all_reduce(torch.zeros(92, dtype=torch.float64), action=action.name)
+
+    found = told(
+        reading, lambda runtime, action: (longer if action.name == "REDUCE(0)" else type(runtime).start)(runtime, action)
+    )
+    assert len(found) == 1
+    assert found[0].startswith("REDUCE(0) issued: all_reduce of 736 bytes float64")
+    assert "states: all_reduce of 728 bytes float64" in found[0]
+
+
+def test_actions_that_send_in_another_order_are_named(reading: mw.Reading):
+    kept: list[Action] = []
+
+    def swapped(runtime, action: Action) -> None:
+        if action.name == "REDUCE(0)":
+            kept.append(action)
+            return
+        runtime.start(action)
+        if action.name == "REDUCE(1)":
+            runtime.start(kept.pop())
+
+    found = told(reading, swapped)
+    assert found == ["REDUCE(1) came where the program has REDUCE(0): the order differs, on rank 2 in step 1"]
+
+
+def test_a_collective_that_no_action_states_is_named(reading: mw.Reading):
+    def more(runtime, action: Action) -> None:
+        runtime.start(action)
+        if action.name == "REDUCE(2)":
+            runtime.state.world.group(("dp_replicate",)).all_gather(torch.zeros(6), torch.zeros(2), action="PEEK")
+
+    found = told(reading, more)
+    assert len(found) == 1
+    assert found[0].startswith("PEEK issued: all_gather of 8 bytes float32 over dp_replicate (3 ranks, backend), and the program")
+
+
+def test_a_second_step_that_differs_from_the_first_is_named_once(reading: mw.Reading):
+    calls: list[str] = []
+
+    def later(runtime, action: Action) -> None:
+        calls.append(action.name)
+        if not (action.name == "REDUCE(1)" and calls.count(action.name) > 1):
+            runtime.start(action)
+
+    found = told(reading, later)
+    assert len(found) == 1
+    assert found[0].startswith("REDUCE(1) issued nothing")
+    assert found[0].endswith("on rank 2 in step 2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"nbytes": 364}, "364 bytes float64"),
+        ({"dtype": "float32"}, "728 bytes float32"),
+        ({"collective": "all_gather"}, "all_gather"),
+    ],
+)
+def test_a_program_that_states_something_else_than_what_is_done_is_named(reading: mw.Reading, changes: dict, word: str):
+    found = broken(reading, "REDUCE(0)", **changes)
+    assert len(found) == 1
+    assert found[0].startswith("REDUCE(0) issued: all_reduce of 728 bytes float64")
+    assert f"the program states: {word}" in found[0] or f"of {word}" in found[0]
+
+
+# what cannot be played
+
+
+class Looks(Tiny):
+    """Chooses its way by an activation: unless its sum is far too large, the head is used as it is."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = super().forward(input_ids)
+        return x if x.detach().sum().item() < 1e9 else x * 0
+
+
+def test_a_model_that_looks_at_values_is_played_on_real_tensors_only():
+    reading = mw.read(Looks, rows(2))
+    plan = plan_of(reading, 3)
+    with pytest.raises(NeedsValues, match="the model looks at values, which fake tensors lack") as refused:
+        mw.trace(reading, plan)
+    assert "fake=False" in refused.value.faults[0].fix
+    found = mw.trace(reading, plan, [1], fake=False)
+    assert (found.passed, found.tensors) == (True, "real")
+
+
+def test_an_error_of_the_model_itself_passes_through(reading: mw.Reading):
+    def fails(runtime, action: Action) -> None:
+        raise ValueError("planted")
+
+    with pytest.raises(ValueError, match="planted"):
+        told(reading, fails)
+
+
+@pytest.mark.parametrize("ranks", [[3], [-1], []])
+def test_a_rank_that_the_mesh_does_not_have_is_refused(reading: mw.Reading, ranks: list[int]):
+    with pytest.raises(mw.PlanError, match="no rank") as refused:
+        mw.trace(reading, plan_of(reading, 3), ranks)
+    assert "from 0 to 2" in str(refused.value)
+
+
+def test_the_model_keeps_no_hook(reading: mw.Reading):
+    made = []
+    read_on = replace(reading)
+    plan = plan_of(read_on, 3)
+    original = type(reading).make
+
+    def noted(self, *given):
+        made.append(original(self, *given))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(reading), "make", noted)
+        mw.trace(read_on, plan, [0])
+    module = made[0][0]
+    assert not module._forward_hooks
+    assert not module._forward_pre_hooks
+
+
+def test_the_verdict_is_written_as_json(reading: mw.Reading, tmp_path: Path):
+    plan = plan_of(reading, 3)
+    found: Traced = mw.trace(reading, plan)
+    found.write(tmp_path / "made" / "trace.json")
+    written = json.loads((tmp_path / "made" / "trace.json").read_text())
+    assert (written["passed"], written["body"], written["ranks"]) == (True, "trace", list(found.ranks))
+    assert written["bytes_planned"]["COUNT()"] == 32
+    assert written["versions"]["torch"] == torch.__version__
+
+
+def test_many_faults_are_counted_not_listed(reading: mw.Reading):
+    plan = plan_of(reading, 3, (Batch(), odd(lambda runtime, action: None)))
+    found = mw.trace(reading, plan, [0, 1])
+    assert len(found.faults) == 10
+    assert str(found).startswith("ranks 0, 1 of dp_replicate 3 did NOT issue what the program states\n  REDUCE(0): ")
+    assert str(found).endswith("\n  and 5 more")
