@@ -76,12 +76,12 @@ class Centred(Bytes):
 
 
 def _at_step(step, act):
-    """A model whose loss acts on its `step`-th call in a process."""
+    """A model whose loss acts in the `step`-th step of a process, after the call that the reading makes."""
     calls, usual = [], mw.token_cross_entropy()
 
     def total(outputs, batch):
         calls.append(1)
-        if len(calls) == step:
+        if len(calls) == step + 1:
             act()
         return usual.total(outputs, batch)
 

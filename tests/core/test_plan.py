@@ -14,7 +14,7 @@ from meshwright.core.layout import S
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.run import Run
-from meshwright.core.sources import DataSource, ModelSource
+from meshwright.core.sources import DataSource, ModelSource, Part
 from meshwright.core.space import Home, Space
 from meshwright.core.strategy import Phase, Strategy
 from meshwright.strategies.data.batch import Batch
@@ -33,6 +33,13 @@ OTHER = {  # another value for every field of a job
     "data.exclude": ("a.txt",),
     "data.sequence": 128,
     "data.epochs": 2,
+    "data.format": "jsonl",
+    "data.tokenizer": "words",
+    "data.column": "body",
+    "data.chat": "messages",
+    "data.split": "validation",
+    "data.streaming": True,
+    "data.mixture": (Part("other.txt"),),
     "train.steps": 11,
     "train.batch": 24,
     "train.clip": 0.5,

@@ -13,8 +13,9 @@
 A file without `strategies` asks for a choice; `strategies = []` asks for none. A plan file adds `plan_hash` and `version`.
 Every fault of a file and of the overrides is reported at once, with its dotted key and where it stands.
 
-Paths in model.source, model.weights, data.source, data.tokenizer and evaluate.source are relative to the folder of the file (those given as overrides:
-to the current folder) if they exist there. They become absolute on reading, so a plan file can be moved to another folder.
+Paths in model.source, model.weights, data.source, data.tokenizer and evaluate.source are relative to the folder of the
+file (those given as overrides: to the current folder) if they exist there. They become absolute on reading, so a plan file
+can be moved to another folder.
 """
 
 import json
