@@ -120,9 +120,7 @@ def callbacks_of(given: Iterable[object]) -> tuple[Callback, ...]:
     return found
 
 
-def _held(
-    job: Job, data: Data, example: Mapping[str, torch.Tensor] | None, cache: Path
-) -> tuple[Data | None, Sequence[Fault]]:
+def _held(job: Job, data: Data, example: Mapping[str, torch.Tensor] | None, cache: Path) -> tuple[Data | None, Sequence[Fault]]:
     """The samples of a source of their own to evaluate on (None: there is none), and what is wrong with the evaluation."""
     try:
         divided(data, job.evaluate)

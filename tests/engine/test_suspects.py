@@ -61,14 +61,14 @@ class Wrong(nn.Module):
         return x + torch.where(marked[:, None, None], 1e6 * y, y)
 
 
-def spike_of(how: str, bad_rows: tuple[int, ...], ranks: int = 3) -> list[Spike]:
+def spike_of(how: str, bad_rows: tuple[int, ...], ranks: int = 3, micro_batch: int = 2) -> list[Spike]:
     """What each rank says of the third of three steps, the only one in which rows are marked."""
     guard = Guard("skip", factor=50.0, window=2)
     clean = {**DATA, "input_ids": DATA["input_ids"].clamp(max=MARK - 1)}
     ids = clean["input_ids"].clone()
     ids[list(bad_rows), 0] = MARK
     reading = read(lambda: Faulty(how), part(clean, 0, 2))
-    plan = make_plan(reading, tiny_job(guard=guard), Mesh(dp_replicate=ranks), micro_batch=2)
+    plan = make_plan(reading, tiny_job(guard=guard), Mesh(dp_replicate=ranks), micro_batch=micro_batch)
 
     def rank(world: World) -> Spike:
         player = player_of(reading, plan, world)
@@ -91,6 +91,12 @@ def test_an_activation_that_is_not_finite_is_traced_to_its_rank_and_block(row: i
     culprit = found[0].culprit
     assert (culprit.rank, culprit.stage, culprit.block) == (rank, "forward", "layers.1")
     assert [suspect.stage for suspect in found[0].suspects].count("") == 2
+
+
+@pytest.mark.parametrize("how", ["forward", "backward"])
+def test_one_device_whose_graph_is_whole_names_the_block_too(how: str):
+    culprit = spike_of(how, (7,), ranks=1, micro_batch=0)[0].culprit
+    assert (culprit.stage, culprit.block) == (how, "layers.1")
 
 
 def test_a_gradient_that_is_not_finite_is_traced_to_its_rank_block_and_parameter():

@@ -218,7 +218,8 @@ class Acts:
         loss = self.state.tally.item() / (count or 1.0)
         reasons = self.spikes.judge(loss, norm)
         if reasons:
-            suspects = find_suspects(self.plan, self.state, lambda micro: self.forward(micro, lambda visit: None), count)
+            with self._drive.cutting():  # to see each block by itself
+                suspects = find_suspects(self.plan, self.state, lambda micro: self.forward(micro, lambda visit: None), count)
             self._spike = Spike(self._step + 1, loss, norm, reasons, suspects)
         return bool(reasons)
 

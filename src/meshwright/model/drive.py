@@ -15,7 +15,8 @@ it came later in the forward; so skips, several inputs and encoder-decoders need
 (`retain_graph`), since two glue tensors may share a part of their graph.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -93,6 +94,15 @@ class Drive:
     def in_glue(self) -> bool:
         """Whether a forward is under way, and between blocks."""
         return self._pass is not None and not self._pass.inside
+
+    @contextmanager
+    def cutting(self) -> Iterator[None]:
+        """Cut the graph meanwhile, whatever the list does."""
+        before, self.cut = self.cut, True
+        try:
+            yield
+        finally:
+            self.cut = before
 
     def detach(self) -> None:
         """Give every block its own forward back. A second call does nothing."""
