@@ -171,8 +171,8 @@ def _models_page(root: Path, modules: Iterable[Essay]) -> str:
             "",
         ),
         f"Claim: {measured['claim']}. {held}: {measured['median']:.0f} of {len(measured['values'])} families. {when}.",
-        *("", "| family | class | from | blocks in visits | sockets by role | declared | error at 2 | error at 3 |"),
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        *("", "| family | class | from | blocks in visits | sockets by role | declared | error at 2 | error at 3 | round trip |"),
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         *map(_family_row, measured["detail"]["families"]),
         *("", "## Sockets and their roles", "", markdown(roles), ""),
     ]
@@ -182,7 +182,8 @@ def _models_page(root: Path, modules: Iterable[Essay]) -> str:
 def _family_row(row: Mapping[str, Any]) -> str:
     errors = [f"{error:.1e}" for error in row["errors"].values()]
     said = (row["family"], f"`{row['class']}`", row["source"], row["blocks"], row["sockets"], row["declared"])
-    return "| " + " | ".join([*map(_cell, said), *errors]) + " |"
+    trip = row["round_trip"]
+    return "| " + " | ".join([*map(_cell, said), *errors, f"{trip['difference']:.1e} ({_cell(trip['compared'])})"]) + " |"
 
 
 def _short(commit: str) -> str:

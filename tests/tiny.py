@@ -20,7 +20,7 @@ from meshwright.engine.state import State
 from meshwright.model.reading import Reading
 from meshwright.run.feed import ExampleData, open_feed
 from meshwright.testing.spawn import on_threads
-from meshwright.verifier.parity import compare_rank, exact_job, judge
+from meshwright.verifier.parity import alone_job, compare_rank, exact_job, judge
 from meshwright.verifier.reference import Case, run_reference
 from meshwright.verifier.verdict import Verdict
 
@@ -97,7 +97,7 @@ def case_of(reading: Reading, plan: Plan, data: dict[str, torch.Tensor] | None =
     samples = ExampleData(data or rows())
     return Case(
         plan=plan,
-        alone=make_plan(reading, plan.job, Mesh(), ()),
+        alone=make_plan(reading, alone_job(plan.job), Mesh(), ()),
         loss=loss or token_cross_entropy(),
         make_subject=lambda: make_subject(reading, torch.device("cpu"), torch.float64),
         make_dice=lambda: make_dice(reading, plan),

@@ -49,7 +49,7 @@ from meshwright.run.train import save_held
 from meshwright.strategies.data.batch import Batch as SplitBatch
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.testing.spawn import on_threads
-from meshwright.verifier.parity import compare_rank, exact_job, judge
+from meshwright.verifier.parity import alone_job, compare_rank, exact_job, judge
 from meshwright.verifier.reference import Case, run_reference
 from meshwright.verifier.static import prove
 from meshwright.verifier.trace import STEPS, Traced, few_ranks
@@ -267,7 +267,7 @@ def parity_case(reading: Reading, plan: Plan, loss: Loss, rows: Callable[[Plan, 
     """`plan` as parity runs it, and the same job on one device, both on the CPU; `rows` gives each rank its data."""
     check_loss(plan, loss)
     exact = make_plan(reading, exact_job(plan.job), plan.mesh, plan.strategies, plan.micro_batch, plan.run)
-    one_device = make_plan(reading, exact.job, Mesh(), (), 0, plan.run)
+    one_device = make_plan(reading, alone_job(exact.job), Mesh(), (), 0, plan.run)
     raise_faults(prove(exact))
 
     def wide_rows(plan: Plan, rank: int) -> Callable[[int], Batch | None]:

@@ -128,12 +128,16 @@ class Precision:
 
 @dataclass(frozen=True)
 class Train:
-    """How much is trained: global steps of `batch` samples each, clipped to a gradient norm of `clip` (0: never)."""
+    """How much is trained: global steps of `batch` samples each, clipped to a gradient norm of `clip` (0: never).
+
+    With `noise_scale`, metrics tell the gradient noise scale, in samples: the batch size up to which more samples still pay.
+    """
 
     steps: int = 1000
     batch: int = 8
     clip: float = 1.0
     seed: int = 0
+    noise_scale: bool = False
 
     def faults(self) -> Iterator[Fault]:
         if self.steps < 1:

@@ -15,6 +15,7 @@ from meshwright.core.anatomy import Anatomy
 from meshwright.core.errors import Fault, raise_faults
 from meshwright.core.job import Job
 from meshwright.core.mesh import AXES, Mesh
+from meshwright.core.noise import measured, noise_faults
 from meshwright.core.program import Program
 from meshwright.core.run import Run
 from meshwright.core.space import Space
@@ -57,12 +58,14 @@ class Plan:
             space = strategy.place(space)
         faults += _space_faults(space)
         faults += [*_batch_faults(job, space, micro_batch), *_whole_faults(job, space, micro_batch)]
+        faults += noise_faults(job, space, micro_batch)
         raise_faults(faults)
         local = job.train.batch // mesh.extent(space.data_axes)
         micro_batch = micro_batch or local
         program = one_device(space, job, micro_batch, local // micro_batch)
         for strategy in ordered:
             program = strategy.rewrite(program, space, job)
+        program = measured(program, space) if job.train.noise_scale else program
         return cls(job, run, mesh, micro_batch, ordered, space, program)
 
     @property

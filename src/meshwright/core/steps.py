@@ -7,7 +7,8 @@
     STEP    the optimizer; gradients are gone afterwards
 
 Where the loss needs the rows of several ranks, GATHER (rows of one output or target, from all ranks) stands before it.
-Strategies may add PACK (gradients of a bucket into one contiguous buffer) and UNPACK (out of a buffer of another dtype).
+Strategies may add PACK (gradients of a bucket into one contiguous buffer) and UNPACK (out of a buffer of another dtype). Where
+the job asks for the noise of the gradient, `core.noise` adds what measures it.
 """
 
 from collections import defaultdict

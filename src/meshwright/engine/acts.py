@@ -38,7 +38,7 @@ class Acts:
     def __init__(self, plan: Plan, state: State, optimizers: Optimizers, drive: Drive, dice: Dice | None) -> None:
         self.plan, self.state, self.optimizers = plan, state, optimizers
         self.spikes = None if plan.job.guard.action == "off" else Spikes(plan.job.guard)
-        self._spike: Spike | None = None
+        self.spike: Spike | None = None
         self._drive, self._dice = drive, dice
         self._step, self._rows, self._stop, self._checked, self._under_way = 0, 0, False, False, False
         self._counted: Sequence[float] | None = None
@@ -59,7 +59,7 @@ class Acts:
         }
         self._leads = plan.leads(state.world.rank)
         meets = any(action.kind == "GATHER" for action in plan.program.actions(ROLE))
-        self._meeting = Meeting(plan, state, lambda: int(self._totals()[2]), self.start) if meets else None
+        self._meeting = Meeting(plan, state, lambda: int(self.totals()[2]), self.start) if meets else None
         if self._meeting is not None:
             self.handlers |= self._meeting.handlers
 
@@ -74,7 +74,7 @@ class Acts:
         self.state.num_rows = rows
         if self._meeting is not None:
             self._meeting.begin()
-        self._step, self._rows, self._stop, self._spike = step, rows, stop, None
+        self._step, self._rows, self._stop, self.spike = step, rows, stop, None
         if self._under_way:  # the last step did not come to its end: what it left must not be added to this one
             self._end()
         self._under_way = True
@@ -97,6 +97,7 @@ class Acts:
         """Count what this rank's rows weigh, and start adding it up over the ranks."""
         state = self.state
         counted = [state.loss.counted(micro) for micro in state.micros[: state.num_real]]
+        state.weights = [weight for weight, _ in counted]
         weight, tokens = (sum(numbers) for numbers in zip((0.0, 0.0), *counted, strict=True))
         self._counted = (weight, self._stop, self._rows, tokens)
         if action.transfer is not None:
@@ -129,7 +130,7 @@ class Acts:
         del outputs
         with self._no_draws():
             if total.requires_grad:  # unless this forward passed no trained parameter
-                backward_from(total, 1.0 / (self._totals()[0] or 1.0))
+                backward_from(total, 1.0 / (self.totals()[0] or 1.0))
             backward(closing)
 
     def _loss_of_all(self, meeting: Meeting, micro: int) -> None:
@@ -143,7 +144,7 @@ class Acts:
             state.tally += total.detach()
         with self._no_draws():
             if total is not None and total.requires_grad:
-                backward_from(total, 1.0 / (self._totals()[0] or 1.0))
+                backward_from(total, 1.0 / (self.totals()[0] or 1.0))
             meeting.give_back()
 
     def backward(self, action: Action) -> None:
@@ -194,14 +195,14 @@ class Acts:
 
         Raises Spiked for a harmful step that shall end the run.
         """
-        if self._totals()[0] and self._leads and not self._harmful():
+        if self.totals()[0] and self._leads and not self._harmful():
             for optimizer in self.optimizers:
                 optimizer.step()
         self._end()
-        if self._spike is not None and self.spikes is not None:
+        if self.spike is not None and self.spikes is not None:
             hopeless = self.spikes.hopeless
             if hopeless or self.plan.job.guard.action == "stop":
-                raise Spiked(self._spike, hopeless)
+                raise Spiked(self.spike, hopeless)
 
     def evaluate(self, batches: Iterable[Batch | None]) -> Evaluation:
         """The loss over `batches` of all ranks; see `engine.evaluation`."""
@@ -214,24 +215,25 @@ class Acts:
         for name in self._tallies:
             if name in self.state.works:
                 self.state.works[name].wait()
-        count, norm = self._totals()[0], self.state.grad_norm
+        count, norm = self.totals()[0], self.state.grad_norm
         loss = self.state.tally.item() / (count or 1.0)
         reasons = self.spikes.judge(loss, norm)
         if reasons:
             with self._drive.cutting():  # to see each block by itself
                 suspects = find_suspects(self.plan, self.state, lambda micro: self.forward(micro, lambda visit: None), count)
-            self._spike = Spike(self._step + 1, loss, norm, reasons, suspects)
+            self.spike = Spike(self._step + 1, loss, norm, reasons, suspects)
         return bool(reasons)
 
     def metrics(self, step: int, lr: float) -> Metrics:
         """What the step did, from the header and the tally that all ranks share."""
-        count, stop, rows, tokens = self._totals()
+        count, stop, rows, tokens = self.totals()
         loss = self.state.tally.item() / (count or 1.0)
-        skipped = not count or self._spike is not None
+        skipped = not count or self.spike is not None
         norm = self.state.norm.item() if self.plan.space.led else self.state.grad_norm
-        return Metrics(step, loss, norm, lr, int(tokens), stop=stop > 0, skipped=skipped, samples=int(rows), spike=self._spike)
+        more = {"samples": int(rows), "spike": self.spike, "noise_scale": self.state.noise_scale}
+        return Metrics(step, loss, norm, lr, int(tokens), stop=stop > 0, skipped=skipped, **more)
 
-    def _totals(self) -> Sequence[float]:
+    def totals(self) -> Sequence[float]:
         """What counts in this step over all ranks: weight, wishes to stop, rows, tokens; COUNT has ended."""
         if self._counted is None:
             self._counted = self.state.header.tolist()

@@ -21,6 +21,7 @@ from meshwright.core.strategy import Handler
 from meshwright.engine.acts import Acts
 from meshwright.engine.evaluation import Evaluation
 from meshwright.engine.loss import Batch
+from meshwright.engine.noise import Noise
 from meshwright.engine.optimizers import (
     MakeOptimizer,
     group_numbers,
@@ -55,7 +56,8 @@ class Player:
         self._numbers = group_numbers(self.optimizers)
         self._drive = Drive(state.subject.blocks, in_place=plan.anatomy.in_place, cut=_parts_blocks(plan))
         self._acts = Acts(plan, state, self.optimizers, self._drive, dice)
-        handlers: dict[str, Handler] = dict(self._acts.handlers)
+        self._noise = Noise(plan, state, self._acts)
+        handlers: dict[str, Handler] = self._acts.handlers | self._noise.handlers
         for strategy in plan.strategies:
             handlers |= strategy.bind(self)
         handlers |= {kind: self._with_state(act) for kind, act in (extra or {}).items()}
@@ -107,14 +109,18 @@ class Player:
         self._acts.start(action, self.state.tensor(action.subject))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All that must be saved, by logical name: parameters, persistent buffers, optimizer state, what the guard knows."""
+        """All that must be saved, by logical name: parameters, persistent buffers, optimizer state, and what lasts of the rest.
+
+        The rest is what the guard knows, and the averages behind the noise scale.
+        """
         subject = self.state.subject
         parameters = {f"model/{name}": parameter.detach() for name, parameter in subject.parameters.items()}
         buffers = {f"buffer/{name}": buffer for name, buffer in _persistent_buffers(subject.module)}
         state = state_tensors(self.optimizers, subject.trainable, self._numbers)
         usual = {} if self._acts.spikes is None else self._acts.spikes.tensors()
         moments = {f"optimizer/{name}": value for name, value in state.items()}
-        return parameters | buffers | moments | {f"guard/{name}": value for name, value in usual.items()}
+        noise = {f"noise/{name}": value for name, value in self._noise.tensors().items()}
+        return parameters | buffers | moments | {f"guard/{name}": value for name, value in usual.items()} | noise
 
     def restore(self, saved: Mapping[str, torch.Tensor], steps_done: int) -> None:
         """Take up `saved` (as `tensors` gave it) after `steps_done` global steps."""
@@ -129,6 +135,8 @@ class Player:
         usual = {name.removeprefix("guard/"): value for name, value in saved.items() if name.startswith("guard/")}
         if usual and self._acts.spikes is not None:
             self._acts.spikes.restore(usual)
+        noise = {name.removeprefix("noise/"): value for name, value in saved.items() if name.startswith("noise/")}
+        self._noise.restore(noise)
         self.steps_done = steps_done
 
     def sizes(self) -> dict[str, int]:

@@ -20,7 +20,8 @@ class Metrics:
     """What a step did, the same on every rank. `tokens` and `samples` are global counts; `stop`: a rank asked to stop.
 
     A step in which nothing counted leaves the parameters as they were: `skipped`. So does one that would do harm, where
-    the job guards against that: `spike` says why.
+    the job guards against that: `spike` says why. `noise_scale` is in samples (`engine.noise`); None: not measured, or not
+    known yet.
     """
 
     step: int
@@ -32,6 +33,7 @@ class Metrics:
     skipped: bool = False
     spike: Spike | None = None
     samples: int = 0
+    noise_scale: float | None = None
 
 
 @dataclass
@@ -60,6 +62,7 @@ class State:
     micros: list[Batch] = field(default_factory=list)
     num_real: int = 0  # micro-batches with rows; those behind them only stand in
     num_rows: int = 0  # the rows in them
+    weights: list[float] = field(default_factory=list)  # what counts in each of the real micro-batches
     tally: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     header: torch.Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
     passes: dict[int, Pass] = field(default_factory=dict)
@@ -67,6 +70,8 @@ class State:
     buckets: dict[str, Bucket] = field(default_factory=dict)
     works: dict[str, Work] = field(default_factory=dict)
     grad_norm: float = 0.0
+    squares: dict[str, torch.Tensor] = field(default_factory=dict)  # squared norms of gradients before they are summed
+    noise_scale: float | None = None
     norm: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))  # as it travels to other ranks
 
     def begin(self, micros: list[Batch], num_real: int) -> None:
@@ -81,6 +86,7 @@ class State:
         self.passes.clear()
         self.closings.clear()
         self.works.clear()
+        self.squares.clear()
 
     def tensor(self, subject: str) -> torch.Tensor:
         """The flat tensor that an action on `subject` moves: a bucket, or one parameter's gradient."""

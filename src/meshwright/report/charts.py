@@ -35,6 +35,7 @@ COLOURS = {
 }
 POINTS = 4000  # of a curve; of more, every n-th is drawn
 PANELS = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate", "tokens_per_s": "tokens per second"}
+SOMETIMES = {"noise_scale": "gradient noise scale (samples)"}  # panels of what only some runs measure
 LAYOUT: Mapping[str, Any] = {
     "template": "plotly_white",
     "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#27272a"},
@@ -44,11 +45,18 @@ LAYOUT: Mapping[str, Any] = {
 
 
 def curves(records: Sequence[Record]) -> go.Figure:
-    """Loss (evaluations as dots), gradient norm, learning rate and speed over the global step, every run in its colour."""
-    figure = make_subplots(rows=2, cols=2, subplot_titles=list(PANELS.values()), vertical_spacing=0.14, horizontal_spacing=0.08)
+    """Loss (evaluations as dots), gradient norm, learning rate and speed over the global step, every run in its colour.
+
+    Where a run has measured it, the noise of the gradient too.
+    """
+    lines = [line for record in records for line in record.steps]
+    panels = PANELS | {key: title for key, title in SOMETIMES.items() if any(line.get(key) is not None for line in lines)}
+    rows = -(-len(panels) // 2)
+    spacing = {"vertical_spacing": 0.28 / rows, "horizontal_spacing": 0.08}
+    figure = make_subplots(rows=rows, cols=2, subplot_titles=list(panels.values()), **spacing)
     for record, colour in zip(records, RUNS, strict=False):
         steps = record.steps[:: -(-len(record.steps) // POINTS) or 1]
-        for place, key in enumerate(PANELS):
+        for place, key in enumerate(panels):
             shown = [line for line in steps if isinstance(line.get(key), int | float)]
             figure.add_scatter(
                 **_points(shown, key),
@@ -60,8 +68,8 @@ def curves(records: Sequence[Record]) -> go.Figure:
         if evaluated:
             look = {"mode": "lines+markers", "line": {"color": colour, "width": 1, "dash": "dot"}, "marker": {"size": 6}}
             figure.add_scatter(**_points(evaluated, "loss"), **look, name=f"{escape(record.name)}: evaluation", row=1, col=1)
-    figure.update_layout(**LAYOUT, height=560, legend={"orientation": "h", "y": 1.1})
-    figure.update_xaxes(title_text="step", row=2)
+    figure.update_layout(**LAYOUT, height=280 * rows, legend={"orientation": "h", "y": 1.1})
+    figure.update_xaxes(title_text="step", row=rows)
     figure.update_yaxes(rangemode="tozero", row=2)
     return figure
 

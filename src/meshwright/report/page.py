@@ -1,7 +1,7 @@
 """A run, or two beside each other, as one HTML file that needs no network: everything it shows is inside it.
 
     what differs            two runs only: the keys of their plans that differ, first of all
-    curves                  loss, gradient norm, learning rate, speed over the global step
+    curves                  loss, gradient norm, learning rate, speed over the global step (and the gradient's noise, if measured)
     per run, in a column    the plan in words, where the time went, a step on its lanes, memory, bytes, versions and machine
 
 Every text that comes from a run is escaped. What a run has not recorded is said in its place, and how to get it.

@@ -25,17 +25,20 @@ MEANINGS = {
     "LOSS": "loss and its gradient",
     "B": "backward of",
     "PACK": "gradients into one buffer",
+    "MEASURE": "squared norm before the sum",
     "REDUCE": "sum gradients over ranks",
     "GATHER": "rows of all ranks",
     "SCATTER": "to each rank its rows",
     "BROADCAST": "hand out to all ranks",
     "UNPACK": "gradients out of the buffer",
     "TALLY": "loss of the whole step",
+    "NOISE": "squared norms of all parts",
     "CLIP": "gradient norm, clip",
     "STEP": "optimizer",
+    "ESTIMATE": "gradient noise scale",
 }
 
-SUBJECTS = ("PACK", "REDUCE", "UNPACK", "GATHER", "SCATTER", "BROADCAST")  # kinds that are told apart by their subject
+SUBJECTS = ("PACK", "MEASURE", "REDUCE", "UNPACK", "GATHER", "SCATTER", "BROADCAST")  # kinds that are told apart by their subject
 
 
 def size(nbytes: float) -> str:

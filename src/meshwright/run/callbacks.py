@@ -26,6 +26,7 @@ class Line:
 
     `seconds` are those of the whole step, `data_s` what of them went into waiting for data, `save_s` what saving took since
     the line before. `flops_per_s` counts all ranks, `mfu` is its share of their peak; None where that is not known.
+    `noise_scale` is the gradient noise scale in samples, where the job asks for it and it is known.
     """
 
     step: int
@@ -41,6 +42,7 @@ class Line:
     save_s: float = 0.0
     flops_per_s: float | None = None
     mfu: float | None = None
+    noise_scale: float | None = None
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,8 @@ def _line(metrics: Metrics, account: Account, memory: int) -> Line:
     seconds = data_s + account.spent("step")
     flops_per_s, mfu = account.speed(m.samples, seconds)
     speed = m.tokens / seconds
-    return Line(m.step, m.loss, m.grad_norm, m.lr, m.tokens, seconds, speed, memory, m.skipped, data_s, save_s, flops_per_s, mfu)
+    known = {"flops_per_s": flops_per_s, "mfu": mfu, "noise_scale": m.noise_scale}
+    return Line(m.step, m.loss, m.grad_norm, m.lr, m.tokens, seconds, speed, memory, m.skipped, data_s, save_s, **known)
 
 
 def _memory(process: psutil.Process, device: torch.device) -> int:

@@ -50,6 +50,11 @@ def exact_job(job: Job) -> Job:
     return replace(job, precision=wide, optimizer=sgd, schedule=Schedule(), guard=Guard())
 
 
+def alone_job(job: Job) -> Job:
+    """`job` as one device plays it, which has no other batch size to compare its own with: it measures no noise."""
+    return replace(job, train=replace(job.train, noise_scale=False))
+
+
 def compare_rank(case: Case, world: World, reference: Reference) -> RankReport:
     """Train one rank of `case.plan` and compare it with `reference`, step by step."""
     report = RankReport(world.rank)

@@ -1,0 +1,80 @@
+"""Where a step measures how noisy its gradient is: three kinds of action, added behind all strategies' own.
+
+    MEASURE   squared norm of a gradient before other parts of the batch are added to it
+    NOISE     those norms, and the share of the batch behind them, added up over the ranks
+    ESTIMATE  the gradient noise scale, from these small gradients and the norm of the whole one
+
+A part of the batch is what one rank accumulates; on one data rank, which has nobody to compare itself with, it is the first
+micro-batch. `engine.noise` has the formulas. The list of a rank, with other ranks and alone:
+
+    B1 PACK(1)  MEASURE(0) REDUCE(0)  B0 PACK(0)  MEASURE(1) REDUCE(1)  TALLY  NOISE(all-reduce)  CLIP STEP  ESTIMATE
+    F0 F1 LOSS B1 B0  MEASURE  F0 F1 LOSS B1 B0                         TALLY  NOISE              CLIP STEP  ESTIMATE
+
+Cost: one message of 24 bytes per rank and step, and one more reading of the gradients; nothing when it is off.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from meshwright.core.errors import Fault
+from meshwright.core.job import Job
+from meshwright.core.program import Action, Program, Transfer, index_of_last, with_waits
+from meshwright.core.space import Space
+
+NBYTES = 24  # three numbers in float64: squared norms, shares of the batch, parts
+WHERE = "train.noise_scale"
+
+
+def noise_faults(job: Job, space: Space, micro_batch: int) -> Iterator[Fault]:
+    """Why the noise of the gradient cannot be measured, where the job asks for it."""
+    if not job.train.noise_scale:
+        return
+    num_data, batch = space.mesh.extent(space.data_axes), job.train.batch
+    if space.led:
+        text = "one rank takes the loss and the gradients of the others' rows belong to it: no rank has a gradient of its own part"
+        yield Fault(text, 'use the strategy "replicate", or set train.noise_scale = false', WHERE)
+    elif space.anatomy.whole_batch:
+        text = "the loss compares the rows of the whole batch, so the gradient of a part is not that of a smaller batch"
+        yield Fault(text, "set train.noise_scale = false", WHERE)
+    elif num_data == 1 and (not micro_batch or micro_batch >= batch):
+        text = f"one data rank plays the {batch} samples of a step as one micro-batch: there is no smaller batch to compare with"
+        fix = "set micro_batch to a divisor of train.batch below it, raise mesh.dp_replicate, or set train.noise_scale = false"
+        yield Fault(text, fix, WHERE)
+
+
+def measured(program: Program, space: Space) -> Program:
+    """`program` with MEASURE, NOISE and ESTIMATE; `noise_faults` had nothing to say."""
+    if space.mesh.extent(space.data_axes) > 1:
+        total = Transfer("all_reduce", space.data_axes, NBYTES, dtype="float64")
+        return program.edit(lambda actions: _ended(_before_sums(actions, space.data_axes), total))
+    return program.edit(lambda actions: _ended(_behind_first(actions), None))
+
+
+def _before_sums(actions: list[Action], axes: tuple[str, ...]) -> list[Action]:
+    """`actions` with a MEASURE before each that adds up gradients over `axes`."""
+    found = []
+    for action in actions:
+        if action.tensors and action.transfer is not None and set(axes) & set(action.transfer.axes):
+            measure = Action("MEASURE", action.subject, waits=action.waits, tensors=action.tensors)
+            found.append(measure)
+            action = with_waits(action, (measure.name,))
+        found.append(action)
+    return found
+
+
+def _behind_first(actions: list[Action]) -> list[Action]:
+    """`actions` with a MEASURE of all gradients behind the last backward of the first micro-batch."""
+    at = [i for i, action in enumerate(actions) if action.kind == "B" and action.micro == 0][-1]
+    tensors = next(action.tensors for action in actions if action.kind == "CLIP")
+    return [*actions[: at + 1], Action("MEASURE", waits=(actions[at].name,), tensors=tensors), *actions[at + 1 :]]
+
+
+def _ended(actions: list[Action], total: Transfer | None) -> list[Action]:
+    """`actions` with NOISE before CLIP, and ESTIMATE behind STEP, which says whether the step counts."""
+    measures = tuple(action.name for action in actions if action.kind == "MEASURE")
+    noise = Action("NOISE", waits=measures)
+    if total is not None:
+        noise = replace(noise, lane="wire", transfer=total)
+    clip, step = index_of_last(actions, "CLIP") or 0, index_of_last(actions, "STEP") or 0
+    estimate = Action("ESTIMATE", waits=(noise.name, actions[clip].name, actions[step].name))
+    return [*actions[:clip], noise, *actions[clip : step + 1], estimate, *actions[step + 1 :]]
