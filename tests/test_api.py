@@ -96,7 +96,7 @@ def heavy_ball(groups: list[dict]) -> torch.optim.Optimizer:
 def test_every_public_name_is_there():
     assert all(getattr(mw, name).__name__ == name for name in mw.__all__ if name != "__version__")
     assert sorted(mw.__all__) == dir(mw)
-    with pytest.raises(AttributeError, match="has no attribute 'Motor'; it has Callback, Engine"):
+    with pytest.raises(AttributeError, match="has no attribute 'Motor'; it has Callback, DataSource"):
         mw.Motor  # noqa: B018
 
 

@@ -56,6 +56,16 @@ def test_going_back_repeats_each_step_to_the_last_bit(config, say):
     assert steps_kept(config.parent / "run") == ["step-00000010", "step-00000020", "step-00000030"]
 
 
+def test_a_mixture_that_is_the_same_is_not_said_to_have_changed(tmp_path, config, say):
+    mixture = [{"source": "text.txt", "weight": 3.0}, {"source": "text.txt", "weight": 1.0}]
+    mixed = lay_out(tmp_path / "mixed", data={"source": "", "mixture": mixture})
+    assert say(*alone(mixed, "--train.steps", 2))[0] == 0
+    code, out, _ = say(*alone(mixed, "--train.steps", 3))
+    assert code == 0
+    assert "the plan changed since that checkpoint: job.train.steps was 2, is 3\n" in out
+    assert ": 3 steps of 12 samples on one device, into " in out
+
+
 def test_going_back_with_another_learning_rate_keeps_the_old_course_aside_and_says_so(config, say):
     run = config.parent / "run"
     say(*alone(config, "--train.steps", 30))
@@ -87,8 +97,9 @@ def test_damaged_checkpoints_are_passed_over_for_the_previous_good_one_and_that_
     (run / "checkpoints" / "step-00000050.partial-1234abcd").mkdir()
     code, out, _ = say(*alone(config, "--train.steps", 40, "--run.keep", 9))
     assert code == 0
-    first, *lines = out.splitlines()
+    first, second, *lines = out.splitlines()
     assert first.startswith("rank 0 of 1 (")
+    assert second.endswith(f": 40 steps of 12 samples on one device, into {run}")
     assert lines[0] == "resumed from step 10"
     assert [line.split(":")[0] for line in lines[1:5]] == [
         "passed over step-00000050.partial-1234abcd",

@@ -36,6 +36,7 @@ from meshwright.engine.player import Player
 from meshwright.engine.state import Metrics, State, Subject
 from meshwright.model.blueprint import Blueprint
 from meshwright.model.dice import Dice
+from meshwright.model.given import completed
 from meshwright.model.norms import split_faults
 from meshwright.model.reading import Reading
 from meshwright.model.reading import read as read_model
@@ -84,10 +85,10 @@ def make_plan(
 ) -> Plan:
     """The plan for this model, job and mesh; without `strategies`, data parallelism on the data axes.
 
-    Raises PlanError with every fault.
+    A `job` need not name a model and data that are handed over. Raises PlanError with every fault.
     """
-    mesh = mesh or Mesh()
-    chosen = default_strategies(mesh) if strategies is None else tuple(strategies)
+    mesh, job = mesh or Mesh(), completed(job, reading.anatomy)
+    chosen = default_strategies(mesh) if strategies is None else strategies
     plan = Plan.make(job, mesh, reading.anatomy, chosen, micro_batch, run)
     raise_faults(split_faults(plan, reading.blueprint.instance()))
     return plan
@@ -256,9 +257,8 @@ def trace(
     Without `ranks`: the first, the last and one between. They are played on `fake` tensors, or on real ones, the model
     whole on the CPU. Raises NeedsValues (a PlanError) when fake tensors cannot play the model.
     """
-    dtype = getattr(torch, plan.job.precision.parameters)
+    dtype, loss = getattr(torch, plan.job.precision.parameters), loss or token_cross_entropy()
     played, cpu = few_ranks(plan) if ranks is None else ranks, torch.device("cpu")
-    loss = loss or token_cross_entropy()
     found = trace_ranks(plan, played, loss, lambda mode: make_subject(reading, cpu, dtype, mode), steps, fake=fake)
     return replace(found, versions={"torch": torch.__version__})
 

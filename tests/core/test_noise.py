@@ -18,6 +18,7 @@ from tests.engine.towers import reading_of_towers, towers_plan
 from tests.tiny import plan_of, reading_of, tiny_job
 
 KINDS = ("MEASURE", "NOISE", "ESTIMATE")
+READING = reading_of()
 STORED = [(Batch(), Replicate()), (Batch(), Replicate(bucket_mb=1e-4)), (Batch(), Naive())]
 
 
@@ -33,8 +34,8 @@ def actions(plan: Plan) -> list[Action]:
 @pytest.mark.parametrize("strategies", STORED)
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(3, 2), (1, 3)])
 def test_without_it_the_program_has_no_such_action_and_with_it_nothing_else_changes(strategies, ranks: int, micro_batch: int):
-    plain = plan_of(reading_of(), ranks, strategies, micro_batch)
-    plan = plan_of(reading_of(), ranks, strategies, micro_batch, noisy())
+    plain = plan_of(READING, ranks, strategies, micro_batch)
+    plan = plan_of(READING, ranks, strategies, micro_batch, noisy())
     assert not any(action.kind in KINDS for action in actions(plain))
     rest = [
         replace(action, waits=tuple(wait for wait in action.waits if not wait.startswith(KINDS)))
@@ -47,10 +48,10 @@ def test_without_it_the_program_has_no_such_action_and_with_it_nothing_else_chan
 
 @pytest.mark.parametrize("strategies", STORED)
 def test_each_gradient_is_measured_once_and_before_it_is_summed(strategies):
-    listed = actions(plan_of(reading_of(), 3, strategies, 2, noisy()))
+    listed = actions(plan_of(READING, 3, strategies, 2, noisy()))
     places = {action.name: place for place, action in enumerate(listed)}
     measured = [name for action in listed if action.kind == "MEASURE" for name in action.tensors]
-    assert sorted(measured) == sorted(weight.name for weight in reading_of().anatomy.trainable)
+    assert sorted(measured) == sorted(weight.name for weight in READING.anatomy.trainable)
     for action in listed:
         if action.kind == "REDUCE":
             assert f"MEASURE({action.subject})" in action.waits
@@ -59,7 +60,7 @@ def test_each_gradient_is_measured_once_and_before_it_is_summed(strategies):
 
 
 def test_alone_everything_is_measured_behind_the_first_micro_batch_and_nothing_is_sent():
-    listed = actions(plan_of(reading_of(), 1, micro_batch=4, job=noisy()))
+    listed = actions(plan_of(READING, 1, micro_batch=4, job=noisy()))
     names = [action.name for action in listed]
     assert names.index("MEASURE()") == names.index("B(embed, 0)") + 1 == names.index("F(embed, 1)") - 1
     assert not any(action.transfer for action in listed)
@@ -68,15 +69,17 @@ def test_alone_everything_is_measured_behind_the_first_micro_batch_and_nothing_i
 def test_one_batch_size_alone_is_refused():
     for micro_batch in (0, 12):
         with pytest.raises(PlanError) as caught:
-            plan_of(reading_of(), 1, micro_batch=micro_batch, job=noisy())
+            plan_of(READING, 1, micro_batch=micro_batch, job=noisy())
         said = str(caught.value)
         assert "one data rank plays the 12 samples of a step as one micro-batch: there is no smaller batch" in said
         assert "set micro_batch to a divisor of train.batch below it, raise mesh.dp_replicate, or set" in said
 
 
 def test_a_rank_that_steps_for_others_is_refused():
-    with pytest.raises(PlanError, match=r'train\.noise_scale(?s:.*)use the strategy "replicate", or set train\.noise_scale = false'):
-        plan_of(reading_of(), 3, (Batch(), Master()), job=noisy())
+    with pytest.raises(
+        PlanError, match=r'train\.noise_scale(?s:.*)use the strategy "replicate", or set train\.noise_scale = false'
+    ):
+        plan_of(READING, 3, (Batch(), Master()), job=noisy())
 
 
 def test_a_loss_of_the_whole_batch_is_refused():

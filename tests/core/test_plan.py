@@ -44,6 +44,7 @@ OTHER = {  # another value for every field of a job
     "train.batch": 24,
     "train.clip": 0.5,
     "train.seed": 1,
+    "train.noise_scale": True,
     "optimizer.name": "sgd",
     "optimizer.lr": 1e-3,
     "optimizer.weight_decay": 0.2,

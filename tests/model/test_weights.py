@@ -97,6 +97,19 @@ def test_everything_that_does_not_fit_is_named_at_once(tmp_path: Path):
     assert 'model.skip = ["model.layers.0.mlp.extra.*"]' in said
 
 
+def test_a_repair_leaves_out_no_more_than_what_does_not_fit(tmp_path: Path):
+    published(tmp_path)
+    gone, spare = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.bias"
+    edited(tmp_path, lambda tensors: tensors.update({spare: torch.ones(3)}) or tensors.pop(gone))
+    said = refusal(tmp_path)
+    assert f'model.skip = ["{spare}"]' in said
+    assert 'model.skip = ["model.layers.1.self_attn.q_proj.*"]' in said
+    edited(
+        tmp_path, lambda tensors: tensors.update({f"model.layers.{i}.norm{j}.weight": torch.ones(1) for i in "01" for j in "abc"})
+    )
+    assert '"model.*"' not in refusal(tmp_path)
+
+
 def test_hundreds_of_names_are_cut(tmp_path: Path):
     published(tmp_path)
     said = refusal(edited(tmp_path, lambda tensors: tensors.update({f"x.{i}": torch.ones(1) for i in range(300)})))

@@ -144,5 +144,15 @@ def test_evaluations_are_drawn_with_the_loss(one):
     assert [(trace.x, trace.y) for trace in added] == [((3,), (1.5,))]
 
 
+def test_the_noise_of_the_gradient_has_a_curve_where_a_run_measured_it(one):
+    assert len(curves([one]).data) == 4
+    measured = replace(one, steps=[{**line, "noise_scale": None if line["step"] < 3 else 7.5} for line in one.steps])
+    figure = curves([one, measured])
+    assert len(figure.data) == 10
+    assert set(figure.data[-1].y) == {7.5}
+    assert min(figure.data[-1].x) == 3
+    assert "gradient noise scale (samples)" in [note.text for note in figure.layout.annotations]
+
+
 def test_two_runs_with_the_same_plan_say_so(one):
     assert "Nothing: the two plans are the same." in page([one, one], "0")

@@ -103,7 +103,9 @@ def all_programs() -> list[Plan]:
     papers = [Paper(), Paper(tied=True)]
     precisions = [Precision(), Precision(reduce="bfloat16")]
     plans = [plan_of(store, paper.anatomy) for store in STORES.values() for paper in papers]
-    return [*plans, *(plan_of(Replicate(), Paper().anatomy, precision) for precision in precisions), plan_of(ranks=1)]
+    noisy_job = replace(JOB, train=replace(JOB.train, noise_scale=True))
+    noisy = Plan.make(noisy_job, Mesh(dp_replicate=3), Paper().anatomy, (Batch(), Replicate()))
+    return [*plans, noisy, *(plan_of(Replicate(), Paper().anatomy, precision) for precision in precisions), plan_of(ranks=1)]
 
 
 def test_every_kind_that_a_program_can_hold_has_a_meaning():

@@ -40,12 +40,14 @@ class Course:
     stop: Callable[[int, int], bool] = lambda rank, done: False
     change: Callable[[int, Any], None] = lambda rank, player: None
     callbacks: tuple[Callback, ...] = ()
+    noise_scale: bool = False
 
     @property
     def plan(self) -> Plan:
         parts = {"optimizer": Optimizer("adamw", lr=self.lr), "precision": Precision(), "data": DataSource("example")}
         job = tiny_job(evaluate=self.evaluate, guard=self.guard, **parts)
-        made = plan_of(READING, self.ranks, job=replace(job, train=replace(job.train, steps=self.steps)))
+        spec = replace(job.train, steps=self.steps, noise_scale=self.noise_scale)
+        made = plan_of(READING, self.ranks, job=replace(job, train=spec))
         return replace(made, run=Run(str(self.folder), **self.run))
 
     def play(self, step: int | None = None) -> list[Ended]:

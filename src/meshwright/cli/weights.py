@@ -34,7 +34,7 @@ def import_(
     source: Annotated[str, typer.Argument(help="A folder with config.json and safetensors, or a hub id (ORG/NAME).")],
     revision: Annotated[str, typer.Option(help="A branch, tag or commit of a hub id.")] = "",
 ) -> None:
-    """Check that weights are loaded as transformers loads them, and show the [model] table that trains them."""
+    """Check that weights are loaded as transformers loads them, and show the table `model` that trains them."""
     with said():
         model, trip, numel = _verb().import_weights(source, revision)
         if not trip.passed:

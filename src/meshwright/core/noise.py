@@ -31,7 +31,9 @@ def noise_faults(job: Job, space: Space, micro_batch: int) -> Iterator[Fault]:
         return
     num_data, batch = space.mesh.extent(space.data_axes), job.train.batch
     if space.led:
-        text = "one rank takes the loss and the gradients of the others' rows belong to it: no rank has a gradient of its own part"
+        text = (
+            "one rank takes the loss and the gradients of the others' rows belong to it: no rank has a gradient of its own part"
+        )
         yield Fault(text, 'use the strategy "replicate", or set train.noise_scale = false', WHERE)
     elif space.anatomy.whole_batch:
         text = "the loss compares the rows of the whole batch, so the gradient of a part is not that of a smaller batch"

@@ -24,8 +24,9 @@ over about 100 steps, before their ratio is taken. (No correction for the start 
 
 Cost: the norm of every gradient once more, and 24 bytes. The averages are saved with a checkpoint.
 Limits: on one data rank the small batch is the first micro-batch alone, which is unbiased too, and less precise. Samples of a
-step must be independent: rows cut from one document are not, and the noise then appears smaller than it is. Steps that the
-guard left out, in which nothing counted, or in which only one part had data, do not enter the averages.
+step must be independent: rows cut from one document are not, and the noise is then not that of documents. Norms are taken in
+the gradients' dtype: with bfloat16 parameters they have 8 bits, too few for a noise scale far below the batch. Steps that
+the guard left out, in which nothing counted, or in which only one part had data, do not enter the averages.
 Paper: McCandlish et al. 2018, arXiv 1812.06162, equation 2.9 and appendix A.1.
 """
 

@@ -105,7 +105,8 @@ def find_weights(path: Path, module: nn.Module, logical: Mapping[str, Sequence[s
     extra = [*unknown, *(name for name in made if name not in needed)]
     extra = [name for name in extra if not _matches(name, (name,), skip) and not (leftover and leftover.search(name))]
     kept = [name for names in wanted.values() for name in names]
-    faults += _faults(missing if not faults else [], extra, {name: (shapes[name], needed[name]) for name in kept if name in made})
+    misshapen = {name: (shapes[name], needed[name]) for name in kept if name in made and shapes[name] != needed[name]}
+    faults += _faults(missing if not faults else [], extra, misshapen, set(needed) - set(missing))
     homes = {first: next((made[name] for name in names if name in made), None) for first, names in wanted.items()}
     found = {first: home for first, home in homes.items() if home is not None}
     faults += _untied(wanted, made, stored) if not faults else ()
@@ -114,17 +115,18 @@ def find_weights(path: Path, module: nn.Module, logical: Mapping[str, Sequence[s
 
 
 def _faults(
-    missing: list[str], extra: list[str], shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    missing: list[str], extra: list[str], misshapen: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], present: set[str]
 ) -> Iterator[Fault]:
     if missing:
         text = f"{len(missing)} tensors of the model are missing in the weights: {shown(missing)}"
-        fix = f"give the weights of this architecture, or start these from the seed: model.skip = {_patterns(missing)}"
+        fix = f"give the weights of this architecture, or start these from the seed: model.skip = {_patterns(missing, present)}"
         yield Fault(text, fix, WHERE)
     if extra:
         text = f"{len(extra)} stored tensors belong to no part of the model: {shown(extra)}"
-        fix = f"give the config (and architecture) that they belong to, or leave them unread: model.skip = {_patterns(extra)}"
+        skip = _patterns(extra, present)
+        fix = f"give the config (and architecture) that they belong to, or leave them unread: model.skip = {skip}"
         yield Fault(text, fix, WHERE)
-    wrong = [f"{name} is {list(have)}, needed is {list(need)}" for name, (have, need) in shapes.items() if have != need]
+    wrong = [f"{name} is {list(have)}, needed is {list(need)}" for name, (have, need) in misshapen.items()]
     if wrong:
         text = f"{len(wrong)} stored tensors are of another shape than the model's: {shown(wrong)}"
         fix = "give the config that belongs to the weights; model.overrides may not change sizes that they fix"
@@ -143,10 +145,15 @@ def _matches(first: str, names: Iterable[str], patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for name in (first, *names) for pattern in patterns)
 
 
-def _patterns(names: Sequence[str]) -> str:
-    """Patterns that cover `names`, as a list in TOML; few of them."""
-    parents = dict.fromkeys(f"{name.rpartition('.')[0]}.*" if "." in name else name for name in names)
-    if len(parents) > 4:
-        parents = dict.fromkeys(f"{name.split('.')[0]}.*" if "." in name else name for name in names)
-    words = [f'"{parent}"' for parent in parents]
-    return f"[{', '.join(words[:4])}{', ...' if len(words) > 4 else ''}]"
+def _patterns(names: Sequence[str], kept: Iterable[str]) -> str:
+    """Patterns that cover `names` and none of `kept`, as a list in TOML; few of them."""
+    above = {name[:end] for name in kept for end, letter in enumerate(name) if letter == "."}
+
+    def all_below(part: str, otherwise: str) -> str:
+        return f"{part}.*" if part and part not in above else otherwise
+
+    words = dict.fromkeys(all_below(name.rpartition(".")[0], name) for name in names)
+    if len(words) > 4:
+        words = dict.fromkeys(all_below(word.partition(".")[0], word) if "." in word else word for word in words)
+    shown_words = [f'"{word}"' for word in words][:4]
+    return f"[{', '.join(shown_words)}{', ...' if len(words) > 4 else ''}]"

@@ -1,7 +1,7 @@
 """A run, or two beside each other, as one HTML file that needs no network: everything it shows is inside it.
 
     what differs            two runs only: the keys of their plans that differ, first of all
-    curves                  loss, gradient norm, learning rate, speed over the global step (and the gradient's noise, if measured)
+    curves                  loss, gradient norm, learning rate, speed, the gradient's noise if measured, over the global step
     per run, in a column    the plan in words, where the time went, a step on its lanes, memory, bytes, versions and machine
 
 Every text that comes from a run is escaped. What a run has not recorded is said in its place, and how to get it.
@@ -36,7 +36,7 @@ h2 { font-size: 17px; margin: 0 0 8px; } h3 { font-size: 20px; margin: 22px 0 0;
 @media (max-width: 1100px) { .columns.two { grid-template-columns: minmax(0, 1fr); } }
 table { border-collapse: collapse; width: 100%; font-size: 14px; } .wide { overflow-x: auto; }
 th, td { text-align: left; padding: 4px 14px 4px 0; border-bottom: 1px solid #f0f0f1; overflow-wrap: anywhere; }
-td { vertical-align: top; }
+td { vertical-align: top; } td:first-child { overflow-wrap: normal; }
 th { color: #71717a; font-weight: 500; white-space: nowrap; } td.number, th.number { text-align: right; white-space: nowrap; }
 .note { color: #52525b; font-size: 13.5px; margin: 6px 0; } .warning { color: #b45309; }
 code { background: #f4f4f5; padding: 1px 5px; border-radius: 4px; font-size: 13px; }

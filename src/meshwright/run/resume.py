@@ -3,6 +3,7 @@
 Rank 0 looks through the folder and tells the others the step, so that all ranks take the same one.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,7 +135,7 @@ def check_model(manifest: Manifest, player: Player, path: Path) -> None:
 def _changes(meta: Mapping[str, Any], plan: Plan, data_digest: str) -> list[str]:
     if meta.get("plan_hash") == plan.hash and meta.get("data") == data_digest:
         return []
-    changed = sorted(_differing(meta.get("plan", {}), plan.as_dict()))
+    changed = sorted(_differing(meta.get("plan", {}), json.loads(json.dumps(plan.as_dict()))))  # as JSON: no tuples
     words = [f"the plan changed since that checkpoint: {', '.join(changed)}"] if changed else []
     return words + (["the data changed since that checkpoint"] if meta.get("data") != data_digest else [])
 
@@ -144,5 +145,4 @@ def _differing(old: Any, new: Any, path: str = "") -> list[str]:
         return [
             found for key in {**old, **new} for found in _differing(old.get(key), new.get(key), f"{path}.{key}" if path else key)
         ]
-    same = old == new or (isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)) and list(old) == list(new))
-    return [] if same else [f"{path} was {old}, is {new}" if len(f"{old}{new}") < 60 else path]
+    return [] if old == new else [f"{path} was {old}, is {new}" if len(f"{old}{new}") < 60 else path]

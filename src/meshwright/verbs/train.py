@@ -50,16 +50,21 @@ def train(
     if from_step is None:
         refuse_unusable(plan)
     path = _write_run_plan(resolved)
-    steps = f"{plan.job.train.steps} steps of {plan.job.train.batch} samples"
-    console.print(f"plan {plan.hash}: {steps} on {plan.mesh}, into {folder}", soft_wrap=True)
-    for note in resolved[1].data.notes:
-        console.print(note, markup=False, soft_wrap=True)
+    _announce(resolved[1], console)
     argv = ["train", str(path), *([] if from_step is None else ["--from-step", str(from_step)])]
     before = marks(folder)
     outcome = launcher(argv, plan.mesh.world, folder)
     for text in unheard(folder, before):
         console.print(text, style="yellow", markup=False, soft_wrap=True)
     return outcome
+
+
+def _announce(ready: Prepared, console: Console) -> None:
+    plan = ready.plan
+    steps = f"{plan.job.train.steps} steps of {plan.job.train.batch} samples"
+    console.print(f"plan {plan.hash}: {steps} on {plan.mesh}, into {plan.run.folder}", markup=False, soft_wrap=True)
+    for note in ready.data.notes:
+        console.print(note, markup=False, soft_wrap=True)
 
 
 def train_rank(
@@ -78,6 +83,8 @@ def train_rank(
             progress.phase = "resuming"
             resumed = resume(engine.player, plan, world, ready.data.digest, from_step)
             if show:
+                if ranked.place is not None:
+                    _announce(ready, console)
                 console.print("\n".join(resumed.notes), markup=False, soft_wrap=True)
             logger.info("plan %s on %s; %s", plan.hash, world.device, "; ".join(resumed.notes))
             started = perf_counter()
