@@ -28,7 +28,7 @@ demo: $(STAMP) ## plan, verify, train, save and resume a small Llama on two proc
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/demo.sh
 
 test: $(STAMP) ## run the whole suite (ARGS="tests/core -k mesh" for a part)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(STAMP) ## check style, types, layers and spelling
 	$(BIN)/ruff check .

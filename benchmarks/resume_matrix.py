@@ -132,9 +132,9 @@ def main() -> int:
     rows = matrix(said.trials, said.seed, said.folder.resolve(), colds=not said.only_forks)
     hits = [attempt for row in rows for attempt in row["attempts"] if attempt["hit"]]
     counts = {
-        "kinds": Counter(row["kind"] for row in rows),
-        "victims": Counter(hit["victim"] for hit in hits),
-        "moments": Counter(hit["moment"] for hit in hits),
+        "kinds": dict(Counter(row["kind"] for row in rows)),
+        "victims": dict(Counter(hit["victim"] for hit in hits)),
+        "moments": dict(Counter(hit["moment"] for hit in hits)),
         "starts": sum(len(row["attempts"]) for row in rows),
         "real commands": sum(row["cold"] for row in rows),
         "seconds": round(sum(row["seconds"] for row in rows)),

@@ -1,6 +1,5 @@
 """Data of every kind through the whole command: trained on, gone on with, and refused before a rank starts."""
 
-import faulthandler
 import gzip
 import json
 import tomllib
@@ -24,7 +23,6 @@ ROWS = [{"text": line, "id": n} for n, line in enumerate(TEXT.splitlines())]
 def config(tmp_path: Path, monkeypatch) -> Path:
     """A config for one rank of a small Llama of 400 tokens, beside a JSONL file, a tokenizer and conversations."""
     forget_ranks(monkeypatch)
-    monkeypatch.setattr(faulthandler, "enable", lambda: None)  # it wants a stderr with a file descriptor
     monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
     folder = tmp_path / "job"
     jsonl(folder / "rows.jsonl", ROWS)

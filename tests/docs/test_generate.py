@@ -91,6 +91,7 @@ def test_the_page_of_a_technique_that_is_gone_is_stale_and_then_removed(root: Pa
 
 def measured(error: float, *, holds: bool) -> str:
     row = {"family": "gpt_2", "class": "Net", "source": "config.json", "blocks": "5", "sockets": "2 rows", "declared": "nothing"}
+    row["round_trip"] = {"compared": "the outputs", "difference": 1e-8}
     versions = {"torch": "2.13", "python": "3.11"}
     found = {"claim": "many models train", "holds": holds, "median": 1.0, "values": [error], "date": "2026-11-20T18:00:00+00:00"}
     found |= {
@@ -114,7 +115,7 @@ def test_the_page_of_models_is_made_from_the_result_of_its_benchmark(root: Path)
     page = (root / "docs/models.md").read_text()
     assert "Which models train." in page
     assert "Where weights split." in page
-    assert "| gpt\\_2 | `Net` | config.json | 5 | 2 rows | nothing | 2.5e-16 | 0.0e+00 |" in page
+    assert "| gpt\\_2 | `Net` | config.json | 5 | 2 rows | nothing | 2.5e-16 | 0.0e+00 | 1.0e-08 (the outputs) |" in page
     assert "It holds: 1 of 1 families. 2026-11-20, commit aaaaaaaaaaaa-dirty, torch 2.13." in page
     result.write_text(measured(1.0, holds=False))
     assert "docs/models.md is not up to date" in stale(root)

@@ -184,8 +184,8 @@ def _listening() -> set[int]:
     except psutil.AccessDenied:  # macOS shows them to root only
         return set()
     local = ("127.", "::1")
-    places = [tuple(each.laddr) for each in open_now if each.status == psutil.CONN_LISTEN]
-    return {int(place[1]) for place in places if not str(place[0]).startswith(local)}
+    places = [each.laddr for each in open_now if each.status == psutil.CONN_LISTEN and each.laddr]
+    return {place.port for place in places if not place.ip.startswith(local)}
 
 
 def port(number: int) -> Finding:

@@ -90,7 +90,8 @@ def guard(
     terminal. With `lifeline_fd` (None: nobody to outlive) the process ends when the launching process is gone.
     `show` is for a rank whose launcher reads no records: it is given the words for a failure, and a PlanError is raised.
     """
-    faulthandler.enable(sys.__stderr__)  # a crash in native code leaves the Python line in the log
+    if sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)  # a crash in native code leaves the Python line in the log
     if lifeline_fd is not None:
         os.set_inheritable(lifeline_fd, False)
         threading.Thread(target=_end_without_parent, args=(lifeline_fd,), daemon=True, name="lifeline").start()
