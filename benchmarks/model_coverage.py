@@ -69,13 +69,14 @@ CLAIM = (
 
 def covered(family: Family, folder: Path) -> dict[str, Any]:
     """What was found in `family`, what had to be declared, and its largest error on each number of ranks; files in `folder`."""
-    config = _config(family, folder)
+    source = _source(family, folder)
+    config = _config(family, source, folder)
     found, _ = explain(config, [])
     errors = {}
     for ranks in RANKS:
         verdict, _ = verify(config, [f"--mesh.dp_replicate={ranks}"], STEPS, None, None, launcher=None, shrink=False)
         errors[str(ranks)] = max(verdict.worst.values()) if verdict.passed else float("inf")
-    away, difference = _round_trips(_source(family, folder), folder / f"{family.name}-exported")
+    away, difference = _round_trips(source, folder / f"{family.name}-exported")
     return {
         "family": family.name,
         "class": family.architecture,
@@ -105,12 +106,12 @@ def main() -> None:
     )
 
 
-def _config(family: Family, folder: Path) -> Path:
+def _config(family: Family, source: str, folder: Path) -> Path:
     """The config file of one family, as a user would write it."""
     text = {"source": str(Path(json.__file__).parent), "sequence": SEQUENCE}
     data = {"source": "example"} if family.factory else text
     tables = {
-        "model": {"source": _source(family, folder)},
+        "model": {"source": source},
         "data": data,
         "train": {"batch": BATCH},
         "run": {"folder": str(folder / "run")},

@@ -1,7 +1,6 @@
 """What a benchmark leaves behind: one JSON file that says what was claimed, how it was measured, and whether it holds."""
 
 import json
-import os
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Self
 import psutil
 
 from benchmarks.method import Comparison, Rounds, Verdict, overall
+from meshwright.core.hardware import cores
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -121,7 +121,7 @@ def machine() -> dict[str, object]:
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
         "cpu": models[0] if models else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
     }

@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshwright.api import alone, build, make_plan, read
 from meshwright.comm.distributed import TorchWorld
+from meshwright.comm.group import World
 from meshwright.core.job import Job, Optimizer, Train
 from meshwright.core.mesh import Mesh
 from meshwright.core.sources import DataSource, ModelSource
@@ -93,18 +94,15 @@ def ddp(rank: int, size: int, workload: str, store: str) -> Callable[[], object]
     return _loop(rank, size, WORKLOADS[workload], lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True))
 
 
-def ours(rank: int, size: int, workload: str, store: str = "") -> Callable[[], object]:
-    """The step of the engine on the same model: one device, or `batch` + `replicate` over gloo."""
+def ours(rank: int, size: int, workload: str, store: str = "", world: World | None = None) -> Callable[[], object]:
+    """The step of the engine on the same model: one device, or `batch` + `replicate` over gloo; in `world` if it is given."""
     torch.set_num_threads(1)
     spec = WORKLOADS[workload]
     batches = Batches(spec)
     reading = read(spec.model(), Batches(spec).next())
     job = Job(ModelSource("llama"), DataSource("stdlib", sequence=spec.sequence), Train(batch=spec.batch), OPTIMIZER)
-    mesh = Mesh(dp_replicate=size)
-    if size > 1:
-        _join(rank, size, store)
-    world = alone(torch.device("cpu")) if size == 1 else TorchWorld(mesh, rank, "cpu")
-    engine = build(reading, make_plan(reading, job, mesh), world=world)
+    plan = make_plan(reading, job, Mesh(dp_replicate=size))
+    engine = build(reading, plan, world=world or joined(rank, size, store))
 
     def step() -> float:
         return engine.step(engine.share(batches.next())).loss
@@ -138,6 +136,14 @@ def _loop(rank: int, size: int, spec: Workload, wrap: Callable[[nn.Module], nn.M
 def fresh_store() -> str:
     """The path of a rendezvous file that does not exist yet, in a folder of its own."""
     return str(Path(tempfile.mkdtemp(prefix="meshwright-bench-")) / "store")
+
+
+def joined(rank: int, size: int, store: str) -> World:
+    """The world of one of `size` ranks, over gloo: without the memory that ranks of one host can share."""
+    if size == 1:
+        return alone(torch.device("cpu"))
+    _join(rank, size, store)
+    return TorchWorld(Mesh(dp_replicate=size), rank, "cpu", shared=False)
 
 
 def _join(rank: int, size: int, store: str) -> None:

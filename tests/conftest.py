@@ -1,5 +1,6 @@
 """What every test stands on: one torch thread, one pool of processes, and nothing left behind."""
 
+import os
 import threading
 from collections.abc import Iterator
 
@@ -21,9 +22,15 @@ def process_pool() -> Iterator[ProcessPool]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
-    """Fail a test that leaves a running thread or a process group."""
-    before = set(threading.enumerate())
+    """Fail a test that leaves a running thread or a process group; take back what it left in the environment.
+
+    The command tells gloo and OpenMP through the environment; a later test's processes would inherit it.
+    """
+    before, environment = set(threading.enumerate()), dict(os.environ)
     yield
+    if os.environ != environment:
+        os.environ.clear()
+        os.environ.update(environment)
     left = [thread for thread in threading.enumerate() if thread not in before]
     for thread in left:
         thread.join(1.0)

@@ -61,6 +61,17 @@ def test_a_run_says_what_it_did_and_where_everything_lies(left_alone):
     assert max(map(len, out.splitlines()[1:-3])) <= 80
 
 
+SHARED = "ranks of this host sum through shared memory"
+
+
+def test_the_log_says_whether_memory_was_shared_and_a_key_turns_it_off(config, left_alone, tmp_path):
+    run = tmp_path / "run"
+    words = ("--run.folder", run, "--train.steps", 20, "--run.shared_memory", "false")
+    assert command("train", config, *words)[0] == 0
+    assert SHARED in (left_alone[0] / "logs" / "rank-1.log").read_text()
+    assert SHARED not in (run / "logs" / "rank-1.log").read_text()
+
+
 @dataclass
 class Trial:
     """A run that is disturbed again and again, always with the same command."""

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.comm.distributed import TorchWorld
 from meshwright.comm.group import World
-from meshwright.comm.threads import ThreadHub, ThreadWorld
+from meshwright.comm.threads import alone
 from meshwright.core.errors import PlanError, raise_faults
 from meshwright.core.job import Job
 from meshwright.core.mesh import Mesh
@@ -165,6 +165,8 @@ class Engine:
 
     def step(self, batch: Batch | None, *, stop: bool = False) -> Metrics:
         """Train one global step on this rank's rows (see `share`); every rank gets the same metrics back."""
+        ledger = self.world.ledger
+        ledger.phase, ledger.step = "first_step" if ledger.step is None else "step", self.steps_done + 1
         return self.player.step(batch, stop=stop)
 
     def evaluate(self, batches: Iterable[Batch | None]) -> Evaluation:
@@ -292,8 +294,3 @@ def _joined_world(mesh: Mesh) -> World:
         device = torch.device("cuda", rank % torch.cuda.device_count()) if dist.get_backend() == "nccl" else torch.device("cpu")
         return TorchWorld(mesh, rank, device)
     return alone(torch.device("cpu"))
-
-
-def alone(device: torch.device) -> World:
-    """The world of one rank that has no peers, on `device`."""
-    return ThreadWorld(ThreadHub(Mesh()), 0, device)

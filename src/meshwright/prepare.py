@@ -19,6 +19,7 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.run import Run
 from meshwright.core.sources import DataSource
+from meshwright.engine.evaluation import whole_batch_faults
 from meshwright.engine.loss import Loss, judge_of, nothing_counts, token_cross_entropy
 from meshwright.model.configs import text_limits
 from meshwright.model.hub import pinned
@@ -26,6 +27,7 @@ from meshwright.model.reading import Reading
 from meshwright.model.reading import read as read_model
 from meshwright.model.sources import load_model
 from meshwright.run.callbacks import Callback
+from meshwright.run.choosing import chosen
 from meshwright.run.config import Request
 from meshwright.run.evaluate import Evaluating, divided, source_of
 from meshwright.run.feed import Data, ExampleData, Feed, open_data, open_feed
@@ -36,7 +38,8 @@ from meshwright.run.tokens import Bytes, Codec
 class Prepared:
     """A request made ready: its plan, the model behind it, its data and its loss.
 
-    `held` are the samples of a source of their own to evaluate on, `callbacks` those that the model's factory gave.
+    `held` are the samples of a source of their own to evaluate on, `callbacks` those that the model's factory gave, `notes`
+    what was chosen for the plan, and why.
     """
 
     plan: Plan
@@ -45,6 +48,7 @@ class Prepared:
     loss: Loss
     held: Data | None = None
     callbacks: tuple[Callback, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def feed(self, plan: Plan, rank: int) -> Feed:
         """The rows of `rank` under `plan` (this one, or the same job on another mesh), without those held out."""
@@ -95,9 +99,10 @@ def prepared(request: Request, world: int | None = None) -> Prepared:
         raise nothing_counts(f"of the {len(data)} samples of the example batch")
     reading = read_model(loaded, loaded.example or data.batch([0]), loss.targets, judge_of(loss))
     strategies = default_strategies(mesh) if request.strategies is None else request.strategies
+    strategies, notes = chosen(strategies, mesh, request.cluster, Path(request.run.folder))
     plan = make_plan(reading, job, mesh, strategies, request.micro_batch, request.run)
-    raise_faults(_whole_faults(job, loss))
-    return Prepared(plan, reading, data, loss, held, callbacks_of(loaded.callbacks))
+    raise_faults(whole_batch_faults(loss) if job.evaluate.asked_for else ())
+    return Prepared(plan, reading, data, loss, held, callbacks_of(loaded.callbacks), tuple(notes))
 
 
 def loss_of(given: object) -> Loss:
@@ -135,12 +140,6 @@ def _held(job: Job, data: Data, example: Mapping[str, torch.Tensor] | None, cach
         text = f"its samples have {', '.join(theirs)}, those that are trained on {', '.join(mine)}"
         return None, [Fault(text, "evaluate on samples of the same form", "evaluate.source")]
     return held, []
-
-
-def _whole_faults(job: Job, loss: Loss) -> Iterator[Fault]:
-    if loss.whole_batch and job.evaluate.asked_for:
-        text = "the loss compares all rows of a batch, so there is no loss over the batches of an evaluation"
-        yield Fault(text, "remove [evaluate], and evaluate in a callback", "evaluate")
 
 
 def cache_of(run: Run) -> Path:

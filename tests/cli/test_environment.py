@@ -7,6 +7,7 @@ import pytest
 
 from meshwright.cli import environment
 from meshwright.cli.environment import stop_flag, this_rank
+from meshwright.core.errors import PlanError
 from meshwright.run.network import loopback
 from tests.commands import become_the_only_rank, forget_ranks
 
@@ -41,6 +42,12 @@ def test_ranks_on_several_hosts_take_the_way_to_the_master(monkeypatch):
     start(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="m")
     assert this_rank().store is None
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+def test_loopback_is_refused_between_hosts(monkeypatch):
+    start(monkeypatch, RANK="1", WORLD_SIZE="4", MASTER_ADDR="10.1.2.3", LOCAL_WORLD_SIZE="2", GLOO_SOCKET_IFNAME=loopback())
+    with pytest.raises(PlanError, match=r"=lo0?, and 4 ranks on several hosts \(2 here\).*\n.*unset GLOO_SOCKET_IFNAME"):
+        this_rank()
 
 
 def test_what_the_user_said_stays(monkeypatch):

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from meshwright.comm.collective import Call, ordered_axes, ordered_sum, sent_bytes
+from meshwright.comm.collective import Call, announce, ordered_axes, overlap, sent_bytes
 from meshwright.comm.fake import FakeWorld
 from meshwright.comm.group import Group
+from meshwright.comm.sums import ordered_sum
 from meshwright.core.errors import PlanError
 from meshwright.core.mesh import Mesh
 
@@ -74,7 +75,7 @@ def test_tensors_that_do_not_fit_are_refused_with_the_repair() -> None:
         group.all_gather(torch.zeros(6), three)
     with pytest.raises(ValueError, match=r"the output is torch.float64; needed is torch.float32"):
         group.all_to_all(three.double(), three)
-    with pytest.raises(ValueError, match="the output is the operand itself"):
+    with pytest.raises(ValueError, match="the output shares memory with the operand"):
         group.all_to_all(three, three)
     with pytest.raises(ValueError, match=r"from index 3 .*the group has 3 ranks\. Name a rank from 0 to 2"):
         group.broadcast(three, source=3)
@@ -116,3 +117,30 @@ def test_calls_that_serve_different_actions_can_meet() -> None:
     assert call == Call("all_reduce", (3,), torch.float32, action="B")
     assert call != Call("all_reduce", (4,), torch.float32, action="A")
     assert str(call) == "all_reduce of float32 [3] for A"
+
+
+def test_a_call_that_recurs_is_made_once() -> None:
+    group = ring()
+    again = [announce(group, "all_reduce", torch.zeros(3), action="REDUCE(a)") for _ in range(2)]
+    assert again[0] is again[1]
+    assert announce(group, "all_reduce", torch.zeros(3), action="REDUCE(b)").action == "REDUCE(b)"
+    assert group.ledger.sent == {"REDUCE(a)": 32, "REDUCE(b)": 16}
+
+
+def test_a_device_without_a_number_is_the_same_as_with_one() -> None:
+    group, tensor = ring(), torch.zeros(3)
+    group.device = torch.device("cpu:0")
+    group.all_reduce(tensor).wait()
+    group.device = torch.device("meta")
+    with pytest.raises(
+        ValueError, match=r"on rank 1 a tensor is on cpu, and this group \(ranks 0, 1, 2\) works on meta\. Move it"
+    ):
+        group.all_reduce(tensor)
+
+
+def test_views_of_one_memory_overlap_where_they_share_elements() -> None:
+    for memory in (torch.zeros(8), torch.zeros(8, device="meta")):
+        assert overlap(memory[:4], memory[3:])
+        assert not overlap(memory[:4], memory[4:])
+        assert not overlap(memory, memory.clone())
+        assert not overlap(memory[4:4], memory)

@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.collective import CollectiveError
 from meshwright.comm.distributed import TorchWorld, rendezvous
 from meshwright.comm.group import World
 from meshwright.comm.meeting import Meeting
-from meshwright.core.errors import PlanError
+from meshwright.core.errors import CollectiveError, PlanError
 from meshwright.core.mesh import Mesh
 from meshwright.testing.spawn import ProcessPool, RankFailure
 

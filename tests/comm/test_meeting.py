@@ -9,9 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from meshwright.comm import meeting as module
-from meshwright.comm.collective import CollectiveError
 from meshwright.comm.meeting import Meeting, listener, meet
-from meshwright.core.errors import PlanError
+from meshwright.core.errors import CollectiveError, PlanError
 
 WORLD = 3
 

@@ -6,9 +6,10 @@ from threading import Event
 import pytest
 import torch
 
-from meshwright.comm.collective import CollectiveError
 from meshwright.comm.group import Group, Work, World
-from meshwright.comm.threads import ThreadHub, ThreadWorld
+from meshwright.comm.hub import ThreadHub
+from meshwright.comm.threads import ThreadWorld
+from meshwright.core.errors import CollectiveError
 from meshwright.core.mesh import Mesh
 from meshwright.testing.spawn import on_threads
 

@@ -11,6 +11,7 @@ from meshwright.core.anatomy import Weight
 from meshwright.core.errors import PlanError
 from meshwright.core.job import Job, Optimizer, ParameterGroup, Precision, Schedule, Train
 from meshwright.core.layout import S
+from meshwright.core.limits import Limits
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.run import Run
@@ -163,7 +164,8 @@ def test_a_whole_number_hashes_as_the_same_number_with_a_point():
 def test_what_surrounds_the_run_does_not_count():
     other = Run("elsewhere", save_every=7, keep=9, keep_best=False, sample_prompt="class ", sample_tokens=5)
     other = replace(other, workers=3, cache="tokens", trackers=("wandb",), tracker_project="another", trace_steps=2)
-    assert all(vars(other)[item.name] != item.default for item in fields(Run))
+    other = replace(other, limits=Limits(step_s=5), check_collectives=True, shared_memory=False)
+    assert all(vars(other)[item.name] != vars(Run())[item.name] for item in fields(Run))
     assert Plan.make(JOB, Mesh(dp_replicate=3), MODEL, PAIR, 0, other).hash == plan().hash
 
 

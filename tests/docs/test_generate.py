@@ -84,7 +84,7 @@ def test_pages_are_up_to_date_once_written_and_not_after_a_change(root: Path):
 def test_the_page_of_a_technique_that_is_gone_is_stale_and_then_removed(root: Path):
     write(root)
     (root / "src/meshwright/strategies/data/beta.py").unlink()
-    assert "docs/techniques/beta.md describes no technique" in stale(root)
+    assert "docs/techniques/beta.md describes nothing that is there" in stale(root)
     write(root)
     assert not (root / "docs/techniques/beta.md").exists()
 
@@ -121,6 +121,19 @@ def test_the_page_of_models_is_made_from_the_result_of_its_benchmark(root: Path)
     assert "docs/models.md is not up to date" in stale(root)
     write(root)
     assert "It does NOT hold" in (root / "docs/models.md").read_text()
+
+
+def test_the_page_of_collectives_is_what_stands_at_the_group(root: Path):
+    assert "docs/collectives.md" not in write(root)
+    (root / "src/meshwright/comm").mkdir()
+    source = root / "src/meshwright/comm/group.py"
+    source.write_text('class Group:\n    """The ranks.\n\n        call    sent\n        send    S\n\n    In place.\n    """\n')
+    assert "docs/collectives.md is missing" in stale(root)
+    write(root)
+    page = (root / "docs/collectives.md").read_text()
+    assert "The ranks.\n\n```text\ncall    sent\nsend    S\n```\n\nIn place.\n" in page
+    source.write_text('class Group:\n    """Others."""\n')
+    assert "docs/collectives.md is not up to date" in stale(root)
 
 
 def test_two_techniques_of_one_name_are_refused(root: Path):

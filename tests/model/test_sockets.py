@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 
 from meshwright.core.errors import PlanError
-from meshwright.model.sockets import ROLES, Socket, check_roles, find_sockets, matches, without_role
+from meshwright.model.sockets import ROLES, Socket, check_roles, find_sockets, matches
 from meshwright.model.sources import Model, load_factory
 
 SIZES = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
@@ -82,7 +82,7 @@ def test_a_family_without_a_declared_plan_has_sockets_without_roles():
     found = of("GPT2", "LMHeadModel", n_embd=16, n_layer=2, n_head=4)
     assert {socket.kind for socket in found.values()} == {"embedding", "norm", "linear", "head"}
     assert found["transformer.h.1.attn.c_attn"].shape == (16, 48)
-    assert [socket.name for socket in without_role(tuple(found.values()))][:2] == ["transformer.wte", "transformer.wpe"]
+    assert [socket.name for socket in found.values() if not socket.role][:2] == ["transformer.wte", "transformer.wpe"]
     assert not found["transformer.h.0.mlp.c_fc"].role
 
 

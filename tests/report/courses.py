@@ -12,18 +12,23 @@ from meshwright.run.about import write_about
 from meshwright.run.config import Request, write_request
 from meshwright.run.feed import ExampleData, open_feed
 from meshwright.run.train import train
+from meshwright.strategies.data.batch import Batch
+from meshwright.strategies.data.replicate import Replicate
 from meshwright.testing.spawn import on_threads
 from tests.tiny import plan_of, player_of, reading_of, rows, tiny_job
 
 READING = reading_of()
 
 
-def course(folder: Path, ranks: int = 3, steps: int = 6, lr: float = 0.01, trace_steps: int = 2) -> Path:
+def course(
+    folder: Path, ranks: int = 3, steps: int = 6, lr: float = 0.01, trace_steps: int = 2, algorithm: str = "backend"
+) -> Path:
     """A run in `folder` of `steps` steps on `ranks` threads; returns the folder."""
     job = tiny_job()
     job = replace(job, train=replace(job.train, steps=steps), optimizer=replace(job.optimizer, lr=lr))
     run = Run(str(folder), save_every=3, trace_steps=trace_steps)
-    plan = replace(plan_of(READING, ranks, micro_batch=2, job=job), run=run)
+    strategies = (Batch(), Replicate(algorithm=algorithm)) if ranks > 1 else ()
+    plan = replace(plan_of(READING, ranks, strategies, micro_batch=2, job=job), run=run)
     mesh = {axis: plan.mesh.size(axis) for axis in AXES}
     write_request(Request(plan.job, run, mesh, plan.micro_batch, plan.strategies), folder / "plan.toml")
     write_about(plan, plan_words(plan), held_nbytes(plan), torch.device("cpu"))

@@ -1,6 +1,7 @@
 """Memory of a program at its fullest, and bytes by action beside the ledger."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +43,16 @@ def test_what_each_action_sends_equals_what_its_ledger_has(record):
         assert f"all_reduce of {action.transfer.nbytes:,} B" in each.what
     assert found, "saving sends some bytes too"
     assert all(each.planned is None and each.measured > 0 for each in found.values())
+
+
+@pytest.mark.parametrize(("algorithm", "share"), [("tree", 2), ("root", 2), ("ring", 4 / 3), ("parallel", 2)])
+def test_an_algorithm_sends_what_its_busiest_rank_sends(tmp_path: Path, algorithm: str, share: float):
+    record = read_record(course(tmp_path, steps=2, algorithm=algorithm))
+    found = {each.action: each for each in sent(record)}
+    (move,) = (action.transfer for action in record.program.actions(ROLE) if action.kind == "REDUCE")
+    assert found["REDUCE(0)"].planned == pytest.approx(move.nbytes * share, abs=2 * 8)  # a piece may have an odd element
+    assert found["REDUCE(0)"].measured == found["REDUCE(0)"].planned
+    assert found["REDUCE(0)"].what.endswith(f"over dp_replicate by {algorithm}")
 
 
 def test_without_ledgers_or_sizes_nothing_is_made_up(record):

@@ -15,7 +15,8 @@ from meshwright.core.plan import Plan
 from meshwright.core.sources import DataSource, ModelSource
 from meshwright.core.steps import ROLE
 from meshwright.core.strategy import Strategy
-from meshwright.report.terminal import MEANINGS, plan_view, size, verdict_view
+from meshwright.core.units import size
+from meshwright.report.terminal import MEANINGS, plan_view, verdict_view
 from meshwright.strategies import STRATEGIES
 from meshwright.strategies.data.batch import Batch
 from meshwright.strategies.data.master import Master
@@ -142,6 +143,23 @@ def test_bytes_are_those_of_the_program():
     assert "all_reduce 16 MiB float32 over dp_replicate (backend)" in text
     assert re.search(r"sent per rank and step +21.3 MiB", text), "2 (n-1)/n of 16 MiB over 3 ranks"
     assert re.search(r"states per rank +64 MiB \(parameters, gradients, 2 moments\)", text)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        ("ring", "21.3 MiB"),
+        ("halving", "21.3 MiB"),
+        ("parallel", "32 MiB"),
+        ("tree", "32 MiB by the busiest rank, 16 MiB by the one that sends least"),
+        ("doubling", "32 MiB by the busiest rank, 16 MiB by the one that sends least"),
+    ],
+)
+def test_bytes_are_those_of_the_algorithm_at_its_busiest_rank(algorithm: str, said: str):
+    plan = plan_of(Replicate(algorithm=f"{algorithm} <= 16 MiB, else ring"), anatomy=Paper(layers=4, numel=2**20).anatomy)
+    text = shown(plan, 200)
+    assert f"all_reduce 16 MiB float32 over dp_replicate ({algorithm})" in text
+    assert re.search(rf"sent per rank and step +{said}\n", re.sub(r" +\n", "\n", text))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,14 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from meshwright.core.sources import DataSource
-from meshwright.run.feed import Data, open_data
+from meshwright.core.job import Job, Train
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import Plan
+from meshwright.core.sources import DataSource, ModelSource
+from meshwright.run.feed import Data, Feed, open_data, open_feed
+from meshwright.strategies.data.batch import Batch
+from meshwright.strategies.data.replicate import Replicate
+from tests.paper import Paper
 
 END, CUE = "<|end|>", "<|assistant|>"
 # The same conversation format twice: once it tells what the assistant says, once it does not.
@@ -65,3 +71,11 @@ def samples(data: Data, ids: Iterable[int]) -> list[tuple[tuple[int, ...], tuple
     """Inputs and labels of each sample, as plain values."""
     batch = data.batch(list(ids))
     return [(tuple(x), tuple(y)) for x, y in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)]
+
+
+def feeds_of(data: Data, ranks: int, source: DataSource, train: Train) -> list[Feed]:
+    """The feed of each of `ranks` data-parallel ranks over `data`."""
+    strategies = (Batch(), Replicate()) if ranks > 1 else ()
+    job = Job(ModelSource("m.py:f"), source, train)
+    plan = Plan.make(job, Mesh(dp_replicate=ranks), Paper().anatomy, strategies, 0)
+    return [open_feed(data, plan, rank) for rank in range(ranks)]

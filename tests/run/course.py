@@ -13,6 +13,7 @@ from meshwright.core.job import Evaluate, Guard, Optimizer, Precision
 from meshwright.core.plan import Plan
 from meshwright.core.run import Run
 from meshwright.core.sources import DataSource
+from meshwright.core.strategy import Strategy
 from meshwright.run.callbacks import Callback
 from meshwright.run.evaluate import Evaluating, divided
 from meshwright.run.feed import ExampleData, open_feed
@@ -41,13 +42,14 @@ class Course:
     change: Callable[[int, Any], None] = lambda rank, player: None
     callbacks: tuple[Callback, ...] = ()
     noise_scale: bool = False
+    strategies: tuple[Strategy, ...] | None = None  # those of the mesh
 
     @property
     def plan(self) -> Plan:
         parts = {"optimizer": Optimizer("adamw", lr=self.lr), "precision": Precision(), "data": DataSource("example")}
         job = tiny_job(evaluate=self.evaluate, guard=self.guard, **parts)
         spec = replace(job.train, steps=self.steps, noise_scale=self.noise_scale)
-        made = plan_of(READING, self.ranks, job=replace(job, train=spec))
+        made = plan_of(READING, self.ranks, self.strategies, job=replace(job, train=spec))
         return replace(made, run=Run(str(self.folder), **self.run))
 
     def play(self, step: int | None = None) -> list[Ended]:

@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from meshwright.core.errors import PlanError
+from meshwright.core.errors import CollectiveError, PlanError
 from meshwright.run.guard import Progress, Record, guard, kind_of, read_records, record_path
 
 
@@ -34,6 +34,9 @@ def chained(error: Exception, cause: Exception) -> Exception:
         (chained(ValueError("reduce of layer 3"), DistBackendError("x")), "peer"),
         (chained(RuntimeError("Connection closed by peer"), ValueError("x")), "peer"),
         (PlanError("x", fix="y"), "request"),
+        (CollectiveError("x", report="rank 1 did not come"), "report"),
+        (chained(ValueError("x"), CollectiveError("x", report="rank 1 did not come")), "report"),
+        (CollectiveError("no report"), "own"),
     ],
 )
 def test_a_failure_is_of_its_kind(error, kind):

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -205,3 +206,35 @@ dist.all_reduce(ones)
 def test_ranks_that_stopped_together_because_one_of_them_was_told_are_no_failure(tmp_path):
     """The scheduler may signal a rank and not its parent."""
     assert run(tmp_path, "meet()\nsys.exit(128 + signal.SIGTERM)") == Outcome(143)
+
+
+WAITS = """
+from meshwright.core.errors import CollectiveError
+
+def in_vain(text="rank 1 did not come"):
+    raise CollectiveError(f"{text}\\nrank {rank} gave up", report=text, speaks=rank == 0)
+"""
+
+
+def test_a_report_of_who_did_not_come_is_shown_once_and_without_a_traceback(tmp_path):
+    text = run(tmp_path, WAITS + "on_term(lambda: None)\nmeet()\nfor_ever() if rank == 1 else in_vain()").failure.text
+    assert re.match(r"rank [02] waited in vain\nrank 1 did not come\nrank [02] gave up\n", text)
+    assert "Traceback" not in text
+
+
+def test_an_error_of_a_rank_itself_goes_before_a_report(tmp_path):
+    body = WAITS + 'if rank == 1:\n    until("failures/rank-0.json")\n    raise KeyError("the cause")\nin_vain()'
+    assert "KeyError: 'the cause'" in run(tmp_path, body, PATIENT).failure.text
+
+
+def test_a_rank_that_ended_in_silence_is_told_with_what_the_others_found_out(tmp_path):
+    outcome = run(tmp_path, WAITS + "meet()\nos._exit(3) if rank == 1 else in_vain()")
+    assert outcome.failure.rank == 1
+    assert outcome.failure.text.startswith("rank 1 ended with exit code 3 and did not say why\n")
+    assert "waited in vain\nrank 1 did not come\n" in outcome.failure.text
+
+
+def test_a_rank_that_a_backend_aborted_comes_behind_the_report(tmp_path):
+    body = WAITS + "meet()\nos.kill(os.getpid(), signal.SIGABRT) if rank == 2 else in_vain('rank 1 issued another size')"
+    text = run(tmp_path, body).failure.text
+    assert text.index("rank 1 issued another size") < text.index("rank 2 was killed by signal 6")

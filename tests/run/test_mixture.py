@@ -10,16 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.errors import PlanError
-from meshwright.core.job import Job, Train
-from meshwright.core.mesh import Mesh
-from meshwright.core.plan import Plan
-from meshwright.core.sources import DataSource, ModelSource, Part
-from meshwright.run.feed import Feed, open_data, open_feed
+from meshwright.core.job import Train
+from meshwright.core.sources import DataSource, Part
+from meshwright.run.feed import Feed, open_data
 from meshwright.run.mixture import MAX_PERIOD, MixedOrder, Mixture, apportioned, interleaved
-from meshwright.strategies.data.batch import Batch
-from meshwright.strategies.data.replicate import Replicate
-from tests.paper import Paper
-from tests.run.corpora import MARKED, TALKS, jsonl, samples, tokenizer
+from tests.run.corpora import MARKED, TALKS, feeds_of, jsonl, samples, tokenizer
 
 SHARES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 SIZES, WEIGHTS, BATCH = (37, 11, 23), (5.0, 3.0, 2.0), 12
@@ -126,10 +121,7 @@ def source(folder, **changes) -> DataSource:
 
 
 def feeds(data, ranks: int, epochs: int = 0) -> list[Feed]:
-    job = Job(ModelSource("m.py:f"), DataSource("example", epochs=epochs), Train(batch=BATCH, seed=5))
-    strategies = (Batch(), Replicate()) if ranks > 1 else ()
-    plan = Plan.make(job, Mesh(dp_replicate=ranks), Paper().anatomy, strategies, 0)
-    return [open_feed(data, plan, rank) for rank in range(ranks)]
+    return feeds_of(data, ranks, DataSource("example", epochs=epochs), Train(batch=BATCH, seed=5))
 
 
 def played(each: list[Feed], steps: range) -> Counter:

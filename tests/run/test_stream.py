@@ -9,16 +9,11 @@ import pytest
 import tqdm
 
 from meshwright.core.errors import PlanError
-from meshwright.core.job import Job, Train
-from meshwright.core.mesh import Mesh
-from meshwright.core.plan import Plan
-from meshwright.core.sources import DataSource, ModelSource
-from meshwright.run.feed import Feed, open_feed
+from meshwright.core.job import Train
+from meshwright.core.sources import DataSource
+from meshwright.run.feed import Feed
 from meshwright.run.stream import Stream
-from meshwright.strategies.data.batch import Batch
-from meshwright.strategies.data.replicate import Replicate
-from tests.paper import Paper
-from tests.run.corpora import MARKED, TALKS, opened, samples, tokenizer
+from tests.run.corpora import MARKED, TALKS, feeds_of, opened, samples, tokenizer
 
 TEXTS = [f"line {n} of some" + " more" * (n % 5) for n in range(40)]
 BATCH, SEQUENCE = 12, 7
@@ -48,10 +43,7 @@ def talks(folder: Path, *, streaming: bool = True, **changes) -> DataSource:
 
 
 def feeds(data, ranks: int, source: DataSource) -> list[Feed]:
-    job = Job(ModelSource("m.py:f"), source, Train(batch=BATCH))
-    strategies = (Batch(), Replicate()) if ranks > 1 else ()
-    plan = Plan.make(job, Mesh(dp_replicate=ranks), Paper().anatomy, strategies, 0)
-    return [open_feed(data, plan, rank) for rank in range(ranks)]
+    return feeds_of(data, ranks, source, Train(batch=BATCH))
 
 
 def played(each: list[Feed], steps: range) -> Counter:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from meshwright.comm.group import World
+from meshwright.comm.threads import ThreadGroup
 from meshwright.core.errors import PlanError
 from meshwright.core.job import Optimizer, Precision, Schedule
 from meshwright.core.plan import Plan
@@ -135,6 +136,15 @@ def test_a_run_that_one_rank_asks_to_stop_stops_everywhere_and_goes_on_bit_for_b
     assert compare(at(tmp_path, STEPS), at(whole.folder, STEPS)) == []
 
 
+@pytest.mark.parametrize(("ranks", "told"), [(2, False), (3, True)])
+def test_sums_over_another_transport_are_said_where_more_than_two_ranks_add(tmp_path, monkeypatch, ranks, told):
+    Course(tmp_path, ranks=ranks, stop=lambda rank, done: done == 6).play()
+    monkeypatch.setattr(ThreadGroup, "transport", "pigeons")
+    (resumed, _, _), *_ = Course(tmp_path, ranks=ranks).play()
+    words = "sums over dp_replicate went through threads and now go through pigeons: from here on the last bits may differ"
+    assert (words in resumed.notes) == told
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_another_number_of_ranks_goes_on_with_the_same_samples(tmp_path, whole, ranks):
     Course(tmp_path, stop=lambda rank, done: done == 6).play()
@@ -224,7 +234,7 @@ def test_a_failure_can_say_where_it_happened(tmp_path):
 
     on_threads(rank, course.plan.mesh)
     assert seen == [(step, step, "training") for step in range(1, STEPS + 1)]
-    assert (progress.step, progress.phase) == (STEPS, "saving")
+    assert (progress.step, progress.phase) == (STEPS, "ending")
 
 
 def test_a_checkpoint_names_its_plan_and_its_data(tmp_path):

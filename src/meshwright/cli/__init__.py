@@ -1,4 +1,4 @@
-"""The command line: plan, verify, train. Thin: it reads words, calls the verbs, and shows what comes back.
+"""The command line. Thin: it reads words, calls the verbs, and shows what comes back.
 
     meshwright plan   CONFIG.toml [--out PLAN.toml] [--train.steps 100]
     meshwright verify PLAN.toml
@@ -6,7 +6,8 @@
     meshwright report RUN [RUN2]
     meshwright launch PLAN.toml --print slurm | k8s | torchrun
     meshwright doctor
-    meshwright export RUN OUT
+    meshwright bench comm
+    meshwright export RUN OUT          (and import, convert)
 
 Any key of the file can be set behind it: `--optimizer.lr 1e-3`. Started as one rank (by torchrun, SLURM, MPI...) the
 command is that rank; otherwise it starts the local ranks itself. The only package that reads the environment. torch is
@@ -20,7 +21,7 @@ import sys
 
 import typer
 
-from meshwright.cli import hosts, report, training, weights
+from meshwright.cli import bench, hosts, report, training, weights
 
 ABOUT = """Train any PyTorch model on any number of devices, and prove that it trains what one device would.
 
@@ -29,6 +30,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 training.add_to(app)
 report.add_to(app)
 hosts.add_to(app)
+bench.add_to(app)
 weights.add_to(app)
 
 

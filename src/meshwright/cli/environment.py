@@ -11,8 +11,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from meshwright.core.errors import PlanError
 from meshwright.run.launchers import Place, Ranked, place_in
-from meshwright.run.network import interface_towards, loopback
+from meshwright.run.network import interface_towards, loopback, resolved
 
 if TYPE_CHECKING:
     from meshwright.verbs.ranks import Launcher
@@ -27,9 +28,17 @@ def this_place() -> Place | None:
 
 
 def this_rank() -> Ranked | None:
-    """This process as one rank, when a launcher has started it; what its libraries read is then in the environment."""
+    """This process as one rank, when a launcher has started it; what its libraries read is then in the environment.
+
+    Raises PlanError when the launcher's variables make no sense, or keep gloo from the other hosts.
+    """
     place, said = this_place(), os.environ
     if place is not None:
+        told, master = gloo_interface(), resolved(place.master or "localhost")
+        if told == loopback() and not (place.one_host or master is None or master.is_loopback):
+            given = f"GLOO_SOCKET_IFNAME={told}, and {place.world} ranks on several hosts ({place.local_world} here)"
+            fix = "unset GLOO_SOCKET_IFNAME: the interface towards the master is then found"
+            raise PlanError(f"{given}: nobody reaches another host over the loopback", fix=fix, where="environment")
         for key, value in _missing(place).items():
             said.setdefault(key, value)
         return Ranked(place.rank, place.world, place.local_rank, place=place)

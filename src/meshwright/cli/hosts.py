@@ -1,15 +1,15 @@
 """The words about machines: launch (a job file for a scheduler) and doctor (is this host fit to train?)."""
 
 import json
-from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from meshwright.cli.environment import cache_folder, gloo_interface, launcher, this_rank
 from meshwright.cli.faults import console, said
 from meshwright.cli.training import EXTRA, Config
+from meshwright.cli.verb import behind
 
 LAUNCH_OWN = ("--print", "--hosts", "--per-host", "--out", "--cpu", "--name", "--image", "--volume", "--time")
 
@@ -29,7 +29,7 @@ def launch(
 ) -> None:
     """Print the job file that trains a plan under SLURM, Kubernetes or torchrun."""
     with said(LAUNCH_OWN):
-        verb = _verb("launch")
+        verb = behind("launch")
         wanted = verb.Wanted(hosts, per_host, not cpu, name, image, volume, time)
         text = verb.job_file(config, context.args, kind, wanted)
         if out is None:
@@ -46,7 +46,7 @@ def doctor(
     """Say whether this host is fit to train, in under 20 s. Under a launcher, all ranks try a collective together."""
     with said():
         told = gloo_interface()  # before this_rank chooses one
-        rank, verb = this_rank(), _verb("doctor")
+        rank, verb = this_rank(), behind("doctor")
         if rank is not None and rank.store is not None:
             verb.try_as_rank(rank, folder)
             return
@@ -63,8 +63,3 @@ def add_to(app: typer.Typer) -> None:
     """Give `app` the commands of this file."""
     app.command(context_settings=EXTRA)(launch)
     app.command()(doctor)
-
-
-def _verb(name: str) -> Any:
-    """The module behind a word; it imports torch."""
-    return import_module(f"meshwright.verbs.{name}")

@@ -1,12 +1,12 @@
 """The words of `report`: what a run left behind, to look at."""
 
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from meshwright.cli.faults import console, said
+from meshwright.cli.verb import behind
 
 
 def report(
@@ -16,7 +16,7 @@ def report(
 ) -> None:
     """Write one HTML file, for any browser and without a network: curves, a step on its lanes, time, memory, bytes, the plan."""
     with said(("--out",)):
-        path = import_module("meshwright.verbs.report").report(run, other, out)
+        path = behind("report").report(run, other, out)
         console.print(f"report written to {path}", markup=False, soft_wrap=True)
 
 

@@ -2,7 +2,6 @@
 
 import signal
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +9,7 @@ import typer
 
 from meshwright.cli.environment import launcher, stop_flag, this_rank
 from meshwright.cli.faults import console, said, show_failure
+from meshwright.cli.verb import behind
 from meshwright.core.errors import PlanError, raise_faults
 
 EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -30,7 +30,7 @@ def plan(
 ) -> None:
     """Resolve a config into a plan, refuse what cannot work, and show what will happen."""
     with said(OWN):
-        verb = _verb("plan")
+        verb = behind("plan")
         if explain:
             _explain(verb, config, context.args, out, as_json)
             return
@@ -59,7 +59,7 @@ def verify(
     With --on trace: that single ranks send what the plan says, on a mesh of any size.
     """
     with said(OWN):
-        ranked, verb = this_rank(), _verb("verify")
+        ranked, verb = this_rank(), behind("verify")
         if ranked is not None:
             verb.verify_rank(ranked, config, context.args, steps, shrink=shrink)
             return
@@ -87,7 +87,7 @@ def train(
 ) -> None:
     """Train, saving checkpoints; the same command goes on from the newest good one."""
     with said(OWN):
-        rank, verb = this_rank(), _verb("train")
+        rank, verb = this_rank(), behind("train")
         if rank is not None:
             received: list[int] = []
             ended = verb.train_rank(rank, config, context.args, from_step, partial(stop_flag, received), console)
@@ -113,8 +113,3 @@ def add_to(app: typer.Typer) -> None:
     """Give `app` the commands of this file."""
     for command in (plan, verify, train):
         app.command(context_settings=EXTRA)(command)
-
-
-def _verb(name: str) -> Any:
-    """The module behind a word; it imports torch."""
-    return import_module(f"meshwright.verbs.{name}")

@@ -1,13 +1,13 @@
 """The words of the verbs that weights go through: export, import, convert."""
 
 import os
-from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from meshwright.cli.faults import console, errors, said
+from meshwright.cli.verb import behind
 
 KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR")  # what a child needs to start; no token, no proxy, no home
 
@@ -20,7 +20,7 @@ def export(
 ) -> None:
     """Write a checkpoint as a folder that transformers loads, and compare its logits with the checkpoint's."""
     with said():
-        found, written = _verb().export_checkpoint(checkpoint, out, dtype, max_shard_size)
+        found, written = behind("weights").export_checkpoint(checkpoint, out, dtype, max_shard_size)
         trip = written.round_trip
         if not trip.passed:
             errors.print(f"[bold red]error[/] not exported: {trip}", soft_wrap=True)
@@ -36,7 +36,7 @@ def import_(
 ) -> None:
     """Check that weights are loaded as transformers loads them, and show the table `model` that trains them."""
     with said():
-        model, trip, numel = _verb().import_weights(source, revision)
+        model, trip, numel = behind("weights").import_weights(source, revision)
         if not trip.passed:
             errors.print(f"[bold red]error[/] loaded otherwise than by transformers: {trip}", soft_wrap=True)
             raise typer.Exit(1)
@@ -54,7 +54,7 @@ def convert(
     """Turn a pickle of tensors into safetensors, in a child process that can do nothing else."""
     with said():
         environment = {name: os.environ[name] for name in KEPT if name in os.environ}
-        count = _verb().convert(file, out, key, environment)
+        count = behind("weights").convert(file, out, key, environment)
         console.print(f"{count} tensors written to {out}", markup=False, soft_wrap=True)
 
 
@@ -63,8 +63,3 @@ def add_to(app: typer.Typer) -> None:
     app.command()(export)
     app.command("import")(import_)
     app.command()(convert)
-
-
-def _verb() -> Any:
-    """The module behind the words; it imports torch."""
-    return import_module("meshwright.verbs.weights")

@@ -1,40 +1,33 @@
-"""What a collective needs, what it sends, and how it is said: one table, read by all three bodies.
+"""What a collective needs, what it sends, and how it is said: one place, asked by every body.
 
 A rank that is about to take part in a collective *announces* it: the tensors are checked, the bytes that will leave
 this rank are written into its ledger, and the announcement itself, a `Call`, is what error messages quote and what
 ranks compare with each other. So a mistake reads the same, and a byte counts the same, on threads, on processes and on
 the fake world.
-
-    collective       operand   output    sent by each of n ranks (operand of S bytes)
-    all_reduce       S         in place  2 S (n-1)/n
-    all_gather       S         n S       S (n-1)
-    reduce_scatter   S         S/n       S (n-1)/n
-    all_to_all       S         S         S (n-1)/n
-    broadcast        S         in place  S, by its source only
-    scatter          n S       S         S (n-1), by its source only; S is the output
-    gather           S         n S       S, by all but its target
-    reduce           S         in place  S, by all but its target
-    barrier          0                   0
+The table of what goes in, what comes out and how much is sent stands at `Group` (comm/group.py).
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+from types import MappingProxyType
 
 import torch
 
+from meshwright.comm.algorithms import BACKEND, named
+from meshwright.comm.algorithms.schedule import least_and_most, sent_elements
 from meshwright.comm.group import Entry, Group
+from meshwright.comm.sums import SUMMABLE
+from meshwright.core.anatomy import NBYTES, NBYTES_WHOLE
 from meshwright.core.errors import Fault, PlanError, nearest, raise_faults
 from meshwright.core.mesh import AXES
+from meshwright.core.program import Transfer
 
-ALGORITHMS = ("backend",)
 FROM_ONE, TO_ONE = ("broadcast", "scatter"), ("gather", "reduce")  # who sends: the one rank alone, or all but it
-
-# half types are summed in float32 and rounded once: n roundings of 8 bits each would show in a parity test
-ACCUMULATE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-
-
-class CollectiveError(RuntimeError):
-    """A collective that did not complete: which rank called what, for which action, and where to look."""
+PAIRWISE = ("send", "receive")
+WIDTHS = MappingProxyType({**NBYTES, **NBYTES_WHOLE})
+SUMMING = ("all_reduce", "reduce_scatter", "reduce")
 
 
 @dataclass(frozen=True)
@@ -44,8 +37,8 @@ class Call:
     collective: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    source: int | None = None  # of a gather or a reduce: the target
-    algorithm: str = "backend"
+    source: int | None = None  # of a gather, a reduce or a send: the target
+    algorithm: str = BACKEND
     action: str = field(default="", compare=False)
 
     def __str__(self) -> str:
@@ -53,7 +46,9 @@ class Call:
         if self.collective != "barrier":
             what += f" of {str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
         if self.source is not None:
-            what += f" {'to' if self.collective in TO_ONE else 'from'} index {self.source}"
+            what += f" {'to' if self.collective in (*TO_ONE, 'send') else 'from'} index {self.source}"
+        if self.algorithm != BACKEND:
+            what += f" ({self.algorithm})"
         return f"{what} for {self.action}" if self.action else f"{what} (no action named)"
 
 
@@ -65,24 +60,28 @@ def announce(
     *,
     action: str,
     source: int | None = None,
-    algorithm: str = "backend",
+    algorithm: str = BACKEND,
 ) -> Call:
     """The call that this rank of `group` is about to issue; its bytes are added to the ledger of the group.
 
-    Raises PlanError for an unknown algorithm, ValueError for tensors that do not fit the collective.
+    Raises PlanError for an algorithm that is unknown or cannot run in this group, ValueError for tensors that do not fit
+    or lie on another device than the group's, CollectiveError in debug mode when the ranks do not call the same.
     """
-    call = Call(collective, tuple(tensor.shape), tensor.dtype, source, algorithm, action)
-    if algorithm not in ALGORITHMS:
-        raise PlanError(f"there is no all_reduce algorithm '{algorithm}'", fix=nearest(algorithm, ALGORITHMS), where=action)
-    _check(call, tensor, output, group.size)
-    if collective in ("scatter", "gather") and (output is None) == (source == group.index):
-        text = f"{call}: the rank at index {group.index} came {'without' if output is None else 'with'} the whole tensor"
-        raise ValueError(f"{text}. Pass it at index {source}, and None elsewhere")
-    nbytes = tensor.numel() * tensor.element_size()
-    sends = (source == group.index) == (collective in FROM_ONE) or collective not in (*FROM_ONE, *TO_ONE)
-    sent = sent_bytes(collective, nbytes, group.size) if sends else 0.0
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    group.ledger.record(Entry(action, collective, group.axes, group.size, nbytes, sent, algorithm, dtype))
+    given = None if output is None else (output.shape, output.dtype)
+    call, entry, refusal = _announcement(
+        group.axes, group.size, group.index, collective, tensor.shape, tensor.dtype, given, action, source, algorithm
+    )
+    if refusal is None:
+        refusal = _memory_refusal(group.index, group.size, collective, tensor, output)
+    if refusal is not None:
+        raise _refused(group, call, refusal)
+    _check_device(call, group, tensor, output)
+    ledger = group.ledger
+    ledger.record(entry)
+    if group.size > 1 and not ledger.comparing:
+        ledger.recent.note(group, call)
+        if ledger.compare is not None:
+            ledger.compare(group, call)
     return call
 
 
@@ -98,10 +97,23 @@ def sent_bytes(collective: str, nbytes: int, size: int) -> float:
             return nbytes * others / size
         case "scatter":
             return float(nbytes * others)
-        case "broadcast" | "gather" | "reduce":
+        case "broadcast" | "gather" | "reduce" | "send":
             return float(nbytes if others else 0)
         case _:
             return 0.0
+
+
+def moved_bytes(move: Transfer, size: int) -> tuple[float, float]:
+    """The bytes that leave one of `size` ranks in `move`: the one that sends least, and the busiest, as its algorithm has it.
+
+    Where one rank sends, or all but one do, it is what each of those sends.
+    """
+    if move.algorithm == BACKEND:
+        nbytes = sent_bytes(move.collective, move.nbytes, size)
+        return nbytes, nbytes
+    width = WIDTHS[move.dtype]
+    least, most = least_and_most(named(move.algorithm), size, move.nbytes // width)
+    return float(least * width), float(most * width)
 
 
 def ordered_axes(axes: Iterable[str]) -> tuple[str, ...]:
@@ -114,14 +126,12 @@ def ordered_axes(axes: Iterable[str]) -> tuple[str, ...]:
     return tuple(axis for axis in AXES if axis in wanted)
 
 
-@torch.no_grad()
-def ordered_sum(summands: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A new tensor: the sum of `summands` (same shape and dtype), added from first to last, so its bits are fixed."""
-    first = summands[0]
-    total = first.to(ACCUMULATE.get(first.dtype, first.dtype), copy=True)
-    for summand in summands[1:]:
-        total += summand
-    return total.to(first.dtype)
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors of one dtype share memory. Tensors without any, meta and fake ones, are told apart too."""
+    if one.untyped_storage() is not other.untyped_storage():
+        return False
+    begin = max(one.storage_offset(), other.storage_offset())
+    return begin < min(one.storage_offset() + one.numel(), other.storage_offset() + other.numel())
 
 
 def slices(tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
@@ -129,20 +139,103 @@ def slices(tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
     return tensor.view(size, tensor.numel() // size).unbind(0)
 
 
-def _check(call: Call, tensor: torch.Tensor, output: torch.Tensor | None, size: int) -> None:
-    if not tensor.is_contiguous() or not (output is None or output.is_contiguous()):
-        raise ValueError(f"{call}: a tensor is not contiguous; collectives move flat memory. Pass tensor.contiguous()")
+def shown(ranks: Sequence[int]) -> str:
+    """`ranks` for a message, the first sixteen."""
+    return ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+
+
+Refusal = Fault | str  # of an algorithm, as a plan's fault; of tensors, in words that end with the repair
+
+
+@lru_cache(maxsize=4096)
+def _announcement(
+    axes: tuple[str, ...],
+    size: int,
+    index: int,
+    collective: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    given: tuple[tuple[int, ...], torch.dtype] | None,
+    action: str,
+    source: int | None,
+    algorithm: str,
+) -> tuple[Call, Entry, Refusal | None]:
+    """What follows from sizes alone: a training step announces the same calls again and again, so they are made once."""
+    call = Call(collective, tuple(shape), dtype, source, algorithm, action)
+    refusal = _refusal(call, size, index, given)
+    name, numel = str(dtype).removeprefix("torch."), prod(shape)
+    nbytes, sent = numel * dtype.itemsize, 0.0
+    if refusal is not None:
+        pass
+    elif algorithm != BACKEND:
+        sent = float(sent_elements(named(algorithm), size, index, numel) * dtype.itemsize) if size > 1 else 0.0
+    elif collective not in (*FROM_ONE, *TO_ONE) or (source == index) == (collective in FROM_ONE):
+        sent = sent_bytes(collective, nbytes, size)
+    return call, Entry(action, collective, axes, size, nbytes, sent, algorithm, name), refusal
+
+
+def _refusal(call: Call, size: int, index: int, given: tuple[tuple[int, ...], torch.dtype] | None) -> Refusal | None:
+    """Why the call cannot work among `size` ranks, seen from sizes and dtypes; `given` are the output's."""
+    algorithm = None if call.algorithm == BACKEND else named(call.algorithm, call.action)
+    if algorithm is not None and size > 1 and (impossible := algorithm.refusal(size)) is not None:
+        return Fault(*impossible)
     if call.source is not None and not 0 <= call.source < size:
-        raise ValueError(f"{call}: the group has {size} ranks. Name a rank from 0 to {size - 1}, an index in the group")
-    if call.collective in ("reduce_scatter", "all_to_all") and tensor.numel() % size:
-        raise ValueError(f"{call}: {tensor.numel()} elements do not divide by {size} ranks. Pad to a multiple of {size}")
-    if output is None:
+        return f"the group has {size} ranks. Name a rank from 0 to {size - 1}, an index in the group"
+    if call.collective in PAIRWISE and call.source == index:
+        return "that is this rank itself. Copy the tensor: target.copy_(tensor)"
+    name = str(call.dtype).removeprefix("torch.")
+    if call.collective in SUMMING and call.dtype not in SUMMABLE:
+        known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in SUMMABLE))
+        return f"{name} cannot be summed. Cast it to one of {known}"
+    numel = prod(call.shape)
+    if call.collective in ("reduce_scatter", "all_to_all") and numel % size:
+        return f"{numel} elements do not divide by {size} ranks. Pad to a multiple of {size}"
+    if call.collective in ("scatter", "gather") and (given is None) == (call.source == index):
+        text = f"the rank at index {index} came {'without' if given is None else 'with'} the whole tensor"
+        return f"{text}. Pass it at index {call.source}, and None elsewhere"
+    if given is None:
+        return None
+    shape, dtype = given
+    if dtype != call.dtype:
+        return f"the output is {dtype}; needed is {call.dtype}. Make it with tensor.new_empty"
+    needed = {"reduce_scatter": numel // size, "all_to_all": numel}.get(call.collective, numel * size)
+    if prod(shape) != needed:
+        text = f"the output has {prod(shape)} elements; needed for {size} ranks are {needed}"
+        return f"{text}. Make it with tensor.new_empty({needed})"
+    return None
+
+
+def _memory_refusal(index: int, size: int, collective: str, tensor: torch.Tensor, output: torch.Tensor | None) -> str | None:
+    """Why the call cannot work in the memory of these tensors, whose sizes fit (see `Group`, "in place")."""
+    if not tensor.is_contiguous() or not (output is None or output.is_contiguous()):
+        return "a tensor is not contiguous; collectives move flat memory. Pass tensor.contiguous()"
+    if output is None or not overlap(tensor, output):
+        return None
+    if collective == "all_to_all":
+        return "the output shares memory with the operand, and would be overwritten while it is read. Pass another"
+    whole, piece = (tensor, output) if collective == "reduce_scatter" else (output, tensor)
+    if piece.storage_offset() == whole.storage_offset() + index * (whole.numel() // size):
+        return None
+    own = f"the slice of index {index}, its own"
+    return f"the piece of this rank lies in the whole tensor, but is not {own}. Pass that slice (in place), or another tensor"
+
+
+def _refused(group: Group, call: Call, refusal: Refusal) -> Exception:
+    where = f"{call} over {' x '.join(group.axes)} (rank {group.ranks[group.index]} of ranks {shown(group.ranks)})"
+    if isinstance(refusal, Fault):
+        return PlanError(f"{where}: {refusal.what}", fix=refusal.fix, where=call.action)
+    return ValueError(f"{where}: {refusal}")
+
+
+def _check_device(call: Call, group: Group, tensor: torch.Tensor, output: torch.Tensor | None) -> None:
+    if group.device is None:
         return
-    if output.dtype != tensor.dtype:
-        raise ValueError(f"{call}: the output is {output.dtype}; needed is {tensor.dtype}. Make it with tensor.new_empty")
-    if output is tensor:
-        raise ValueError(f"{call}: the output is the operand itself, and would be overwritten while it is read. Pass another")
-    needed = {"reduce_scatter": tensor.numel() // size, "all_to_all": tensor.numel()}.get(call.collective, tensor.numel() * size)
-    if output.numel() != needed:
-        text = f"{call}: the output has {output.numel()} elements; needed for {size} ranks are {needed}"
-        raise ValueError(f"{text}. Make it with tensor.new_empty({needed})")
+    for each in (tensor, output):
+        if each is None or each.device == group.device or call.collective == "barrier":
+            continue
+        numbered = each.device.index is not None and group.device.index is not None  # "cpu" is cpu:0, "cuda" the current one
+        if each.device.type != group.device.type or numbered:
+            rank = group.ranks[group.index]
+            here = f"this group (ranks {shown(group.ranks)}) works on {group.device}"
+            text = f"{call}: on rank {rank} a tensor is on {each.device}, and {here}"
+            raise ValueError(f'{text}. Move it: tensor.to("{group.device}")')

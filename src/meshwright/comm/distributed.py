@@ -1,163 +1,61 @@
-"""Ranks are processes: collectives over torch.distributed, on gloo (CPU) or NCCL (GPU).
+"""How processes become the ranks of a job.
 
 `rendezvous` brings the processes of a job together and yields a `TorchWorld`, whose groups are process groups over the
 axes of the mesh. A group that spans the whole mesh is the default group; a group of one rank needs no process group.
-
-gloo moves as many bytes for a reduce_scatter as for an all_reduce. Here it is an all_to_all and a sum of what arrived,
-in rank order: half the bytes, and 2.6 times as fast (4 processes on one host).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import logging
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from os import PathLike, fspath
 
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.collective import Call, CollectiveError, announce, ordered_axes, ordered_sum, slices
-from meshwright.comm.fake import Done, FakeGroup
-from meshwright.comm.group import Group, Ledger, Work, World
+from meshwright.comm.agree import Comparison
+from meshwright.comm.collective import ordered_axes, shown
+from meshwright.comm.fake import FakeGroup
+from meshwright.comm.group import Group, Ledger, World
 from meshwright.comm.meeting import Meeting, meet
-from meshwright.core.errors import PlanError
+from meshwright.comm.processes import TorchGroup
+from meshwright.comm.shared.group import SharedGroup
+from meshwright.comm.shared.joining import Apart, share
+from meshwright.comm.stall import Lookout
+from meshwright.core.errors import CollectiveError, PlanError
+from meshwright.core.limits import Limits
 from meshwright.core.mesh import AXES, Mesh
 
+MARGIN_S = 60.0  # by which a backend is more patient than we are, so that it is we who say what happened
+LINGER_S = 2.0  # for others to read the last words in a store that this process keeps
+POLL_S = 0.01
 
-class TorchWork(Work):
-    """A `dist.Work` under way, what is left to do on this rank when it ends, and what to say when it fails.
-
-    `keep` are the tensors that the backend reads or fills: they live until the wait.
-    """
-
-    def __init__(self, work: dist.Work, where: str, keep: tuple[torch.Tensor, ...], finish: Callable[[], None] | None) -> None:
-        self._work: dist.Work | None = work
-        self._where = where
-        self._keep = keep
-        self._finish = finish
-
-    def wait(self) -> None:
-        """Return when the result is in place. Raises CollectiveError when a peer is gone or did not come in time."""
-        if self._work is None:
-            return
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise _failure(self._where, error) from error
-        if self._finish is not None:
-            self._finish()
-        self._work, self._keep, self._finish = None, (), None
-
-    def then(self, call: Callable[[], None]) -> None:
-        """Have `call` called when the backend has done its part."""
-        if self._work is None:
-            call()
-        else:
-            self._work.get_future().add_done_callback(lambda future: call())
-
-
-class TorchGroup(Group):
-    """The ranks along some axes, joined by a process group."""
-
-    def __init__(self, axes: tuple[str, ...], ranks: tuple[int, ...], joined: dist.ProcessGroup, world: "TorchWorld") -> None:
-        self.axes = axes
-        self.ranks = ranks
-        self.index = ranks.index(world.rank)
-        self.ledger = world.ledger
-        self._joined = joined
-        self._device = world.device
-        self._sums_itself = dist.get_backend(joined) == "gloo"
-
-    def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = "backend") -> Work:
-        """Sum `tensor` over the group, in place. Raises PlanError for an unknown algorithm."""
-        call = announce(self, "all_reduce", tensor, action=action, algorithm=algorithm)
-        return self._issue(call, partial(dist.all_reduce, _flat(tensor)), keep=(tensor,))
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
-        """Fill `output` (size x tensor.numel() elements) with every rank's `tensor`, in rank order."""
-        call = announce(self, "all_gather", tensor, output, action=action)
-        return self._issue(call, partial(_renamed("all_gather"), _flat(output), _flat(tensor)), keep=(output, tensor))
-
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
-        """Fill `output` with this rank's slice of the sum of `tensor` (size x output.numel() elements)."""
-        call = announce(self, "reduce_scatter", tensor, output, action=action)
-        if not self._sums_itself:
-            start = partial(_renamed("reduce_scatter"), _flat(output), _flat(tensor))
-            return self._issue(call, start, keep=(output, tensor))
-        arrived = torch.empty_like(tensor)
-
-        def finish() -> None:
-            with torch.no_grad():
-                output.view(-1).copy_(ordered_sum(slices(arrived, self.size)))
-
-        start = partial(dist.all_to_all_single, _flat(arrived), _flat(tensor))
-        return self._issue(call, start, keep=(tensor, arrived), finish=finish)
-
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
-        """Send slice i of `tensor` to rank i; slice i of `output` comes from rank i."""
-        call = announce(self, "all_to_all", tensor, output, action=action)
-        return self._issue(call, partial(dist.all_to_all_single, _flat(output), _flat(tensor)), keep=(output, tensor))
-
-    def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:
-        """Overwrite `tensor` with that of the rank at index `source` of the group."""
-        call = announce(self, "broadcast", tensor, action=action, source=source)
-        return self._issue(call, partial(dist.broadcast, _flat(tensor), src=self.ranks[source]), keep=(tensor,))
-
-    def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, *, source: int = 0, action: str = "") -> Work:
-        """Fill `output` with this rank's slice of the source's `tensor` (size x output.numel() elements; None elsewhere)."""
-        call = announce(self, "scatter", output, tensor, action=action, source=source)
-        pieces = None if tensor is None else list(slices(_flat(tensor), self.size))
-        start = partial(dist.scatter, _flat(output), pieces, src=self.ranks[source])
-        return self._issue(call, start, keep=(output, *(pieces or ())))
-
-    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
-        """Fill the target's `output` (size x tensor.numel() elements; None elsewhere) with all ranks' `tensor`, in rank order."""
-        call = announce(self, "gather", tensor, output, action=action, source=target)
-        pieces = None if output is None else list(slices(_flat(output), self.size))
-        start = partial(dist.gather, _flat(tensor), pieces, dst=self.ranks[target])
-        return self._issue(call, start, keep=(tensor, *(pieces or ())))
-
-    def reduce(self, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
-        """Sum `tensor` over the group, in place on the rank at index `target`; the others' may hold anything afterwards."""
-        call = announce(self, "reduce", tensor, action=action, source=target)
-        return self._issue(call, partial(dist.reduce, _flat(tensor), dst=self.ranks[target]), keep=(tensor,))
-
-    def barrier(self, *, action: str = "") -> None:
-        """Return when every rank has come."""
-        call = announce(self, "barrier", torch.empty(0), action=action)
-        token = torch.zeros(1, device=self._device)
-        self._issue(call, partial(dist.all_reduce, token), keep=(token,)).wait()
-        token.item()  # on a GPU, wait only orders streams; reading the value makes the host wait too
-
-    def _issue(
-        self,
-        call: Call,
-        start: Callable[..., dist.Work | None],
-        *,
-        keep: tuple[torch.Tensor, ...],
-        finish: Callable[[], None] | None = None,
-    ) -> Work:
-        if keep[0].numel() == 0:
-            return Done()  # nothing to move, on any rank
-        where = f"rank {self.ranks[self.index]}: {call} over {' x '.join(self.axes)} (ranks {', '.join(map(str, self.ranks))})"
-        try:
-            work = start(group=self._joined, async_op=True)
-        except RuntimeError as error:
-            raise _failure(where, error) from error
-        if work is None:
-            raise CollectiveError(
-                f"{where}: torch.distributed does not count this process in. Ask the world of this process for groups"
-            )
-        return TorchWork(work, where, keep, finish)
+logger = logging.getLogger(__name__)
 
 
 class TorchWorld(World):
     """One process of a job whose torch.distributed is initialised with as many ranks as `mesh` has.
 
+    `store` is where ranks ask each other when a collective does not complete (None: torch.distributed's own), `limits` how long
+    one wait may last, `lookout` what watches over them. With `check_collectives` the ranks of a group compare what they are
+    about to issue, before each collective. With `shared`, CPU ranks of one host use memory instead of gloo where they can
+    (comm/shared).
+
     Raises PlanError when the numbers of ranks differ, or when torch.distributed counts this process as another rank.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        device: torch.device | str,
+        *,
+        store: dist.Store | None = None,
+        limits: Limits | None = None,
+        check_collectives: bool = False,
+        shared: bool = True,
+    ) -> None:
         if (dist.get_rank(), dist.get_world_size()) != (rank, mesh.world):
             here = f"this process is rank {dist.get_rank()} of {dist.get_world_size()}"
             text = f"{here}; the plan has it as rank {rank} of {mesh.world}"
@@ -166,8 +64,11 @@ class TorchWorld(World):
             )
         self.mesh = mesh
         self.rank = rank
-        self.ledger = Ledger()
+        self.ledger = Ledger(compare=Comparison() if check_collectives else None)
+        self.lookout = Lookout(store or _default_store(), mesh, rank, self.ledger, limits or Limits())
         self.device = torch.device(device)  # pyrefly: ignore[read-only]  torch.device has a __get__, and is no descriptor here
+        self._shared = shared and self.device.type == "cpu"
+        self._told: set[str] = set()
         self._groups: dict[tuple[str, ...], Group] = {}
         self._joined: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
@@ -182,14 +83,47 @@ class TorchWorld(World):
             if len(ranks) == 1:
                 self._groups[key] = FakeGroup(key, ranks, 0, self.ledger)
             else:
-                self._groups[key] = TorchGroup(key, ranks, self._join(key, ranks), self)
+                joined = self._join(key, ranks)
+                self._groups[key] = self._nearest(TorchGroup(key, ranks, joined, self, self.lookout), joined)
         return self._groups[key]
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank ends with `error`, and break the connections: what is under way never completes."""
+        self.lookout.leave(error)
+        for group in self._groups.values():
+            if isinstance(group, TorchGroup | SharedGroup):
+                group.cut()
 
     def close(self) -> None:
         """Destroy the process groups made here. The default group is left to whoever initialised it."""
+        self.lookout.close()
+        for group in self._groups.values():
+            if isinstance(group, TorchGroup | SharedGroup):
+                group.close()
         while self._joined:
             dist.destroy_process_group(self._joined.popitem()[1])
         self._groups.clear()
+
+    def _nearest(self, outer: TorchGroup, joined: dist.ProcessGroup) -> Group:
+        """The ranks of `outer` over memory, where all of them are on this host and able to; else `outer`."""
+        if not self._shared or not outer.on_gloo:
+            return outer
+        try:
+            segment = share(joined, outer.ranks, self.rank, num_on_host=self.mesh.world)
+        except Apart as apart:
+            level = logging.INFO if apart.expected else logging.WARNING
+            self._tell(level, f"ranks do not share memory, and talk over gloo, which is slower: {apart}")
+            return outer
+        except RuntimeError as error:
+            where = f"rank {self.rank}: the ranks over {' x '.join(outer.axes)}"
+            raise self.lookout.report(f"{where} did not meet: {error}") from error
+        self._tell(logging.INFO, "ranks of this host sum through shared memory")
+        return SharedGroup(outer, segment)
+
+    def _tell(self, level: int, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            logger.log(level, "%s", text)
 
     def _join(self, axes: tuple[str, ...], ranks: tuple[int, ...]) -> dist.ProcessGroup:
         everyone = dist.group.WORLD
@@ -214,20 +148,28 @@ def rendezvous(
     backend: str = "gloo",
     device: torch.device | str = "cpu",
     timeout_s: float = 600.0,
+    limits: Limits | None = None,
+    check_collectives: bool = False,
+    shared: bool = True,
 ) -> Iterator[TorchWorld]:
     """Join the job as `rank`, yield its world, and leave no process group behind.
 
     Give either `store_path`, a file that does not exist yet and that all ranks see (one host; no port is opened by the
-    store), or `meeting`, an address (comm/meeting.py). `timeout_s` bounds the meeting and every collective.
+    store), or `meeting`, an address (comm/meeting.py). `timeout_s` bounds the meeting and every wait, unless
+    `limits` give each phase its own. An exception in the body is told the other ranks before the connections close. CPU
+    ranks of one host use `shared` memory where they can (comm/shared).
 
     Raises ValueError unless exactly one way to meet is given, PlanError when the port of the meeting is taken,
     CollectiveError when the ranks do not all come.
     """
     device = torch.device(device)
+    limits = limits or Limits.every(timeout_s)
+    timeout_s = limits.init_s
     if meeting is not None and store_path is None:
         store = meet(meeting, rank, mesh.world, timeout_s)
     elif meeting is None and store_path is not None:
         store = dist.FileStore(fspath(store_path), mesh.world)
+        _assemble(store, rank, mesh.world, timeout_s)
     else:
         given = "neither" if meeting is None else "both"
         raise ValueError(f"store_path and meeting: {given} given; one is needed. Pass a file on one host, an address otherwise")
@@ -237,37 +179,43 @@ def rendezvous(
             store=store,
             rank=rank,
             world_size=mesh.world,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=limits.longest + MARGIN_S),
             device_id=device if device.type == "cuda" else None,
         )
     except RuntimeError as error:
-        text = f"rank {rank} did not meet the other {mesh.world - 1} ranks within {timeout_s:g} s ({error})"
-        raise CollectiveError(f"{text}. Look for a rank that failed or was not started, then start all of them again") from error
+        raise _unmet(rank, mesh.world, timeout_s, f" ({error})") from error
     try:
-        world = TorchWorld(mesh, rank, device)
+        world = TorchWorld(mesh, rank, device, store=store, limits=limits, check_collectives=check_collectives, shared=shared)
         try:
             yield world
-            # a rank that closes its sockets early can take data with it that a slower peer has not read
-            world.group(AXES).barrier(action="leave")
+            world.group(AXES).barrier(action="leave")  # who closes sockets early can take data with it that a peer has not read
+        except BaseException as error:
+            world.fail(error)
+            if rank == 0 and meeting is not None and not meeting.served:
+                time.sleep(LINGER_S)  # this process keeps the store in which the others read what happened
+            raise
         finally:
             world.close()
     finally:
         dist.destroy_process_group()
 
 
-def _renamed(collective: str) -> Callable[..., dist.Work | None]:
-    # newer torch warns at the old names of these two, older torch has only those
-    old = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}[collective]
-    new = f"{collective}_single"
-    return vars(dist)[new if new in vars(dist) else old]
+def _assemble(store: dist.Store, rank: int, world: int, timeout_s: float) -> None:
+    """Return when all ranks have come to `store`. Raises CollectiveError, with those that have not, after `timeout_s`."""
+    store.set(f"here/{rank}", "")
+    missing, end = [other for other in range(world) if other != rank], time.monotonic() + timeout_s
+    while missing := [other for other in missing if not store.check([f"here/{other}"])]:
+        if time.monotonic() > end:
+            raise _unmet(rank, world, timeout_s, f": rank {shown(missing)} did not come")
+        time.sleep(POLL_S)
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().view(-1)
+def _unmet(rank: int, world: int, timeout_s: float, why: str) -> CollectiveError:
+    text = f"rank {rank} did not meet the other {world - 1} ranks within {timeout_s:g} s{why}"
+    return CollectiveError(f"{text}. Look for a rank that failed or was not started, then start all of them again")
 
 
-def _failure(where: str, error: RuntimeError) -> CollectiveError:
-    return CollectiveError(
-        f"{where} did not complete: {error}. Every rank must issue the same collectives in the same order: "
-        "read the first error of the other ranks; raise timeout_s if one of them was only slow"
-    )
+def _default_store() -> dist.Store | None:
+    """The store through which torch.distributed itself was initialised, where this version of torch tells."""
+    found = vars(dist.distributed_c10d).get("_get_default_store")
+    return None if found is None else found()

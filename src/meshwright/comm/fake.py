@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from meshwright.comm.collective import announce, ordered_axes, slices
+from meshwright.comm.collective import announce, ordered_axes, overlap, slices
 from meshwright.comm.group import Group, Ledger, Work, World
 from meshwright.core.mesh import Mesh
 
@@ -30,11 +30,23 @@ class Done(Work):
 class FakeGroup(Group):
     """The ranks along `axes` of which only this one exists."""
 
+    transport = "nothing"
+
     def __init__(self, axes: tuple[str, ...], ranks: tuple[int, ...], index: int, ledger: Ledger) -> None:
         self.axes = axes
         self.ranks = ranks
         self.index = index
         self.ledger = ledger
+
+    def send(self, tensor: torch.Tensor, *, target: int, action: str = "") -> Work:
+        """Write it down."""
+        announce(self, "send", tensor, action=action, source=target)
+        return Done()
+
+    def receive(self, tensor: torch.Tensor, *, source: int, action: str = "") -> Work:
+        """Leave `tensor` as it is: the equal peer would send the same."""
+        announce(self, "receive", tensor, action=action, source=source)
+        return Done()
 
     def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = "backend") -> Work:
         """Multiply `tensor` by the size of the group, in place."""
@@ -47,7 +59,7 @@ class FakeGroup(Group):
         """Fill `output` (size x tensor.numel() elements) with copies of `tensor`."""
         announce(self, "all_gather", tensor, output, action=action)
         with torch.no_grad():
-            output.view(self.size, tensor.numel()).copy_(tensor.view(1, tensor.numel()))
+            _repeat(tensor, output, self.size)
         return Done()
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
@@ -82,7 +94,7 @@ class FakeGroup(Group):
         announce(self, "gather", tensor, output, action=action, source=target)
         if output is not None:
             with torch.no_grad():
-                output.view(self.size, tensor.numel()).copy_(tensor.view(1, tensor.numel()))
+                _repeat(tensor, output, self.size)
         return Done()
 
     def reduce(self, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
@@ -96,6 +108,12 @@ class FakeGroup(Group):
     def barrier(self, *, action: str = "") -> None:
         """Return at once."""
         announce(self, "barrier", torch.empty(0), action=action)
+
+
+def _repeat(tensor: torch.Tensor, output: torch.Tensor, size: int) -> None:
+    if size > 1 and overlap(tensor, output):
+        tensor = tensor.clone()  # in place: a slice of the output
+    output.view(size, tensor.numel()).copy_(tensor.view(1, tensor.numel()))
 
 
 class FakeWorld(World):

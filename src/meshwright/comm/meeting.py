@@ -25,8 +25,7 @@ from ipaddress import ip_address
 
 import torch.distributed as dist
 
-from meshwright.comm.collective import CollectiveError
-from meshwright.core.errors import PlanError
+from meshwright.core.errors import CollectiveError, PlanError
 
 POLL_S = 0.01
 QUIET_S = 30.0  # then a rank says for whom it waits

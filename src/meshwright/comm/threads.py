@@ -13,152 +13,15 @@ would answer with silence is said here in words: ranks that call different thing
 comes, a rank that fails (`ThreadHub.abort` releases all others at once).
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from threading import Condition
 
 import torch
 
-from meshwright.comm.collective import Call, CollectiveError, announce, ordered_axes, ordered_sum, slices
+from meshwright.comm.collective import Call, announce, ordered_axes
 from meshwright.comm.fake import FakeGroup
 from meshwright.comm.group import Group, Ledger, Work, World
+from meshwright.comm.hub import Meeting, Post, ThreadHub
 from meshwright.core.mesh import Mesh
-
-
-@dataclass(frozen=True)
-class Post:
-    """What one rank brings to a meeting."""
-
-    call: Call
-    tensor: torch.Tensor
-    output: torch.Tensor | None
-
-
-@dataclass
-class Meeting:
-    """One collective of the group `ranks`, the `number`-th of that group: who has come, and whether it is over."""
-
-    ranks: tuple[int, ...]
-    axes: tuple[str, ...]
-    number: int
-    posts: dict[int, Post] = field(default_factory=dict)
-    over: bool = False
-    calls: list[Callable[[], None]] = field(default_factory=list)  # when it is over
-
-    @property
-    def missing(self) -> tuple[int, ...]:
-        """The ranks that have not come."""
-        return tuple(rank for rank in self.ranks if rank not in self.posts)
-
-
-class ThreadHub:
-    """Where the ranks of `mesh` meet. A wait lasts at most `timeout_s`; after a failure nobody waits."""
-
-    def __init__(self, mesh: Mesh, timeout_s: float = 60.0) -> None:
-        self.mesh = mesh
-        self.timeout_s = timeout_s
-        self._changed = Condition()
-        self._meetings: dict[tuple[tuple[int, ...], int], Meeting] = {}
-        self._issued: Counter[tuple[int, tuple[int, ...]]] = Counter()
-        self._last: dict[int, Call] = {}
-        self._left: set[int] = set()
-        self._failure: tuple[int, BaseException] | None = None
-
-    @property
-    def failure(self) -> tuple[int, BaseException] | None:
-        """The rank that failed first, and its error."""
-        return self._failure
-
-    def abort(self, rank: int, error: BaseException) -> None:
-        """Release every rank that waits, or will wait, with the news that `rank` failed. Only the first abort counts."""
-        with self._changed:
-            self._failure = self._failure or (rank, error)
-            self._changed.notify_all()
-
-    def leave(self, rank: int) -> None:
-        """Note that `rank` issues nothing more: whoever waits for it learns so at once."""
-        with self._changed:
-            self._left.add(rank)
-            self._changed.notify_all()
-
-    def post(self, rank: int, group: Group, post: Post) -> Meeting:
-        """The meeting that this call of `rank` belongs to; over, when `rank` was the last to come.
-
-        Raises CollectiveError when the call differs from what a peer called, or when some rank has failed.
-        """
-        with self._changed:
-            number = self._issued[rank, group.ranks]
-            self._issued[rank, group.ranks] += 1
-            self._last[rank] = post.call
-            self._raise_failure(rank, post.call)
-            meeting = self._meetings.setdefault((group.ranks, number), Meeting(group.ranks, group.axes, number))
-            meeting.posts[rank] = post
-            if any(other.call != post.call for other in meeting.posts.values()):
-                self._fail(rank, f"the ranks do not call the same collective.\n{self._table(meeting)}")
-            if meeting.missing:
-                return meeting
-            del self._meetings[group.ranks, number]
-        _complete(post.call, [meeting.posts[peer] for peer in meeting.ranks])
-        with self._changed:
-            meeting.over = True
-            meeting.posts.clear()
-            for call in meeting.calls:
-                call()
-            self._changed.notify_all()
-        return meeting
-
-    def when_over(self, meeting: Meeting, call: Callable[[], None]) -> None:
-        """Have `call` called when `meeting` is over, by the rank that ends it; now if it is."""
-        with self._changed:
-            if meeting.over:
-                call()
-            else:
-                meeting.calls.append(call)
-
-    def wait(self, rank: int, call: Call, meeting: Meeting) -> None:
-        """Return when `meeting` is over.
-
-        Raises CollectiveError when it cannot end: a peer has left, some rank has failed, or `timeout_s` have passed.
-        """
-
-        def settled() -> bool:
-            return meeting.over or self._failure is not None or not self._left.isdisjoint(meeting.missing)
-
-        with self._changed:
-            in_time = self._changed.wait_for(settled, self.timeout_s)
-            if meeting.over:
-                return
-            self._raise_failure(rank, call)
-            if in_time:
-                self._fail(rank, f"rank {rank} waits for a rank that has ended.\n{self._table(meeting)}")
-            self._fail(rank, f"rank {rank} is stuck: nobody came within {self.timeout_s:g} s.\n{self._table(meeting)}")
-
-    def _raise_failure(self, rank: int, call: Call) -> None:
-        if self._failure is not None:
-            culprit, error = self._failure
-            text = f"rank {rank} was released from {call}: rank {culprit} failed first, with {type(error).__name__}: {error}"
-            raise CollectiveError(text)
-
-    def _fail(self, rank: int, text: str) -> None:
-        repair = "Every rank must issue the same collectives, on the same tensors, in the same order"
-        error = CollectiveError(f"{text}\n  repair: {repair}")
-        self._failure = (rank, error)
-        self._changed.notify_all()
-        raise error
-
-    def _table(self, meeting: Meeting) -> str:
-        lines = [f"collective {meeting.number} over {' x '.join(meeting.axes)}:"]
-        for rank in meeting.ranks:
-            if rank in meeting.posts:
-                lines.append(f"  rank {rank}: {meeting.posts[rank].call}")
-                continue
-            state = "ended without coming" if rank in self._left else "never came"
-            last = f"its last call was {self._last[rank]}" if rank in self._last else "it has called nothing yet"
-            lines.append(f"  rank {rank}: {state}; {last}")
-        elsewhere = [rank for rank in range(self.mesh.world) if rank not in meeting.ranks and rank in self._last]
-        lines += [f"  rank {rank} (not in this group): its last call was {self._last[rank]}" for rank in elsewhere]
-        return "\n".join(lines)
 
 
 class ThreadWork(Work):
@@ -182,6 +45,8 @@ class ThreadWork(Work):
 class ThreadGroup(Group):
     """The ranks along `axes`, each of them a thread."""
 
+    transport = "threads"
+
     def __init__(self, axes: tuple[str, ...], ranks: tuple[int, ...], world: "ThreadWorld") -> None:
         self.axes = axes
         self.ranks = ranks
@@ -190,8 +55,19 @@ class ThreadGroup(Group):
         self._hub = world.hub
         self._rank = world.rank
 
+    def send(self, tensor: torch.Tensor, *, target: int, action: str = "") -> Work:
+        """Send `tensor` to the rank at index `target`; the wait returns when it has received it."""
+        return self._post(announce(self, "send", tensor, action=action, source=target), tensor, None)
+
+    def receive(self, tensor: torch.Tensor, *, source: int, action: str = "") -> Work:
+        """Fill `tensor` with what the rank at index `source` sends."""
+        return self._post(announce(self, "receive", tensor, action=action, source=source), tensor, tensor)
+
     def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = "backend") -> Work:
-        """Sum `tensor` over the group in rank order, in place. Raises PlanError for an unknown algorithm."""
+        """Sum `tensor` over the group, in place: in rank order, or as the rounds of `algorithm` say.
+
+        Raises PlanError for an algorithm that is unknown, or cannot run in this group.
+        """
         return self._post(announce(self, "all_reduce", tensor, action=action, algorithm=algorithm), tensor, tensor)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
@@ -258,29 +134,6 @@ class ThreadWorld(World):
         self.hub.leave(self.rank)
 
 
-@torch.no_grad()
-def _complete(call: Call, posts: list[Post]) -> None:
-    operands = [post.tensor for post in posts]
-    for post, result in zip(posts, _results(call, operands), strict=True):
-        if post.output is not None:  # else this rank gets none
-            post.output.view(-1).copy_(result.view(-1))
-
-
-def _results(call: Call, operands: list[torch.Tensor]) -> Iterable[torch.Tensor]:
-    """What each rank gets, in rank order."""
-    size, one = len(operands), call.source or 0
-    match call.collective:
-        case "all_reduce" | "reduce":
-            return [ordered_sum(operands)] * size
-        case "all_gather" | "gather":
-            return [torch.cat([operand.view(-1) for operand in operands])] * size
-        case "reduce_scatter":
-            return (ordered_sum(pieces) for pieces in zip(*(slices(operand, size) for operand in operands), strict=True))
-        case "all_to_all":
-            return (torch.cat(pieces) for pieces in zip(*(slices(operand, size) for operand in operands), strict=True))
-        case "broadcast":
-            return [operands[one]] * size
-        case "scatter":
-            return slices(operands[one], size)
-        case _:
-            return operands
+def alone(device: torch.device) -> World:
+    """The world of one rank that has no peers, on `device`."""
+    return ThreadWorld(ThreadHub(Mesh()), 0, device)

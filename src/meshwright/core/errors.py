@@ -5,9 +5,14 @@ argument, so no message can leave it out. Checks collect faults and raise them t
 mistakes reads three messages, once, before any process starts.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+
+PEER_WORDS = re.compile(  # what gloo says in a plain RuntimeError when a peer is gone
+    r"connection (closed|reset|refused)|closed by peer|socket closed|broken pipe|timed out|timeout", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,18 @@ class PlanError(Exception):
         """The error that reports all of `faults` (at least one)."""
         first, *others = faults
         return cls(first.what, fix=first.fix, where=first.where, others=others)
+
+
+class CollectiveError(RuntimeError):
+    """A collective that did not complete: which rank called what, for which action, and where to look.
+
+    `report` says who is to blame, in words that are the same on every rank ("": nobody could find out). Of the ranks that
+    have the same report one `speaks`; the others need not repeat it on a terminal that they share.
+    """
+
+    def __init__(self, text: str, *, report: str = "", speaks: bool = True) -> None:
+        super().__init__(text)
+        self.report, self.speaks = report, speaks
 
 
 def raise_faults(faults: Iterable[Fault]) -> None:

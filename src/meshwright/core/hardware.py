@@ -5,7 +5,9 @@ Peaks are those of the makers for dense matrix products, in TFLOP/s, as collecte
 every CPU among them, has no peak here: then a speed is shown as it is, in FLOP/s, and no share is made up.
 """
 
+import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -29,6 +31,11 @@ PEAKS = (
     Peak(r"MI300X", {"bfloat16": 1307, "float16": 1307, "float32": 163.4}),
     Peak(r"MI325X", {"bfloat16": 1300, "float16": 1300, "float32": 163.4}),
 )
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def peak_flops(device: str, dtype: str) -> float | None:

@@ -1,9 +1,10 @@
 """What surrounds the training and changes no number."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshwright.core.errors import Fault, nearest
+from meshwright.core.limits import Limits
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
@@ -20,6 +21,12 @@ class Run:
     mlflow. `workers` threads make the batches of coming steps ahead of their use (0: each is made when its step begins), and
     tokens are kept in the folder `cache` ("": `folder`/cache), where other runs find them. `trace_steps` steps, from the
     second on, are timed act by act on every rank, into the folder's `trace`.
+
+    `limits` bound every wait for another rank (docs/hangs.md). With `check_collectives` the ranks compare, before each
+    collective, what they are about to issue: for finding out why they do not meet, at two collectives' price for one.
+
+    With `shared_memory`, CPU ranks of one host exchange through memory instead of sockets, where a C compiler is. Turn it off to
+    repeat a run that had none bit by bit: beyond two ranks gloo adds in another order. On a GPU it means nothing.
     """
 
     folder: str = "runs/default"
@@ -33,6 +40,9 @@ class Run:
     trace_steps: int = 0
     workers: int = 0
     cache: str = ""
+    limits: Limits = field(default_factory=Limits)
+    check_collectives: bool = False
+    shared_memory: bool = True
 
     def faults(self) -> Iterator[Fault]:
         """Everything that is wrong with it."""
@@ -49,3 +59,4 @@ class Run:
             yield Fault(f"{self.workers} workers", "0 makes batches when they are needed; 1 or 2 ahead of it", "run.workers")
         if self.trace_steps < 0:
             yield Fault(f"trace_steps = {self.trace_steps}", "0 traces nothing; 3 traces three steps", "run.trace_steps")
+        yield from self.limits.faults()

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
@@ -18,8 +17,8 @@ from meshwright.core.steps import ROLE
 from meshwright.core.strategy import Handler
 from meshwright.engine.buckets import Bucket
 from meshwright.engine.evaluation import Evaluation, evaluate
+from meshwright.engine.exchange import Exchange
 from meshwright.engine.loss import Batch
-from meshwright.engine.meeting import Meeting
 from meshwright.engine.optimizers import Optimizers, forget_scale, scale_in_step
 from meshwright.engine.rows import micro_batches, undivided
 from meshwright.engine.spikes import Spike, Spiked, Spikes
@@ -44,7 +43,8 @@ class Acts:
         self._counted: Sequence[float] | None = None
         self._trained = list(state.subject.trainable.values())
         self._tallies = [action.name for action in plan.program.actions(ROLE) if action.kind == "TALLY"]
-        self._meant = {action.name: self._parameters(action) for action in plan.program.actions(ROLE) if action.kind == "CLIP"}
+        held, clips = state.subject.parameters, (action for action in plan.program.actions(ROLE) if action.kind == "CLIP")
+        self._meant = {action.name: [held[name] for name in action.tensors] for action in clips}
         self._stateless = None if dice is None else StatelessDropout(dice)
         self._carriers = {name: act for act in plan.program.actions(ROLE) if act.transfer for name in act.tensors}
         self.handlers: dict[str, Handler] = {
@@ -59,9 +59,9 @@ class Acts:
         }
         self._leads = plan.leads(state.world.rank)
         meets = any(action.kind == "GATHER" for action in plan.program.actions(ROLE))
-        self._meeting = Meeting(plan, state, lambda: int(self.totals()[2]), self.start) if meets else None
-        if self._meeting is not None:
-            self.handlers |= self._meeting.handlers
+        self._exchange = Exchange(plan, state, lambda: int(self.totals()[2]), self.start) if meets else None
+        if self._exchange is not None:
+            self.handlers |= self._exchange.handlers
 
     def begin(self, step: int, batch: Batch | None, *, stop: bool) -> None:
         """Cut the rank's rows into micro-batches; one without rows stands in with the example and weighs nothing.
@@ -72,8 +72,8 @@ class Acts:
         micros, rows = cut(batch, self.plan, self.state.subject.stand_in, self.state.world.device)
         self.state.begin(micros, num_real=min(len(micros), -(-rows // self.plan.micro_batch)))
         self.state.num_rows = rows
-        if self._meeting is not None:
-            self._meeting.begin()
+        if self._exchange is not None:
+            self._exchange.begin()
         self._step, self._rows, self._stop, self.spike = step, rows, stop, None
         if self._under_way:  # the last step did not come to its end: what it left must not be added to this one
             self._end()
@@ -117,8 +117,8 @@ class Acts:
     def loss(self, action: Action) -> None:
         """Take the loss of a micro-batch over the global count, and its gradient down to the last blocks' outputs."""
         state, micro = self.state, action.micro or 0
-        if self._meeting is not None:
-            self._loss_of_all(self._meeting, micro)
+        if self._exchange is not None:
+            self._loss_of_all(self._exchange, micro)
             return
         outputs, closing = state.closings.pop(micro)
         total = state.loss.total(outputs, state.micros[micro])
@@ -133,19 +133,19 @@ class Acts:
                 backward_from(total, 1.0 / (self.totals()[0] or 1.0))
             backward(closing)
 
-    def _loss_of_all(self, meeting: Meeting, micro: int) -> None:
+    def _loss_of_all(self, exchange: Exchange, micro: int) -> None:
         """Take the loss of the rows of all ranks, where this one takes it; the gradient of its own rows may still come."""
         state = self.state
         outputs, closing = state.closings[micro]
-        total = meeting.total(outputs)
+        total = exchange.total(outputs)
         if total is not None and not self._checked:
             self._check_paths(total, micro, outputs, closing)
-        if total is not None and meeting.counts_here:
+        if total is not None and exchange.counts_here:
             state.tally += total.detach()
         with self._no_draws():
             if total is not None and total.requires_grad:
                 backward_from(total, 1.0 / (self.totals()[0] or 1.0))
-            meeting.give_back()
+            exchange.give_back()
 
     def backward(self, action: Action) -> None:
         """Run the backward of one visit; one that the forward did not reach has none."""
@@ -155,11 +155,8 @@ class Acts:
         visit = self.state.passes[action.micro or 0].visits.pop(action.subject, None)
         if visit is None:
             return
-        if self._dice is None:
+        with self._no_draws():
             backward(visit)
-        else:
-            with self._no_draws():
-                backward(visit)
 
     def pack(self, action: Action) -> None:
         """Put the gradients of `action.tensors` into the bucket that carries them, made at its first use; it stays."""
@@ -215,8 +212,7 @@ class Acts:
         for name in self._tallies:
             if name in self.state.works:
                 self.state.works[name].wait()
-        count, norm = self.totals()[0], self.state.grad_norm
-        loss = self.state.tally.item() / (count or 1.0)
+        loss, norm, count = self._whole_loss(), self.state.grad_norm, self.totals()[0]
         reasons = self.spikes.judge(loss, norm)
         if reasons:
             with self._drive.cutting():  # to see each block by itself
@@ -227,20 +223,20 @@ class Acts:
     def metrics(self, step: int, lr: float) -> Metrics:
         """What the step did, from the header and the tally that all ranks share."""
         count, stop, rows, tokens = self.totals()
-        loss = self.state.tally.item() / (count or 1.0)
         skipped = not count or self.spike is not None
         norm = self.state.norm.item() if self.plan.space.led else self.state.grad_norm
         more = {"samples": int(rows), "spike": self.spike, "noise_scale": self.state.noise_scale}
-        return Metrics(step, loss, norm, lr, int(tokens), stop=stop > 0, skipped=skipped, **more)
+        return Metrics(step, self._whole_loss(), norm, lr, int(tokens), stop=stop > 0, skipped=skipped, **more)
+
+    def _whole_loss(self) -> float:
+        """The loss of the global batch; TALLY has ended."""
+        return self.state.tally.item() / (self.totals()[0] or 1.0)
 
     def totals(self) -> Sequence[float]:
         """What counts in this step over all ranks: weight, wishes to stop, rows, tokens; COUNT has ended."""
         if self._counted is None:
             self._counted = self.state.header.tolist()
         return self._counted
-
-    def _parameters(self, action: Action) -> list[nn.Parameter]:
-        return [self.state.subject.parameters[name] for name in action.tensors]
 
     def _end(self) -> None:
         forget_scale(self.optimizers)

@@ -15,10 +15,10 @@ from math import exp, inf
 import torch
 from torch import nn
 
-from meshwright.core.errors import PlanError
+from meshwright.core.errors import Fault, PlanError, raise_faults
 from meshwright.core.mesh import AXES
 from meshwright.core.plan import Plan
-from meshwright.engine.loss import Batch, token_cross_entropy
+from meshwright.engine.loss import Batch, Loss, token_cross_entropy
 from meshwright.engine.rows import micro_batches
 from meshwright.engine.state import State
 from meshwright.model.dice import Dice
@@ -57,9 +57,7 @@ def evaluate(
     random streams are untouched. Raises PlanError when nothing counts in any batch of any rank, and for a loss of the
     whole batch, which has no meaning over batches.
     """
-    if state.loss.whole_batch:
-        text = "the loss compares all rows of a batch, so there is no loss over the batches of an evaluation"
-        raise PlanError(text, fix="remove [evaluate], and evaluate in a callback", where="evaluate")
+    raise_faults(whole_batch_faults(state.loss))
     module = state.subject.module
     sums = torch.zeros(3, dtype=torch.float64, device=state.world.device)
     with torch.no_grad(), untouched(module), autocast, _no_draws(dice):
@@ -77,6 +75,13 @@ def evaluate(
         text = "no token of the evaluation counts: all labels are ignored, or there are no samples"
         raise PlanError(text, fix="point evaluate.source at samples with labels, or hold out others", where="evaluate")
     return Evaluation(total / count, int(tokens), per_token=state.loss.total is token_cross_entropy().total)
+
+
+def whole_batch_faults(loss: Loss) -> Iterator[Fault]:
+    """What is wrong with evaluating `loss`, if it needs the whole batch."""
+    if loss.whole_batch:
+        text = "the loss compares all rows of a batch, so there is no loss over the batches of an evaluation"
+        yield Fault(text, "remove [evaluate], and evaluate in a callback", "evaluate")
 
 
 @contextmanager

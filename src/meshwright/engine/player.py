@@ -130,13 +130,11 @@ class Player:
                 parameter.copy_(saved[f"model/{name}"])
             for name, buffer in _persistent_buffers(subject.module):
                 buffer.copy_(saved[f"buffer/{name}"])
-        moments = {name.removeprefix("optimizer/"): value for name, value in saved.items() if name.startswith("optimizer/")}
-        restore_state(self.optimizers, subject.trainable, moments)
-        usual = {name.removeprefix("guard/"): value for name, value in saved.items() if name.startswith("guard/")}
+        restore_state(self.optimizers, subject.trainable, _under("optimizer/", saved))
+        usual = _under("guard/", saved)
         if usual and self._acts.spikes is not None:
             self._acts.spikes.restore(usual)
-        noise = {name.removeprefix("noise/"): value for name, value in saved.items() if name.startswith("noise/")}
-        self._noise.restore(noise)
+        self._noise.restore(_under("noise/", saved))
         self.steps_done = steps_done
 
     def sizes(self) -> dict[str, int]:
@@ -152,10 +150,10 @@ class Player:
         states = [held for optimizer in self.optimizers for held in optimizer.state.values()]
         moments = [value for held in states for value in held.values() if isinstance(value, torch.Tensor)]
         return {
-            "parameters": sum(map(_nbytes, self.state.subject.parameters.values())),
-            "gradients": sum(_nbytes(parameter) for name, parameter in trainable.items() if name not in in_bucket),
-            "moments": sum(map(_nbytes, moments)),
-            "buckets": sum(_nbytes(bucket.flat) for bucket in buckets),
+            "parameters": sum(parameter.nbytes for parameter in self.state.subject.parameters.values()),
+            "gradients": sum(parameter.nbytes for name, parameter in trainable.items() if name not in in_bucket),
+            "moments": sum(moment.nbytes for moment in moments),
+            "buckets": sum(bucket.flat.nbytes for bucket in buckets),
         }
 
     def close(self) -> None:
@@ -219,13 +217,14 @@ def _parts_blocks(plan: Plan) -> bool:
     return plan.num_data > 1 or set(kinds[first:last]) != {"B"}
 
 
+def _under(prefix: str, saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What `saved` holds under `prefix`, by the rest of its name."""
+    return {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
+
+
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The buffers that belong to the model's state, by name: what a state_dict holds, whatever hooks make of it."""
     for path, owner in module.named_modules():
         for name, buffer in owner._buffers.items():
             if buffer is not None and name not in owner._non_persistent_buffers_set:
                 yield f"{path}.{name}" if path else name, buffer
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

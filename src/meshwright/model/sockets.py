@@ -20,7 +20,7 @@ Limits: names and flags are read; that a declared role is the right one, the num
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -137,8 +137,3 @@ def _check(asked: Mapping[str, str], module: nn.Module) -> None:
 
 def _joined(name: str, leaf: str) -> str:
     return f"{name}.{leaf}" if name else leaf
-
-
-def without_role(sockets: tuple[Socket, ...]) -> Iterator[Socket]:
-    """Those whose role nobody declared: whole on every rank."""
-    return (socket for socket in sockets if not socket.role)

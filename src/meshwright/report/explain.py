@@ -9,8 +9,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from meshwright.core.errors import Fault
+from meshwright.core.units import size
 from meshwright.model.survey import SHOWN, BlockRow, SocketRow, Survey
-from meshwright.report.terminal import size, work
+from meshwright.report.terminal import work
 
 
 def explain_view(found: Survey, width: int) -> RenderableType:

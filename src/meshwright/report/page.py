@@ -15,10 +15,10 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from meshwright.core.units import size
 from meshwright.report.charts import curves, stacked, timeline_figure
 from meshwright.report.reading import Record, differences
 from meshwright.report.sizes import planned_memory, sent
-from meshwright.report.terminal import size
 from meshwright.report.timeline import timeline
 
 SHOWN_RANKS, SHOWN_ACTIONS = 8, 24
@@ -58,11 +58,16 @@ def page(records: Sequence[Record], version: str) -> str:
         columns,
         f'<p class="note">Written by meshwright {escape(version)}. This file needs no network.</p></main>',
     ]
+    return document(title, STYLE, "".join(body))
+
+
+def document(title: str, style: str, body: str) -> str:
+    """A whole page round `body`, with plotly inside; `title` is HTML."""
     head = (
-        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title><style>{STYLE}</style>'
+        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title><style>{style}</style>'
     )
     script = f"<script>{get_plotlyjs()}</script>"
-    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}{script}</head><body>{"".join(body)}</body></html>\n'
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}{script}</head><body>{body}</body></html>\n'
 
 
 def _run(record: Record, place: int, *, pair: bool) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 Memory of the program is what its actions take and have not freed, at the moment when all of it together is largest, beside
 what a rank holds all the time. Its activations are what the blocks hand on; what a block keeps inside for its backward is
-not in the plan. Bytes are those that leave a rank in a step, by the formula of the collective.
+not in the plan. Bytes are those that leave the busiest rank in a step, by the formula of the collective or the rounds of its
+algorithm.
 """
 
 from collections import Counter
@@ -10,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from meshwright.comm.collective import sent_bytes
+from meshwright.comm.algorithms import BACKEND
+from meshwright.comm.collective import moved_bytes
 from meshwright.core.program import Action, Program
 from meshwright.report.reading import Record
 
@@ -20,7 +22,7 @@ ORDER = ("parameters", "gradients", "moments", "buckets", "activations")
 
 @dataclass(frozen=True)
 class Sent:
-    """The bytes of one action per step: as the program says, and as the ranks' ledgers have them (the mean; None: no ledger)."""
+    """The bytes of one action per step, of the rank that sends most: by the program, and by the ledgers (None: there is none)."""
 
     action: str
     what: str
@@ -62,7 +64,7 @@ def sent(record: Record) -> list[Sent]:
     found = []
     for action in listed:
         each = [ledger["sent"].get(action.name, 0.0) / ledger["steps"] for ledger in ledgers if "sent" in ledger]
-        found.append(Sent(action.name, _what(action), _bytes(action, record), sum(each) / len(each) if each else None))
+        found.append(Sent(action.name, _what(action), _bytes(action, record), max(each, default=None)))
     names = {action.name for action in listed}
     beside: Counter[str] = Counter()
     for ledger in ledgers:
@@ -75,9 +77,12 @@ def _bytes(action: Action, record: Record) -> float | None:
     move = action.transfer
     if move is None or not set(move.axes) <= set(sizes):
         return None
-    return sent_bytes(move.collective, move.nbytes, prod(sizes[axis] for axis in move.axes))
+    return moved_bytes(move, prod(sizes[axis] for axis in move.axes))[1]
 
 
 def _what(action: Action) -> str:
     move = action.transfer
-    return "" if move is None else f"{move.collective} of {move.nbytes:,} B {move.dtype} over {', '.join(move.axes)}"
+    if move is None:
+        return ""
+    by = "" if move.algorithm == BACKEND else f" by {move.algorithm}"
+    return f"{move.collective} of {move.nbytes:,} B {move.dtype} over {', '.join(move.axes)}{by}"

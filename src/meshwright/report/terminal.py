@@ -11,11 +11,12 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from meshwright.comm.collective import FROM_ONE, TO_ONE, sent_bytes
+from meshwright.comm.collective import FROM_ONE, TO_ONE, moved_bytes
 from meshwright.core.anatomy import NBYTES
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
 from meshwright.core.steps import ROLE
+from meshwright.core.units import size
 from meshwright.verifier.trace import Traced
 from meshwright.verifier.verdict import Verdict
 
@@ -39,15 +40,6 @@ MEANINGS = {
 }
 
 SUBJECTS = ("PACK", "MEASURE", "REDUCE", "UNPACK", "GATHER", "SCATTER", "BROADCAST")  # kinds that are told apart by their subject
-
-
-def size(nbytes: float) -> str:
-    """Bytes in the unit that fits, three digits."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.3g} TiB"
 
 
 def work(flops: float) -> str:
@@ -107,14 +99,19 @@ def plan_words(plan: Plan) -> dict[str, str]:
 
 
 def _sent(plan: Plan) -> str:
-    """What leaves each rank in a step; where one rank serves the others, that rank and another."""
-    served, serving = 0.0, 0.0
+    """What leaves each rank in a step; where the ranks differ, the busiest and another."""
+    served, serving, apart = 0.0, 0.0, False
     for move in (action.transfer for action in plan.program.actions(ROLE)):
         if move is not None:
-            nbytes = sent_bytes(move.collective, move.nbytes, plan.mesh.extent(move.axes))
-            served += 0 if move.collective in FROM_ONE else nbytes
-            serving += 0 if move.collective in TO_ONE else nbytes
-    return size(served) if served == serving else f"{size(serving)} by rank 0, {size(served)} by each other one"
+            least, most = moved_bytes(move, plan.mesh.extent(move.axes))
+            served += 0 if move.collective in FROM_ONE else least
+            serving += 0 if move.collective in TO_ONE else most
+            apart = apart or least != most
+    if size(served) == size(serving):
+        return size(serving)
+    if apart:
+        return f"{size(serving)} by the busiest rank, {size(served)} by the one that sends least"
+    return f"{size(serving)} by rank 0, {size(served)} by each other one"
 
 
 def _origin_words(plan: Plan) -> dict[str, str]:

@@ -39,7 +39,7 @@ def write_about(plan: Plan, words: Mapping[str, str], held: Mapping[str, int], d
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
-            "processor": _processor(),
+            "processor": processor(),
             "cores": psutil.cpu_count() or 0,
             "memory": psutil.virtual_memory().total,
             "device": device_name(device),
@@ -64,7 +64,7 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _processor() -> str:
+def processor() -> str:
     """The processor as its maker calls it, where that can be found."""
     if sys.platform == "linux":
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -238,7 +238,7 @@ def _refuse(lines: list[str], path: Path) -> None:
 
 def _dealt(tensors: Mapping[str, torch.Tensor], size: int) -> list[list[str]]:
     """The names each of `size` ranks writes: largest first, each to the rank with the fewest bytes so far."""
-    nbytes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    nbytes = {name: tensor.nbytes for name, tensor in tensors.items()}
     loads = [(0, index) for index in range(size)]
     heapify(loads)
     shares: list[list[str]] = [[] for _ in range(size)]

@@ -1,6 +1,7 @@
 """A config file and a plan file have one schema, so a plan is a config in which nothing is left open.
 
     micro_batch = 2                      samples per micro-batch and rank; 0: the whole local batch at once
+    cluster = "cluster.toml"             what `bench comm` measured: by it algorithm = "auto" chooses, once, for the plan
 
     [model] [data] [train] [optimizer] [schedule] [precision] [evaluate] [guard]     together the Job (core/job.py)
     [run]                                                         what surrounds it
@@ -13,7 +14,7 @@
 A file without `strategies` asks for a choice; `strategies = []` asks for none. A plan file adds `plan_hash` and `version`.
 Every fault of a file and of the overrides is reported at once, with its dotted key and where it stands.
 
-Paths in model.source, model.weights, data.source, data.tokenizer and evaluate.source are relative to the folder of the
+Paths in cluster, model.source, model.weights, data.source, data.tokenizer and evaluate.source are relative to the folder of the
 file (those given as overrides: to the current folder) if they exist there. They become absolute on reading, so a plan file
 can be moved to another folder.
 """
@@ -44,7 +45,9 @@ EXTRA = ("plan_hash", "version")  # written by a plan file
 
 @dataclass(frozen=True)
 class Request:
-    """What a config or plan file asks for. `mesh` holds the sizes as written; `strategies` is None when none are listed."""
+    """What a config or plan file asks for. `mesh` holds the sizes as written; `strategies` is None when none are listed,
+    `cluster` the path of what was measured of the links ("": none is named).
+    """
 
     job: Job = field(default_factory=Job)
     run: Run = field(default_factory=Run)
@@ -52,6 +55,7 @@ class Request:
     micro_batch: int = 0
     strategies: tuple[Strategy, ...] | None = None
     extra: dict[str, str] = field(default_factory=dict)
+    cluster: str = ""
 
 
 def read_request(path: Path, overrides: Sequence[str], strategies: Mapping[str, type[Strategy]]) -> Request:
@@ -63,7 +67,7 @@ def read_request(path: Path, overrides: Sequence[str], strategies: Mapping[str, 
     faults: list[Fault] = []
     document, said = overridden(_parse(path), overrides, faults)
     tables: dict[str, Any] = {**get_type_hints(Job), "run": Run}
-    hints = {**tables, "mesh": dict[str, int], "micro_batch": int, **dict.fromkeys(EXTRA, str)}
+    hints = {**tables, "mesh": dict[str, int], "micro_batch": int, "cluster": str, **dict.fromkeys(EXTRA, str)}
     check = Check(str(path), said, tables, faults)
     chosen = _strategies(document.pop("strategies", None), strategies, check)
     for key in (key for key in document if key not in hints):
@@ -79,6 +83,7 @@ def read_request(path: Path, overrides: Sequence[str], strategies: Mapping[str, 
         mesh=values.get("mesh", {}),
         micro_batch=values.get("micro_batch", 0),
         strategies=chosen,
+        cluster=_anchored_cluster(values.get("cluster", ""), path.parent, said),
         extra={key: values[key] for key in EXTRA if key in values},
     )
 
@@ -107,6 +112,7 @@ def write_request(request: Request, path: Path) -> None:
 def as_dict(request: Request) -> dict[str, Any]:
     """`request` as plain values (dict, list, str, int, float, bool), in the schema of the file."""
     document: dict[str, Any] = {**request.extra, "micro_batch": request.micro_batch, **_plain(request.job)}
+    document |= {"cluster": request.cluster} if request.cluster else {}
     document |= {"run": _plain(request.run), "mesh": dict(request.mesh)}
     if request.strategies is not None:
         document["strategies"] = [{"name": strategy.name, **_plain(strategy)} for strategy in request.strategies]
@@ -206,6 +212,10 @@ def _with_absolute_sources(job: Job, folder: Path, said: frozenset[tuple[str, ..
     if evaluate.source not in ("", "example"):
         evaluate = replace(evaluate, source=anchored("evaluate", evaluate.source))
     return replace(job, model=model, data=data, evaluate=evaluate)
+
+
+def _anchored_cluster(cluster: str, folder: Path, said: frozenset[tuple[str, ...]]) -> str:
+    return _absolute(cluster, (Path.cwd(), folder) if ("cluster",) in said else (folder, Path.cwd()))
 
 
 def _absolute(source: str, folders: Sequence[Path]) -> str:

@@ -23,6 +23,7 @@ from typing import Literal
 
 import psutil
 
+from meshwright.core.hardware import cores
 from meshwright.run.launchers import PORT
 from meshwright.run.network import interface_towards, interfaces, loopback, resolved
 
@@ -87,8 +88,7 @@ def _package(name: str, least: tuple[int, ...]) -> Finding:
 
 
 def _cores() -> Finding:
-    every = os.cpu_count() or 1
-    own = len(os.sched_getaffinity(0)) if sys.platform == "linux" else every
+    own, every = cores(), os.cpu_count() or 1
     load = os.getloadavg()[0]
     text = f"{own} of {every} for this process, load {load:.1f}"
     if load > 1.5 * every:

@@ -136,7 +136,7 @@ def _exported(trained: Trained, folder: Path, partial: Path, dtype: torch.dtype 
     files = tuple(sorted(path.name for path in partial.iterdir()))
     if verdict.passed:
         _publish(partial, folder)
-    return Exported(folder, files, sum(_nbytes(slot.tensor) for slot in slots.values()), verdict)
+    return Exported(folder, files, sum(slot.tensor.nbytes for slot in slots.values()), verdict)
 
 
 def _first_named(trained: Trained) -> Callable[[str], torch.Tensor]:
@@ -173,11 +173,11 @@ def _slots(tensors: Sequence[tuple[str, torch.Tensor]], max_nbytes: int) -> dict
     shards: list[list[tuple[str, torch.Tensor]]] = [[]]
     filled = 0
     for name, tensor in tensors:
-        if shards[-1] and filled + _nbytes(tensor) > max_nbytes:
+        if shards[-1] and filled + tensor.nbytes > max_nbytes:
             shards.append([])
             filled = 0
         shards[-1].append((name, tensor))
-        filled += _nbytes(tensor)
+        filled += tensor.nbytes
     total = len(shards)
     slots = {}
     for number, shard in enumerate(shards, 1):
@@ -185,7 +185,7 @@ def _slots(tensors: Sequence[tuple[str, torch.Tensor]], max_nbytes: int) -> dict
         start = 0
         for name, tensor in sorted(shard, key=lambda pair: -pair[1].element_size()):
             slots[name] = _Slot(file, start, tensor)
-            start += _nbytes(tensor)
+            start += tensor.nbytes
     return slots
 
 
@@ -194,7 +194,7 @@ def _write_headers(folder: Path, slots: Mapping[str, _Slot]) -> dict[str, int]:
     headers: dict[str, dict[str, Any]] = {}
     for name, slot in slots.items():
         header = headers.setdefault(slot.file, {"__metadata__": {"format": "pt"}})
-        offsets = [slot.start, slot.start + _nbytes(slot.tensor)]
+        offsets = [slot.start, slot.start + slot.tensor.nbytes]
         header[name] = {"dtype": TAGS[slot.tensor.dtype], "shape": list(slot.tensor.shape), "data_offsets": offsets}
     begins = {}
     for file, header in headers.items():
@@ -228,7 +228,7 @@ def _write_tensors(
 
 def _write_index(folder: Path, slots: Mapping[str, _Slot]) -> None:
     tensors = [slot.tensor for slot in slots.values()]
-    totals = {"total_parameters": sum(map(torch.numel, tensors)), "total_size": sum(map(_nbytes, tensors))}
+    totals = {"total_parameters": sum(map(torch.numel, tensors)), "total_size": sum(tensor.nbytes for tensor in tensors)}
     index = {"metadata": totals, "weight_map": {name: slot.file for name, slot in sorted(slots.items())}}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
@@ -267,7 +267,3 @@ def _publish(partial: Path, folder: Path) -> None:
     if folder.is_dir():
         folder.rmdir()  # it is empty
     partial.rename(folder)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -5,9 +5,10 @@ of such messages hides the one that matters. So no rank prints its own end: `gua
 
     failures/rank-1.json    {"rank": 1, "kind": "own", "step": 12, "phase": "backward", "traceback": ...}
 
-with one of three kinds, and run/launch.py shows the first that is not the consequence of another:
+with one of four kinds, and run/launch.py shows the first that is not the consequence of another:
 
     own       an error of this rank
+    report    a collective that did not complete, and who is to blame for it (comm/stall.py): shown when no rank has an error
     peer      a collective that broke because a peer had gone
     request   a PlanError: what was asked for cannot work; every rank says the same
 
@@ -18,7 +19,6 @@ whatever reason, the operating system closes its end; a thread of every rank wai
 import faulthandler
 import json
 import os
-import re
 import signal
 import sys
 import threading
@@ -30,13 +30,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from meshwright.core.errors import PlanError
+from meshwright.core.errors import PEER_WORDS, CollectiveError, PlanError
 
-Kind = Literal["own", "peer", "request"]
+Kind = Literal["own", "report", "peer", "request"]
 PEER_TYPE = "DistError"  # the base of torch's errors of backends, networks and stores; by name: launching never imports torch
-PEER_WORDS = re.compile(  # what gloo says in a plain RuntimeError
-    r"connection (closed|reset|refused)|closed by peer|socket closed|broken pipe|timed out|timeout", re.IGNORECASE
-)
 
 
 @dataclass
@@ -108,9 +105,9 @@ def guard(
             error.add_note(f"This could not be written to {record_path(folder, rank)}: {unwritable}")
             raise error from error.__cause__
         if show is not None:
-            show(
-                told(record) if record.kind == "own" else f"{_headline(record)}: it lost a peer; see {record_path(folder, rank)}"
-            )
+            whole = record.kind == "own" or (record.kind == "report" and _speaks(error))
+            why = "it waited in vain" if record.kind == "report" else "it lost a peer"
+            show(told(record) if whole else f"{_headline(record)}: {why}; see {record_path(folder, rank)}")
         # Not sys.exit: threads and communicators that wait for a lost peer would keep the process from ending.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -118,26 +115,40 @@ def guard(
 
 
 def told(record: Record) -> str:
-    """How a rank failed, in words: where it was, and its traceback."""
+    """How a rank failed, in words: where it was, and its traceback; of a wait in vain, who is to blame for it."""
+    if record.kind == "report":
+        return f"{_headline(record, 'waited in vain')}\n{record.message}"
     return f"{_headline(record)}\n{record.traceback.rstrip()}"
 
 
-def _headline(record: Record) -> str:
+def _headline(record: Record, what: str = "failed") -> str:
     step = "" if record.step is None else f" at step {record.step}"
-    return f"rank {record.rank} failed{step}{f' ({record.phase})' if record.phase else ''}"
+    return f"rank {record.rank} {what}{step}{f' ({record.phase})' if record.phase else ''}"
 
 
 def kind_of(error: BaseException) -> Kind:
     """Which kind of failure `error` is. An error raised `from` a broken collective is one too."""
     if isinstance(error, PlanError):
         return "request"
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in _causes(error):
+        if isinstance(cause, CollectiveError) and cause.report:
+            return "report"
         names = {kind.__name__ for kind in type(cause).__mro__}
         if PEER_TYPE in names or (type(cause) is RuntimeError and PEER_WORDS.search(str(cause))):
             return "peer"
-        cause = cause.__cause__
     return "own"
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
+
+
+def _speaks(error: BaseException) -> bool:
+    """Whether this rank is the one, of those that have the same report, to show it."""
+    return any(isinstance(cause, CollectiveError) and cause.report and cause.speaks for cause in _causes(error))
 
 
 def _record(rank: int, error: Exception, progress: Progress) -> Record:

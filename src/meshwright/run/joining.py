@@ -1,5 +1,7 @@
 """The world that ranks make together, whoever started them: this process joined to the others, on its device."""
 
+import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
@@ -9,22 +11,30 @@ import torch
 from meshwright.comm.distributed import rendezvous
 from meshwright.comm.group import World
 from meshwright.comm.meeting import Meeting
-from meshwright.comm.threads import ThreadHub, ThreadWorld
+from meshwright.comm.threads import alone
 from meshwright.core.errors import PlanError
+from meshwright.core.limits import Limits
 from meshwright.core.mesh import AXES, Mesh
 from meshwright.core.plan import Plan
 from meshwright.run.launchers import Place, Ranked
 
+logger = logging.getLogger(__name__)
+
 
 @contextmanager
-def joined(ranked: Ranked, mesh: Mesh, timeout_s: float = 600.0) -> Iterator[World]:
-    """The world of `mesh` with this process as one of its ranks, on its GPU if there is one. `timeout_s` bounds every wait.
+def joined(
+    ranked: Ranked, mesh: Mesh, limits: Limits | None = None, *, check_collectives: bool = False, shared: bool = True
+) -> Iterator[World]:
+    """The world of `mesh` with this process as one of its ranks, on its GPU if there is one.
+
+    `limits` bound every wait; with `check_collectives` the ranks compare what they issue (comm/agree.py). CPU ranks
+    of one host use `shared` memory where they can (comm/shared).
 
     Raises PlanError when this host has fewer GPUs than ranks, or when the port of the meeting is taken.
     """
     cuda = torch.cuda.is_available()
     if mesh.world == 1:
-        yield ThreadWorld(ThreadHub(mesh), 0, torch.device("cuda" if cuda else "cpu"))
+        yield alone(torch.device("cuda" if cuda else "cpu"))
         return
     own = ranked.store is not None
     device = _gpu(ranked.local_rank, torch.cuda.device_count(), every_visible=own) if cuda else torch.device("cpu")
@@ -34,9 +44,24 @@ def joined(ranked: Ranked, mesh: Mesh, timeout_s: float = 600.0) -> Iterator[Wor
     backend = "nccl" if cuda else "gloo"
     path = ranked.store
     with rendezvous(
-        mesh, ranked.rank, store_path=path, meeting=meeting, backend=backend, device=device, timeout_s=timeout_s
+        mesh,
+        ranked.rank,
+        store_path=path,
+        meeting=meeting,
+        backend=backend,
+        device=device,
+        limits=limits or Limits(),
+        check_collectives=check_collectives,
+        shared=shared,
     ) as world:
+        world.lookout.abandon = _abandon
         yield world
+
+
+def _abandon() -> None:
+    """End this process: another rank has failed, and whatever the main thread is stuck in hears no signal."""
+    logger.error("another rank has failed, and this one is stuck: it is ended")
+    os._exit(1)
 
 
 def _gpu(local_rank: int, visible: int, *, every_visible: bool) -> torch.device:

@@ -27,7 +27,8 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from meshwright.run.guard import read_records, record_path, told
+from meshwright.core.hardware import cores
+from meshwright.run.guard import Record, read_records, record_path, told
 from meshwright.run.private import private_folder
 
 POLL_S = 0.02  # how often the parent looks at its ranks
@@ -111,10 +112,9 @@ def launch(child_argv: Sequence[str], world: int, folder: Path, env: Mapping[str
 
 
 def _environment(env: Mapping[str, str], rank: int, world: int, store: Path, lifeline_fd: int) -> dict[str, str]:
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     defaults = {
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        "OMP_NUM_THREADS": str(max(1, cores // world)),
+        "OMP_NUM_THREADS": str(max(1, cores() // world)),
         "PYTHONUNBUFFERED": "1",  # the last words of a rank that is killed are in its log
     }
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
@@ -166,13 +166,16 @@ def _outcome(ranks: Sequence[_Rank], killed: tuple[int, ...], received: Sequence
     records = read_records(folder)
     stopping = bool(received)
     silent = [each for each in ranks if each.rank not in records and each.rank not in killed and each.failed(stopping)]
-    found = [(record.time, record.rank) for record in records.values() if record.kind != "peer"]
+    found = [(record.time, record.rank) for record in records.values() if record.kind not in ("peer", "report")]
     found += [(each.ended_at, each.rank) for each in silent]
     if not found and not stopping:
         found = [(record.time, record.rank) for record in records.values()]
     if not found:
         agreed = any(each.process.returncode == AGREED for each in ranks)
         return Outcome(128 + received[0] if stopping else AGREED if agreed else 0, None, killed)
+    reports = sorted((record.time, record.rank) for record in records.values() if record.kind == "report")
+    if reports and not stopping and not any(record.kind in ("own", "request") for record in records.values()):
+        return Outcome(1, _reported(records[reports[0][1]], silent, records, folder), killed)
     _, rank = min(found)
     record = records.get(rank)
     if record is not None and record.kind == "request":
@@ -184,6 +187,17 @@ def _outcome(ranks: Sequence[_Rank], killed: tuple[int, ...], received: Sequence
     others = [str(record_path(folder, other)) for other in sorted(records) if other != rank]
     text += f"\nwhat the other ranks said: {', '.join(others)}" if others else ""
     return Outcome(1, Failure(rank, text), killed)
+
+
+def _reported(record: Record, silent: Sequence[_Rank], records: Mapping[int, Record], folder: Path) -> Failure:
+    """What a rank found out that waited in vain, and how those ended that wrote nothing."""
+    said, guesses = told(record), [_guessed(each) for each in silent]
+    # a backend aborts the rank that gets a message of another size than it expects: it is a victim, and the report knows more
+    first = [] if any(each.process.returncode == -signal.SIGABRT for each in silent) else guesses
+    text = "\n".join([*first, said, *(guess for guess in guesses if guess not in first)])
+    others = [str(record_path(folder, other)) for other in sorted(records) if other != record.rank]
+    text += f"\nwhat the other ranks said: {', '.join(others)}" if others else ""
+    return Failure(silent[0].rank if first else record.rank, text)
 
 
 def _guessed(each: _Rank) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from meshwright.comm.collective import CollectiveError
 from meshwright.comm.group import World
+from meshwright.core.errors import CollectiveError
 from meshwright.core.mesh import AXES
 from meshwright.run.doctor import Finding
 

@@ -11,10 +11,13 @@ from typing import Any, Never
 
 import torch
 
+from meshwright.comm.algorithms import BACKEND
+from meshwright.comm.collective import SUMMING
 from meshwright.comm.group import World
 from meshwright.core.errors import PlanError
 from meshwright.core.mesh import AXES
 from meshwright.core.plan import Plan
+from meshwright.core.steps import ROLE
 from meshwright.engine.player import Player
 from meshwright.run.checkpoint import load, newest_good
 from meshwright.run.evaluate import SoFar
@@ -53,7 +56,7 @@ def resume(player: Player, plan: Plan, world: World, data_digest: str, step: int
     if found.item() <= 0:
         return Resumed(0, ("starting from step 0", *notes))
     tensors, meta = load(step_folder(folder, int(found.item())))
-    changes = _changes(meta, plan, data_digest)
+    changes = [*_changes(meta, plan, data_digest), *_other_sums(meta, summed_by(plan, world))]
     so_far = SoFar.of(meta.get("so_far"))
     if world.rank == 0:
         if changes and step is not None:
@@ -138,6 +141,26 @@ def _changes(meta: Mapping[str, Any], plan: Plan, data_digest: str) -> list[str]
     changed = sorted(_differing(meta.get("plan", {}), json.loads(json.dumps(plan.as_dict()))))  # as JSON: no tuples
     words = [f"the plan changed since that checkpoint: {', '.join(changed)}"] if changed else []
     return words + (["the data changed since that checkpoint"] if meta.get("data") != data_digest else [])
+
+
+def summed_by(plan: Plan, world: World) -> dict[str, str]:
+    """By axes, what adds up the plan's sums where nobody else says in which order: the transport decides on the last bits.
+
+    Two summands have one order. All ranks call this: it may make groups.
+    """
+    moves = [action.transfer for action in plan.program.actions(ROLE) if action.transfer is not None]
+    axes = {move.axes for move in moves if move.collective in SUMMING and move.algorithm == BACKEND}
+    groups = {" x ".join(each): world.group(each) for each in sorted(axes)}
+    return {name: group.transport for name, group in groups.items() if group.size > 2}
+
+
+def _other_sums(meta: Mapping[str, Any], now: Mapping[str, str]) -> list[str]:
+    before = meta.get("summed_by", {})
+    changed = [(axes, before[axes], carrier) for axes, carrier in now.items() if before.get(axes, carrier) != carrier]
+    return [
+        f"sums over {axes} went through {old} and now go through {new}: from here on the last bits may differ"
+        for axes, old, new in changed
+    ]
 
 
 def _differing(old: Any, new: Any, path: str = "") -> list[str]:

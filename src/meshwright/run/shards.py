@@ -61,7 +61,7 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> Shard:
     end = 0
     for name in order:
         tensor = tensors[name]
-        start, end = end, end + tensor.numel() * tensor.element_size()
+        start, end = end, end + tensor.nbytes
         header[name] = {"dtype": TAGS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from meshwright.comm.group import World
+from meshwright.core.limits import Phase
 from meshwright.core.mesh import AXES
 from meshwright.core.plan import Plan
 from meshwright.engine.loss import nothing_counts
@@ -31,11 +32,16 @@ from meshwright.run.feed import Feed
 from meshwright.run.folders import set_best, step_folder
 from meshwright.run.guard import Progress
 from meshwright.run.journal import EVALUATION, SPIKE, Journal, Replay
-from meshwright.run.resume import CHECKPOINTS
+from meshwright.run.resume import CHECKPOINTS, summed_by
 from meshwright.run.stream import Stream
 from meshwright.run.workers import Ahead
 
 logger = logging.getLogger(__name__)
+
+DOING: dict[Phase, str] = {
+    **{"init": "ending", "first_step": "training", "step": "training"},
+    **{"evaluate": "evaluating", "save": "saving"},
+}
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ def train(
     try:
         course.tell(lambda callback: callback.on_train_begin, Moment(first))
         while player.steps_done < steps and not course.over and not feed.over(player.steps_done):
-            course.progress.step, course.progress.phase = player.steps_done + 1, "training"
+            course.enter("first_step" if player.steps_done == first else "step", player.steps_done + 1)
             watch = account.begin(player.steps_done + 1)
             with account.phase("data"):
                 batch = feed.batch(player.steps_done)
@@ -96,6 +102,7 @@ def train(
                 course.save(line, best=gained)
             account.end()
         account.close()
+        course.enter("init", player.steps_done)
         course.tell(lambda callback: callback.on_train_end, Moment(player.steps_done, checkpoint=course.saved))
     finally:
         course.close()
@@ -106,6 +113,7 @@ def save_run(player: Player, plan: Plan, world: World, data_digest: str, so_far:
     """Save the player's state, and what evaluations showed, as a checkpoint of the run; returns its folder."""
     meta: dict[str, Any] = {"plan": plan.as_dict(), "plan_hash": plan.hash, "data": data_digest, "torch": torch.__version__}
     meta["so_far"] = (so_far or SoFar()).as_dict()
+    meta["summed_by"] = summed_by(plan, world)
     return save_held(Path(plan.run.folder) / CHECKPOINTS, player, meta, world)
 
 
@@ -157,6 +165,11 @@ class _Course:
         """Whether no step follows, though some are left."""
         return self.stopped or bool(self.reason)
 
+    def enter(self, phase: Phase, step: int) -> None:
+        """Note what this rank does from here on: it is told when something fails, and says how long a wait may last."""
+        self.progress.step, self.progress.phase = step, DOING[phase]
+        self.world.ledger.step, self.world.ledger.phase = step, phase
+
     def tell(self, which: Callable[[Callback], Heard | None], moment: Moment) -> None:
         """Call one function of every callback; one that asks for the end is remembered."""
         self.wish = call(map(which, self._callbacks), moment) or self.wish
@@ -196,7 +209,7 @@ class _Course:
         due = last or (spec.every and line.step % spec.every == 0)
         if self.evaluating is None or self.stopped or not due:
             return False
-        self.progress.phase = "evaluating"
+        self.enter("evaluate", line.step)
         with self.account.phase("evaluate"):
             result = self.player.evaluate(self.evaluating.batches())
         self.so_far = self.so_far.after(result.loss, line.step, spec.min_delta)
@@ -209,7 +222,7 @@ class _Course:
 
     def save(self, line: Line, *, best: bool) -> None:
         """Save a checkpoint of this step; with `best`, it is kept until a better one comes."""
-        self.progress.phase = "saving"
+        self.enter("save", line.step)
         with self.account.phase("save"):
             self.saved = save_run(self.player, self.plan, self.world, self.feed.data.digest, self.so_far)
         if best and self.plan.run.keep_best and self.world.rank == 0:

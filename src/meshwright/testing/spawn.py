@@ -16,7 +16,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -30,10 +30,12 @@ from typing import Self, TypeVar, cast
 import torch
 
 from meshwright.comm.group import World
-from meshwright.comm.threads import ThreadHub, ThreadWorld
+from meshwright.comm.hub import ThreadHub
+from meshwright.comm.meeting import Meeting
+from meshwright.comm.threads import ThreadWorld
 from meshwright.core.errors import PlanError
 from meshwright.core.mesh import Mesh
-from meshwright.testing.worker import Answer, Task, by_value, serve
+from meshwright.testing.worker import Answer, Seat, Task, by_value, serve
 
 Result = TypeVar("Result")
 
@@ -117,16 +119,29 @@ class _Worker:
 
 
 class ProcessPool:
-    """Up to `max_ranks` worker processes, started when first needed and kept until `close` (or the end of `with`)."""
+    """Up to `max_ranks` worker processes, started when first needed and kept until `close` (or the end of `with`).
 
-    def __init__(self, max_ranks: int = 4) -> None:
-        self.max_ranks = max_ranks
-        self._workers: list[_Worker] = []
+    `seats`, one per rank, put them elsewhere than on this host's loopback (testing/hosts.py). Unless `shared`, the ranks talk
+    over gloo alone; else through memory (comm/shared), which is faster.
+    """
 
-    def run(self, fn: Callable[..., Result], mesh: Mesh, *args: object, timeout_s: float = 60.0) -> list[Result]:
+    def __init__(self, max_ranks: int = 4, seats: Sequence[Seat] = (), *, shared: bool = True) -> None:
+        self.max_ranks, self.shared = max_ranks, shared
+        self._seats = dict(enumerate(seats))
+        self._workers: dict[int, _Worker] = {}  # by rank
+
+    def run(
+        self,
+        fn: Callable[..., Result],
+        mesh: Mesh,
+        *args: object,
+        timeout_s: float = 60.0,
+        meeting: Meeting | None = None,
+    ) -> list[Result]:
         """The results of `fn(world, *args)` on all ranks of `mesh`, in rank order, each rank a gloo process.
 
-        `fn` stands at the top level of a module; it, the arguments and the results are copied between processes.
+        `fn` stands at the top level of a module; it, the arguments and the results are copied between processes. The ranks
+        meet at a file, or at `meeting` where they have seats.
         Raises RankFailure when a rank fails, dies, or has not ended after `timeout_s`; PlanError when the mesh is larger
         than the pool; ValueError when `fn` or an argument cannot be copied.
         """
@@ -134,15 +149,15 @@ class ProcessPool:
             text = f"{mesh} has {mesh.world} ranks, and this pool at most {self.max_ranks} processes"
             raise PlanError(text, fix="use on_threads, a smaller mesh, or ProcessPool(max_ranks=...)", where="mesh")
         with TemporaryDirectory(prefix="meshwright-") as folder:
-            tasks = [Task(fn, args, mesh, rank, Path(folder), timeout_s) for rank in range(mesh.world)]
+            tasks = [Task(fn, args, mesh, rank, Path(folder), timeout_s, meeting, self.shared) for rank in range(mesh.world)]
             try:
                 messages = [by_value(task) for task in tasks]
             except Exception as error:
                 text = f"{fn} and its arguments cannot be copied to another process ({error})"
                 raise ValueError(f"{text}. Define the function at the top level of a module, pass plain values") from error
             self._start(mesh.world)
-            for worker, message in zip(self._workers, messages, strict=False):
-                worker.connection.send_bytes(message)
+            for rank, message in enumerate(messages):
+                self._workers[rank].connection.send_bytes(message)
             answers = self._collect(tasks)
         failed = {rank: answer for rank, answer in answers.items() if answer.error}
         if failed:
@@ -151,10 +166,10 @@ class ProcessPool:
 
     def close(self) -> None:
         """End all workers. A later `run` starts new ones."""
-        for worker in self._workers:
+        for worker in self._workers.values():
             worker.connection.close()  # all at once, so that they exit side by side
         while self._workers:
-            self._workers.pop().stop()
+            self._workers.popitem()[1].stop()
 
     def __enter__(self) -> Self:
         return self
@@ -163,20 +178,20 @@ class ProcessPool:
         self.close()
 
     def _start(self, count: int) -> None:
-        for worker in [worker for worker in self._workers if not worker.process.is_alive()]:
-            self._discard(worker)
+        for rank in [rank for rank, worker in self._workers.items() if not worker.process.is_alive()]:
+            self._discard(rank)
         context = multiprocessing.get_context("spawn")
-        fresh = []
-        while len(self._workers) < count:
+        fresh = [rank for rank in range(count) if rank not in self._workers]
+        for rank in fresh:
             here, there = context.Pipe()
-            process = context.Process(target=serve, args=(there,), daemon=True)
+            process = context.Process(target=serve, args=(there, self._seats.get(rank)), daemon=True)
             process.start()
             there.close()  # now the death of the worker ends the pipe
-            fresh.append(_Worker(process, here))
-            self._workers.append(fresh[-1])
-        for worker in fresh:
+            self._workers[rank] = _Worker(process, here)
+        for rank in fresh:
+            connection = self._workers[rank].connection
             try:
-                ready = worker.connection.poll(START_S) and worker.connection.recv()
+                ready = connection.poll(START_S) and connection.recv()
             except EOFError:
                 ready = None
             if not ready:
@@ -186,7 +201,7 @@ class ProcessPool:
 
     def _collect(self, tasks: list[Task]) -> dict[int, Answer]:
         answers: dict[int, Answer] = {}
-        busy = {worker.connection: (rank, worker) for rank, worker in enumerate(self._workers[: len(tasks)])}
+        busy = {self._workers[task.rank].connection: (task.rank, self._workers[task.rank]) for task in tasks}
         deadline = time.monotonic() + tasks[0].timeout_s + GRACE_S
         try:
             while busy and (ready := wait(list(busy), max(0.0, deadline - time.monotonic()))):
@@ -204,12 +219,12 @@ class ProcessPool:
             for rank, worker in busy.values():
                 answers[rank] = Answer(error=f"had not ended. {worker.abort(tasks[rank].stack)}", failed_at=HUNG)
         finally:
-            for _, worker in busy.values():
-                self._discard(worker)
+            for rank, _ in busy.values():
+                self._discard(rank)
         return answers
 
-    def _discard(self, worker: _Worker) -> None:
-        self._workers.remove(worker)
+    def _discard(self, rank: int) -> None:
+        worker = self._workers.pop(rank)
         worker.process.kill()
         worker.stop()
 

@@ -2,10 +2,11 @@
 
 A worker waits for a `Task` on its pipe, meets the other ranks at the store of that call, runs the function and sends
 back an `Answer`. When it crashes, or is aborted because it hangs, it writes where it stood; when its parent disappears
-it exits, whatever it is doing. gloo listens on the loopback interface only.
+it exits, whatever it is doing. gloo listens on one interface only: loopback, unless the worker has a `Seat` elsewhere.
 """
 
 import copyreg
+import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -24,14 +25,43 @@ from threading import Thread
 import torch
 
 from meshwright.comm.distributed import rendezvous
+from meshwright.comm.meeting import Meeting
 from meshwright.core.mesh import Mesh
 
 COLLECTIVE_SHARE = 0.8  # of the time of a call: a stuck collective gives up first, because its message names the action
 
 
+CLONE_NEWNET = 0x40000000  # of setns(2): the network only
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where in the network a worker sits: on `interface` of a network namespace, which stands for a host."""
+
+    namespace: Path
+    interface: str
+
+    def take(self) -> None:
+        """Move the calling thread, and the threads that it starts from now on, into the namespace; have gloo listen there.
+
+        Raises OSError when there is no such namespace, or this process may not enter it.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)  # os.setns is there from Python 3.12 on
+        with self.namespace.open("rb") as opened:
+            if libc.setns(opened.fileno(), CLONE_NEWNET):
+                why = os.strerror(ctypes.get_errno())
+                raise OSError(
+                    f"cannot enter the network namespace {self.namespace} ({why}). Only root may; `ip netns` lists them"
+                )
+        os.putenv("GLOO_SOCKET_IFNAME", self.interface)  # gloo takes its interface from nowhere else
+
+
 @dataclass(frozen=True)
 class Task:
-    """One rank's part of a call: `fn(world, *args)`. The ranks meet at a file in `folder`, which is empty."""
+    """One rank's part of a call: `fn(world, *args)`. The ranks meet at `meeting`, or at a file in `folder`, which is empty.
+
+    Where they can, they use `shared` memory.
+    """
 
     fn: Callable[..., object]
     args: tuple[object, ...]
@@ -39,6 +69,8 @@ class Task:
     rank: int
     folder: Path
     timeout_s: float
+    meeting: Meeting | None = None
+    shared: bool = True
 
     @property
     def stack(self) -> Path:
@@ -70,11 +102,14 @@ def by_value(message: Task | Answer) -> memoryview:
     return buffer.getbuffer()
 
 
-def serve(connection: Connection) -> None:
-    """Play tasks from `connection` until it closes. Sends one empty answer first: ready."""
+def serve(connection: Connection, seat: Seat | None = None) -> None:
+    """Play tasks from `connection` until it closes, on `seat`, or on loopback. Sends one empty answer first: ready."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt at the terminal reaches the parent, which ends its workers
     torch.set_num_threads(1)
-    _listen_on_loopback()
+    if seat is not None:
+        seat.take()
+    else:
+        _listen_on_loopback()
     Thread(target=_exit_with_parent, daemon=True).start()
     connection.send_bytes(by_value(Answer()))
     while True:
@@ -94,8 +129,10 @@ def _play(task: Task) -> memoryview:
     with task.stack.open("w") as stack:
         faulthandler.enable(stack)
         try:
+            path = None if task.meeting is not None else task.folder / "store"
+            limit_s = COLLECTIVE_SHARE * task.timeout_s
             with rendezvous(
-                task.mesh, task.rank, store_path=task.folder / "store", timeout_s=COLLECTIVE_SHARE * task.timeout_s
+                task.mesh, task.rank, store_path=path, meeting=task.meeting, timeout_s=limit_s, shared=task.shared
             ) as world:
                 try:
                     result = task.fn(world, *task.args)
@@ -112,7 +149,7 @@ def _play(task: Task) -> memoryview:
 def _listen_on_loopback() -> None:
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     if loopback:
-        os.putenv("GLOO_SOCKET_IFNAME", loopback[0])  # gloo takes its interface from nowhere else
+        os.putenv("GLOO_SOCKET_IFNAME", loopback[0])
 
 
 def _exit_with_parent() -> None:

@@ -12,8 +12,9 @@ import torch
 from rich.console import RenderableType
 from rich.table import Table
 
-from meshwright.comm.collective import CollectiveError
 from meshwright.comm.distributed import rendezvous
+from meshwright.core.errors import CollectiveError
+from meshwright.core.limits import Limits
 from meshwright.core.mesh import Mesh
 from meshwright.run.doctor import Finding, host_findings
 from meshwright.run.joining import joined
@@ -61,7 +62,7 @@ def examine(folder: Path, cache: Path, interface: str | None, ranked: Ranked | N
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         findings.insert(0, Finding("launcher", "ok", str(place)))
         try:
-            with joined(ranked, Mesh(dp_replicate=ranked.world), MEET_S) as world:
+            with joined(ranked, Mesh(dp_replicate=ranked.world), Limits.every(MEET_S)) as world:
                 findings += collective_findings(world, backend)
                 others = gathered(world, host, findings)
         except CollectiveError as error:

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 import meshwright
 from meshwright.api import judge_of
@@ -41,12 +42,13 @@ def resolve(config: Path, overrides: Sequence[str], world: int | None) -> Resolv
     mesh = {axis: plan.mesh.size(axis) for axis in AXES}
     extra = {"plan_hash": plan.hash, "version": meshwright.__version__}
     job = replace(request.job, model=plan.job.model)  # a branch of the hub has become a commit
-    return replace(request, job=job, mesh=mesh, micro_batch=plan.micro_batch, strategies=plan.strategies, extra=extra), ready
+    resolved = replace(request, job=job, mesh=mesh, micro_batch=plan.micro_batch, strategies=plan.strategies, extra=extra)
+    return replace(resolved, cluster=""), ready  # what it was asked for stands in the strategies now
 
 
 def view(resolved: Resolved, *, every: bool) -> RenderableType:
-    """The plan as a table."""
-    return plan_view(resolved[1].plan, every=every)
+    """The plan as a table; below it what was chosen for it, and why."""
+    return Group(plan_view(resolved[1].plan, every=every), *(Text(note, style="green") for note in resolved[1].notes))
 
 
 def explain(config: Path, overrides: Sequence[str]) -> Explained:

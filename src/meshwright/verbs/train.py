@@ -63,7 +63,7 @@ def _announce(ready: Prepared, console: Console) -> None:
     plan = ready.plan
     steps = f"{plan.job.train.steps} steps of {plan.job.train.batch} samples"
     console.print(f"plan {plan.hash}: {steps} on {plan.mesh}, into {plan.run.folder}", markup=False, soft_wrap=True)
-    for note in ready.data.notes:
+    for note in (*ready.notes, *ready.data.notes):
         console.print(note, markup=False, soft_wrap=True)
 
 
@@ -77,7 +77,9 @@ def train_rank(
         if ranked.place is not None and show:  # else the launching process has written it
             console.print(str(ranked.place), markup=False, soft_wrap=True)
             _write_run_plan(resolved)
-        with joined(ranked, plan.mesh) as world, ready.engine(world) as engine, ExitStack() as stack:
+        run = plan.run
+        joining = joined(ranked, plan.mesh, run.limits, check_collectives=run.check_collectives, shared=run.shared_memory)
+        with joining as world, ready.engine(world) as engine, ExitStack() as stack:
             same_plan(world, plan)
             feed = stack.enter_context(ahead(ready.feed(plan, ranked.rank), plan.run.workers))
             progress.phase = "resuming"

@@ -125,7 +125,7 @@ def verify_rank(ranked: Ranked, config: Path, overrides: Sequence[str], steps: i
     folder = Path(request.run.folder) / "verify"
     with guard(ranked.rank, folder, ranked.lifeline_fd):
         case = _case(_scaled_down(request, ranked.world) if shrink else prepared(request, ranked.world))
-        with joined(ranked, case.plan.mesh) as world:
+        with joined(ranked, case.plan.mesh, case.plan.run.limits, shared=case.plan.run.shared_memory) as world:
             report = compare_rank(case, world, run_reference(case, steps))
         path = _report_path(folder, ranked.rank)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.program import Action
 from meshwright.core.sources import DataSource
 from meshwright.core.steps import ROLE
-from meshwright.engine.meeting import Meeting
+from meshwright.engine.exchange import Exchange
 from meshwright.model.reading import Reading
 from meshwright.run.feed import ExampleData, open_feed
 from meshwright.strategies.data.batch import Batch
@@ -176,13 +176,13 @@ def test_a_checkpoint_holds_the_moments_that_the_master_alone_has(reading: Readi
 
 
 def test_a_gradient_handed_to_the_wrong_rank_is_noticed(reading: Reading, monkeypatch: pytest.MonkeyPatch):
-    taken = Meeting._handed_out
+    taken = Exchange._handed_out
 
-    def shifted(self: Meeting, action: Action, column: Any, whole: torch.Tensor | None) -> torch.Tensor:
+    def shifted(self: Exchange, action: Action, column: Any, whole: torch.Tensor | None) -> torch.Tensor:
         swapped = whole.roll(4, 0) if whole is not None and "gradient" in action.subject else whole
         return taken(self, action, column, swapped)
 
-    monkeypatch.setattr(Meeting, "_handed_out", shifted)
+    monkeypatch.setattr(Exchange, "_handed_out", shifted)
     step, quantity, _, _ = first_of(verdict_of(case_of(reading, led_plan(reading))))
     assert (step, quantity) == (0, "gradient")
 

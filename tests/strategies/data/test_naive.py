@@ -77,8 +77,8 @@ def test_it_equals_replicate_after_ten_steps(reading: Reading):
             "strategies.naive: the copies along dp_shard would all see the same samples: nothing splits",
         ),
         (
-            Naive(algorithm="ring"),
-            "strategies.naive.algorithm: there is no all-reduce algorithm 'ring'\n  repair: choose",
+            Naive(algorithm="tree <= 1 KiB"),
+            "strategies.naive.algorithm: the rule 'tree <= 1 KiB' does not say what larger messages take\n  repair: let it end",
         ),
     ],
 )

@@ -178,9 +178,14 @@ def test_its_program_is_proved(paper: Paper, precision: Precision, micro_batch: 
         (Replicate("dp_shard"), 'nothing splits the batch there\n  repair: add [[strategies]] name = "batch", axis = "dp_shard"'),
         (Replicate(bucket_mb=0.0), "strategies.replicate.bucket_mb: buckets of 0.0 MiB\n  repair: write a size above 0"),
         (Replicate(bucket_mb=float("nan")), "strategies.replicate.bucket_mb: buckets of nan MiB"),
-        (Replicate(algorithm="ring"), "strategies.replicate.algorithm: there is no all-reduce algorithm 'ring'"),
+        (Replicate(algorithm="rng"), "strategies.replicate.algorithm: there is no all_reduce algorithm 'rng'\n  repair: did you"),
+        (Replicate(algorithm="hierarchical/2"), "strategies.replicate.algorithm: hierarchical/2: 3 ranks are no whole number of"),
+        (
+            Replicate(algorithm="auto"),
+            "strategies.replicate.algorithm: auto needs the measured cost of the links\n  repair: run `mesh",
+        ),
     ],
-    ids=["no data axis", "not split", "size", "nan", "algorithm"],
+    ids=["no data axis", "not split", "size", "nan", "algorithm", "hosts", "auto"],
 )
 def test_a_field_that_cannot_be_is_refused(reading: Reading, store: Replicate, said: str):
     with pytest.raises(PlanError) as caught:

@@ -42,11 +42,13 @@ def test_parameters_that_no_step_reaches_are_sent_as_zeros():
     assert verdict_of(case_of(reading, plan)).worst["gradient"] < 1e-10
 
 
-def reduced_gradients(precision: Precision, micro_batch: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def reduced_gradients(
+    precision: Precision, micro_batch: int, store: Replicate = SMALL
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The gradients that CLIP sees on rank 1 of 3, and the sum of the magnitudes of all ranks' summands."""
     reading = reading_of()
     job = replace(tiny_job(), precision=precision)
-    plan = plan_of(reading, 3, (Batch(), SMALL), micro_batch, job)
+    plan = plan_of(reading, 3, (Batch(), store), micro_batch, job)
     assert prove(plan) == []
     feed = case_of(reading, plan).rows
     seen: dict[int, dict[str, torch.Tensor]] = {}

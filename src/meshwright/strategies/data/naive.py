@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from meshwright.comm.algorithms.rule import Rule
 from meshwright.core.anatomy import NBYTES
 from meshwright.core.errors import Fault
 from meshwright.core.job import Job
@@ -29,7 +30,10 @@ from meshwright.strategies.data.replicate import replica_faults
 
 @dataclass(frozen=True)
 class Naive(Strategy):
-    """Whole copies of the weights along `axis`; one all-reduce per parameter, after the last backward."""
+    """Whole copies of the weights along `axis`; one all-reduce per parameter, after the last backward.
+
+    `algorithm` says how each is summed: a name of comm/algorithms, or a rule by the size of the message.
+    """
 
     name: ClassVar[str] = "naive"
     phase: ClassVar[Phase] = "store"
@@ -54,9 +58,10 @@ class Naive(Strategy):
     def _reduce_each(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
         end = index_of_last(actions, "CLIP") or 0
         reduces = []
+        rule = Rule.parse(self.algorithm)
         for weight in space.anatomy.trainable:
             nbytes = weight.numel * NBYTES[job.precision.parameters]
-            transfer = Transfer("all_reduce", (self.axis,), nbytes, self.algorithm, job.precision.parameters)
+            transfer = Transfer("all_reduce", (self.axis,), nbytes, rule.pick(nbytes), job.precision.parameters)
             waits = (actions[index_of_last(actions, "B") or 0].name,)
             reduces.append(Action("REDUCE", weight.name, lane="wire", waits=waits, tensors=(weight.name,), transfer=transfer))
         clip = with_waits(actions[end], [reduce.name for reduce in reduces])

@@ -12,9 +12,10 @@ gradients over the ranks along the axis).
 
     sent per rank and step = 2 (n-1)/n * S          S: bytes of the trainable parameters in the reduction dtype
 
-Cost: 2 (n-1)/n S bytes; memory of weights, gradients and moments unchanged. A bucket is the home of its gradients: one
-contiguous buffer, made once, into which the first micro-batch's gradients are copied and later ones are added. Parameters
-that a step does not reach are packed as zeros, so no rank waits for a gradient that never comes.
+Cost: 2 (n-1)/n S bytes (`algorithm` may name one that sends more, in fewer rounds); memory of weights, gradients and moments
+unchanged. A bucket is the home of its gradients: one contiguous buffer, made once, into which the first micro-batch's
+gradients are copied and later ones are added. Parameters that a step does not reach are packed as zeros, so no rank waits for a
+gradient that never comes.
 Limits: weights, gradients and moments must fit on every rank (ZeRO shards them). With links slower than backward, the
 reduction is exposed: accumulate more micro-batches, or compress.
 Paper: Li et al. 2020, "PyTorch Distributed", arXiv 2006.15704 (bucketing and overlap, sections 3.2.2-3.2.3).
@@ -25,6 +26,8 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import ClassVar
 
+from meshwright.comm.algorithms.rule import Rule
+from meshwright.comm.algorithms.rule import faults as algorithm_faults
 from meshwright.core.anatomy import NBYTES
 from meshwright.core.errors import Fault, nearest
 from meshwright.core.job import Job
@@ -38,7 +41,11 @@ from meshwright.strategies.data.batch import DATA_AXES
 
 @dataclass(frozen=True)
 class Replicate(Strategy):
-    """Whole copies of the weights along `axis`; gradients travel in buckets of about `bucket_mb` MiB."""
+    """Whole copies of the weights along `axis`; gradients travel in buckets of about `bucket_mb` MiB.
+
+    `algorithm` says how a bucket is summed: a name of comm/algorithms, such as "ring", or a rule by the size of the message, such
+    as "doubling <= 64 KiB, else ring".
+    """
 
     name: ClassVar[str] = "replicate"
     phase: ClassVar[Phase] = "store"
@@ -83,7 +90,8 @@ class Replicate(Strategy):
             actions.insert(_behind(actions, at), packs[-1])
         last = _backwards(actions, bucket[-1], space)[-1]
         waits = tuple(dict.fromkeys((*(pack.name for pack in packs), actions[last].name)))
-        transfer = Transfer("all_reduce", (self.axis,), held.nbytes, self.algorithm, job.precision.reduce)
+        algorithm = Rule.parse(self.algorithm).pick(held.nbytes)
+        transfer = Transfer("all_reduce", (self.axis,), held.nbytes, algorithm, job.precision.reduce)
         reduce = Action("REDUCE", name, lane="wire", waits=waits, tensors=tensors, transfer=transfer)
         actions.insert(_behind(actions, last), reduce)
         if not casts:
@@ -127,10 +135,8 @@ def replica_faults(name: str, axis: str, algorithm: str, space: Space) -> Iterat
         yield Fault(text, f'add [[strategies]] name = "batch", axis = "{axis}"', f"strategies.{name}")
     else:
         yield from _apart_faults(name, axis, space)
-    if algorithm != "backend":
-        yield Fault(
-            f"there is no all-reduce algorithm '{algorithm}'", nearest(algorithm, ["backend"]), f"strategies.{name}.algorithm"
-        )
+    ranks = space.mesh.size(axis) if axis in DATA_AXES else 1
+    yield from algorithm_faults(algorithm, ranks, f"strategies.{name}.algorithm")
 
 
 def _apart_faults(name: str, axis: str, space: Space) -> Iterator[Fault]:

@@ -12,8 +12,8 @@ from meshwright.core.job import Guard, Precision, Train
 from meshwright.core.mesh import Mesh
 from meshwright.core.program import Action
 from meshwright.core.steps import ROLE
+from meshwright.engine.exchange import Exchange
 from meshwright.engine.loss import Loss
-from meshwright.engine.meeting import Meeting
 from meshwright.engine.state import Metrics
 from meshwright.strategies.data.batch import Batch
 from meshwright.strategies.data.replicate import Replicate
@@ -108,19 +108,19 @@ def test_a_step_without_any_row_is_skipped_on_all_ranks():
 @pytest.mark.parametrize("planted", ["whole gradient of what is shared", "rows of the next rank", "loss added by every rank"])
 def test_a_planted_bug_is_noticed(monkeypatch: pytest.MonkeyPatch, planted: str):
     if planted == "loss added by every rank":
-        monkeypatch.setattr(Meeting, "counts_here", True)
+        monkeypatch.setattr(Exchange, "counts_here", True)
     elif planted == "rows of the next rank":
-        monkeypatch.setattr(Meeting, "_rows_of_ranks", lambda self: [4, 3, 5])
+        monkeypatch.setattr(Exchange, "_rows_of_ranks", lambda self: [4, 3, 5])
     else:
-        kept = Meeting.give_back
+        kept = Exchange.give_back
 
-        def give_back(self: Meeting) -> None:
+        def give_back(self: Exchange) -> None:
             for place, leaf in enumerate(self._leaves.values()):
                 if place == 2 and leaf.grad is not None:
                     leaf.grad *= 3
             kept(self)
 
-        monkeypatch.setattr(Meeting, "give_back", give_back)
+        monkeypatch.setattr(Exchange, "give_back", give_back)
     verdict = verify(READING, towers_plan(READING, Mesh(dp_replicate=3)), global_batches(24), loss=CONTRASTIVE)
     assert not verdict.passed
 

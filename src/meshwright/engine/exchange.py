@@ -29,7 +29,7 @@ from meshwright.model.handed import distinct
 from meshwright.model.values import swap
 
 
-class Meeting:
+class Exchange:
     """One rank's part in it.
 
     `num_rows()` is the rows of the global batch in this step, known once COUNT has ended; `start(action, tensor)` starts the

@@ -1,0 +1,65 @@
+"""The words of `bench`: measuring this machine, or the hosts of a job."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.cli.environment import launcher, this_rank
+from meshwright.cli.faults import console, said, show_failure
+from meshwright.cli.verb import behind
+from meshwright.core.errors import PlanError
+
+Into = Annotated[Path | None, typer.Option(hidden=True, help="Where local ranks leave what they measured.")]
+
+
+def comm(
+    ranks: Annotated[str, typer.Option(help="Numbers of local ranks, one after the other (default: 2,3,4).")] = "",
+    sizes: Annotated[str, typer.Option(help="Bytes of a message: 1KiB..64MiB (doubling), or 1KiB,64KiB,4MiB.")] = "",
+    out: Annotated[Path, typer.Option(help="Write what was measured here.")] = Path("cluster.toml"),
+    html: Annotated[Path | None, typer.Option(help="Write the plot here (default: beside --out).")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few sizes and few samples: seconds, not a minute.")] = False,
+    lesson: Annotated[bool, typer.Option("--lesson", help="Show the lecture's table of algorithms, with these times.")] = False,
+    into: Into = None,
+) -> None:
+    """Measure what an all-reduce costs here by every algorithm, and write cluster.toml, from which algorithm = "auto" chooses.
+
+    Local ranks are started; under torchrun, SLURM or MPI the ranks there are measure together, within and between hosts.
+    """
+    with said():
+        rank, verb = this_rank(), behind("bench")
+        if rank is not None and ranks:
+            text = f"--ranks {ranks}, and a launcher has started {rank.world} ranks"
+            raise PlanError(text, fix="leave --ranks out, or run it without the launcher", where="--ranks")
+        wish = verb.wanted(ranks or ("" if rank is None else str(max(rank.world, 2))), sizes, quick=quick)
+        page = html or out.with_suffix(".html")
+        if rank is not None and into is not None:
+            verb.bench_rank(rank, wish, into)
+            return
+        if rank is None or rank.rank == 0:
+            verb.refuse_unwritable((out, page))
+        try:
+            cluster = verb.bench(wish, out, launcher(), console) if rank is None else verb.bench_job(rank, wish, out)
+        except verb.RanksFailed as error:
+            show_failure(error.outcome)
+            raise typer.Exit(error.outcome.code) from None
+        if cluster is None:
+            return
+        verb.show(cluster, console, lesson=lesson)
+        verb.write_page(cluster, page)
+        console.print(f"\ncluster     {out}\nplot        {page}", markup=False, soft_wrap=True)
+        console.print(
+            f'use it      in a config: cluster = "{out}", and algorithm = "auto" in its strategy', markup=False, soft_wrap=True
+        )
+
+
+def add_to(app: typer.Typer) -> None:
+    """Give `app` the word `bench`, and what can be measured behind it."""
+    bench = typer.Typer(no_args_is_help=True, help="Measure what the planner needs to know of a machine.")
+    bench.command()(comm)
+
+    @bench.callback()
+    def measured() -> None:
+        """Measure what the planner needs to know of a machine."""
+
+    app.add_typer(bench, name="bench")

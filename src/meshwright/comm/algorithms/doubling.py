@@ -1,0 +1,68 @@
+"""Recursive doubling: partners swap their whole sums, and each swap doubles the number of ranks that a sum covers.
+
+Why it works: in round k the partners are 2^k apart (their indices differ in bit k alone). Before it, the 2^k ranks of a block
+hold the sum over that block; afterwards the 2^(k+1) ranks of both blocks hold the sum over both. Partners add the same two
+summands, and a + b is b + a, so the ranks of a block hold the same bits, in every round.
+
+    n = 4     round 0              round 1              n = 5: rank 4 adds into rank 0 before, and gets the sum after
+              0 <-> 1  2 <-> 3     0 <-> 2  1 <-> 3
+
+    at powers of two: rounds = log2 n        sent per rank = S log2 n        seconds = log2 n (a + S/B)
+
+Any n: let p be the largest power of two within n. The n - p ranks above it first give their operands to the first n - p
+ranks, the p double among themselves, and the sum is handed back: two more rounds of S, for all to wait. A rank that takes one
+in sends S more, one that is taken in sends S in all.
+Cost: the fewest rounds in which a rank needs no more than one partner; log2 n times the operand.
+Limits: for short messages. The bytes grow with log2 n where the ring's and halving's stay below 2 S, so from some size on they
+win. Just above a power of two it pays most: 5 ranks take 4 rounds, 4 take 2.
+Use: short messages.
+Paper: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH", IJHPCA 19 (4.4).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from meshwright.comm.algorithms.schedule import Algorithm, Parcel, Round
+
+
+@dataclass(frozen=True)
+class Doubling(Algorithm):
+    """log2 n rounds of the whole tensor, with the rank at index xor 1, 2, 4 ..."""
+
+    name: ClassVar[str] = "doubling"
+
+    def num_pieces(self, size: int) -> int:
+        return 1
+
+    def rounds(self, size: int, index: int) -> tuple[Round, ...]:
+        power, extra, swaps = _folded(size)
+        if index >= power:
+            host = _with(index - power)
+            return Round(sends=host, adds=True), *[Round(adds=True)] * swaps, Round(receives=host)
+        doubling = [_with(index ^ (1 << bit)) for bit in range(swaps)]
+        inner = tuple(Round(partner, partner, adds=True) for partner in doubling)
+        if not extra:
+            return inner
+        guest = _with(index + power) if index < extra else ()
+        return Round(receives=guest, adds=True), *inner, Round(sends=guest)
+
+    def num_rounds(self, size: int) -> int:
+        _, extra, swaps = _folded(size)
+        return swaps + (2 if extra else 0)
+
+    def num_sent(self, size: int, index: int, numel: int) -> int:
+        power, extra, swaps = _folded(size)
+        return numel if index >= power else (swaps + (index < extra)) * numel
+
+    def seconds(self, size: int, nbytes: int, latency_s: float, bytes_per_s: float) -> float:
+        return self.num_rounds(size) * (latency_s + nbytes / bytes_per_s)
+
+
+def _folded(size: int) -> tuple[int, int, int]:
+    """The largest power of two within `size`, the ranks above it, and the rounds in which that power doubles up."""
+    swaps = size.bit_length() - 1
+    return 1 << swaps, size - (1 << swaps), swaps
+
+
+def _with(peer: int) -> tuple[Parcel, ...]:
+    return (Parcel(peer, (0,)),)

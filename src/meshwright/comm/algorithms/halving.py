@@ -1,0 +1,73 @@
+"""Recursive halving and doubling: partial sums of half of what is left travel ever shorter ways, and back again doubled.
+
+Why it works: the tensor is cut into n pieces. s counts the pieces that a rank still sums: at first all n, itself and those
+behind it in a circle. In each round s becomes s' = ceil(s/2): the far half, the pieces s' .. s-1 places on, goes to the rank
+s' places on, for which they are the nearest; it adds them. After ceil(log2 n) rounds every rank holds one finished piece, its
+own. The same rounds backwards, copying instead of adding, hand the pieces out.
+
+    n = 5     rank 0, collect                        (rank r does the same, r places on)
+    s = 5     pieces 3 4 -> rank 3     0 1 added from rank 2        (all arrows go s' places on)
+    s = 3     piece 2    -> rank 2     0 added from rank 3
+    s = 2     piece 1    -> rank 1     0 added from rank 4           rank 0 owns piece 0
+    hand out  the same three rounds, backwards: 0 -> 4, 0 -> 3, 0 1 -> 2
+
+    rounds = 2 ceil(log2 n)        sent per rank = 2 (n-1)/n S        seconds = 2 ceil(log2 n) a + 2 (n-1)/n S/B
+
+Cost: the bytes of a ring in 2 ceil(log2 n) rounds, at any n. The log is in the rounds alone: "O(log n)" does not hold for the
+bytes. The first round sends half of the tensor, the last one piece. Pieces that run over the end of the circle are packed.
+The butterfly of Rabenseifner swaps with the rank at index xor n/2, n/4 ... instead: at powers of two the same rounds and bytes;
+at other n it must fold ranks away as `doubling` does, and send S more. Here no rank is special.
+Limits: half of the tensor goes half way round the circle at once: on links that all ranks share, or between hosts, the ring
+and the hierarchical way load the far links less. Each element is summed in ceil(log2 n) steps, in an order of its own.
+Use: messages of middling and great length, the more so the more ranks.
+Paper: Traff 2024, arXiv 2410.14234 (algorithms 1 and 2); Rabenseifner 2004, "Optimization of collective reduction operations".
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+from meshwright.comm.algorithms.schedule import Algorithm, Parcel, Round, circle_length, length, log2_up
+
+
+@dataclass(frozen=True)
+class Halving(Algorithm):
+    """ceil(log2 n) rounds of half of what is left to the rank that far on, and as many back."""
+
+    name: ClassVar[str] = "halving"
+
+    def num_pieces(self, size: int) -> int:
+        return size
+
+    def rounds(self, size: int, index: int) -> tuple[Round, ...]:
+        collect, hand_out = [], []
+        for left, kept in _halves(size):
+            ahead, behind = (index + kept) % size, (index - kept) % size
+            far = Parcel(ahead, _circle(size, index + kept, left - kept))
+            near = Parcel(behind, _circle(size, index, left - kept))
+            collect.append(Round((far,), (near,), adds=True))
+            hand_out.append(Round((near,), (far,)))
+        return (*collect, *reversed(hand_out))
+
+    def num_rounds(self, size: int) -> int:
+        return 2 * log2_up(size)
+
+    def num_sent(self, size: int, index: int, numel: int) -> int:
+        collected = numel - length(numel, size, index)  # every piece but the own one leaves once
+        return collected + sum(circle_length(numel, size, index, left - kept) for left, kept in _halves(size))
+
+    def seconds(self, size: int, nbytes: int, latency_s: float, bytes_per_s: float) -> float:
+        return self.num_rounds(size) * latency_s + 2 * (size - 1) / size * nbytes / bytes_per_s
+
+
+def _halves(size: int) -> Iterator[tuple[int, int]]:
+    """The pieces that are left before each round, and after it: 5 -> 3, 3 -> 2, 2 -> 1."""
+    left = [size]
+    while left[-1] > 1:
+        left.append((left[-1] + 1) // 2)
+    return pairwise(left)
+
+
+def _circle(size: int, first: int, num: int) -> tuple[int, ...]:
+    return tuple((first + step) % size for step in range(num))

@@ -1,0 +1,51 @@
+"""Naive all-reduce: n reduces, one root after another, as lectures draw it.
+
+Why it works: a reduce brings the sum to one rank, its root. Do it once for every rank. In the round of root r all others send
+it what they held at first, and it adds everything up in the order of the ranks. So each rank computes the sum for itself,
+from the same summands in the same order, and all end with the same bits.
+
+    n = 3     round 0             round 1             round 2
+              rank 1 -> 0 <- 2    rank 0 -> 1 <- 2    rank 0 -> 2 <- 1
+
+    rounds = n        sent per rank = (n-1) S        seconds = n (a + (n-1) S/B)
+
+Cost: n/2 times the ring's bytes, and they pass one port at a time: each round takes as long as its root's port needs for (n-1) S
+while the other ports take in nothing. n S of memory more: what arrives, and the operand as it came, which is still to be sent.
+Limits: it is here to be drawn and measured. "O(n) reduces" hides a second n: each of them costs (n-1) S/B at its root.
+Rounds in turn are what makes it naive: all at once they are `parallel`.
+Use: to see what the others save.
+Paper: Chan et al. 2007, "Collective communication: theory, practice, and experience", CCPE 19 (reduce and its costs).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from meshwright.comm.algorithms.schedule import Algorithm, Parcel, Round
+
+WHOLE = (0,)
+
+
+@dataclass(frozen=True)
+class Naive(Algorithm):
+    """n rounds: in round r everyone sends its whole operand to rank r."""
+
+    name: ClassVar[str] = "naive"
+
+    def num_pieces(self, size: int) -> int:
+        return 1
+
+    def rounds(self, size: int, index: int) -> tuple[Round, ...]:
+        if size == 1:
+            return ()
+        others = tuple(Parcel(other, WHOLE) for other in range(size) if other != index)
+        as_root = Round(receives=others, adds=True, fresh=True)
+        return tuple(as_root if root == index else Round(sends=(Parcel(root, WHOLE),), fresh=True) for root in range(size))
+
+    def num_rounds(self, size: int) -> int:
+        return size if size > 1 else 0
+
+    def num_sent(self, size: int, index: int, numel: int) -> int:
+        return (size - 1) * numel
+
+    def seconds(self, size: int, nbytes: int, latency_s: float, bytes_per_s: float) -> float:
+        return self.num_rounds(size) * (latency_s + (size - 1) * nbytes / bytes_per_s)

@@ -1,0 +1,56 @@
+"""Ring all-reduce: pieces travel round a ring, first collecting summands, then handing out sums.
+
+Why it works: the tensor is cut into n pieces. In each of the first n-1 rounds every rank hands one partial sum to its right
+neighbour and adds its own summand to the one that came from the left; after that each rank owns one finished piece. In n-1
+more rounds the finished pieces go round once. Every link carries one piece in every round, so none is idle.
+
+    n = 3     rank 0          rank 1          rank 2             (a0 = piece a of rank 0)
+    collect   sends c0 -> 1   sends a1 -> 2   sends b2 -> 0
+              sends b2+b0     sends c0+c1     sends a1+a2
+    hand out  owns a          owns b          owns c             then n-1 rounds of copies
+
+    rounds = 2 (n-1)        sent per rank = 2 (n-1)/n S        seconds = 2 (n-1) a + 2 (n-1)/n S/B
+
+Cost: the least bytes there can be, in the most rounds: 2 (n-1) latencies. A piece is summed in the order in which it passes
+the ranks; its owner's sum is the one that all receive.
+Limits: for short messages the latency decides, and it grows with n. The textbook's "independent of n" holds for the bytes
+only. The slowest link sets the pace of all.
+Use: long messages.
+Paper: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (section 3).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from meshwright.comm.algorithms.schedule import Algorithm, Parcel, Round, length
+
+
+@dataclass(frozen=True)
+class Ring(Algorithm):
+    """2 (n-1) rounds of one piece each, to the right neighbour."""
+
+    name: ClassVar[str] = "ring"
+
+    def num_pieces(self, size: int) -> int:
+        return size
+
+    def rounds(self, size: int, index: int) -> tuple[Round, ...]:
+        right, left = (index + 1) % size, (index - 1) % size
+        collect = [self._round(size, right, left, index - 1 - step, adds=True) for step in range(size - 1)]
+        hand_out = [self._round(size, right, left, index - step, adds=False) for step in range(size - 1)]
+        return (*collect, *hand_out)
+
+    def num_rounds(self, size: int) -> int:
+        return 2 * (size - 1)
+
+    def num_sent(self, size: int, index: int, numel: int) -> int:
+        # every piece goes out twice, but for the own one in the first turn and the right neighbour's in the second
+        kept = length(numel, size, index) + length(numel, size, (index + 1) % size)
+        return 2 * numel - kept if size > 1 else 0
+
+    def seconds(self, size: int, nbytes: int, latency_s: float, bytes_per_s: float) -> float:
+        return 2 * (size - 1) * (latency_s + nbytes / size / bytes_per_s)
+
+    def _round(self, size: int, right: int, left: int, piece: int, *, adds: bool) -> Round:
+        """`piece` goes to the right; the one before it comes from the left."""
+        return Round((Parcel(right, (piece % size,)),), (Parcel(left, ((piece - 1) % size,)),), adds)

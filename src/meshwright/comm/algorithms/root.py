@@ -1,0 +1,51 @@
+"""Root all-reduce: one rank gathers all operands, adds them up, and hands out the sum.
+
+Why it works: there is one sum, made in one place, in the order of the ranks. Everybody else gets a copy of it.
+
+    n = 3     gather                hand out
+              rank 1 -> 0 <- 2      rank 1 <- 0 -> 2
+
+    rounds = 2        sent per rank = S, by the root (n-1) S        seconds = 2 (a + (n-1) S/B)
+
+Cost: two rounds whatever n is, and the root's port carries (n-1) S each way: the hottest rank sends n/2 times what each rank
+of a ring sends. The root keeps (n-1) S of arrivals until they are added.
+Limits: "two rounds" is a count of latencies, not of time: through the root's one port all n-1 operands pass one behind the
+other. `tree` keeps the one owner, and shares the root's load with others.
+Use: messages so short that latency is all, among few ranks; or to see what one master costs.
+Paper: Chan et al. 2007, "Collective communication: theory, practice, and experience", CCPE 19 (gather, broadcast).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from meshwright.comm.algorithms.schedule import Algorithm, Parcel, Round
+
+ROOT, WHOLE = 0, (0,)
+
+
+@dataclass(frozen=True)
+class Root(Algorithm):
+    """2 rounds: all to the rank at index 0, and the sum back to all."""
+
+    name: ClassVar[str] = "root"
+
+    def num_pieces(self, size: int) -> int:
+        return 1
+
+    def rounds(self, size: int, index: int) -> tuple[Round, ...]:
+        if size == 1:
+            return ()
+        if index == ROOT:
+            others = tuple(Parcel(other, WHOLE) for other in range(size) if other != ROOT)
+            return Round(receives=others, adds=True), Round(sends=others)
+        to_root = (Parcel(ROOT, WHOLE),)
+        return Round(sends=to_root, adds=True), Round(receives=to_root)
+
+    def num_rounds(self, size: int) -> int:
+        return 2 if size > 1 else 0
+
+    def num_sent(self, size: int, index: int, numel: int) -> int:
+        return (size - 1) * numel if index == ROOT else numel
+
+    def seconds(self, size: int, nbytes: int, latency_s: float, bytes_per_s: float) -> float:
+        return self.num_rounds(size) * (latency_s + (size - 1) * nbytes / bytes_per_s)

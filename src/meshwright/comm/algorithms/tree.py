@@ -1,0 +1,61 @@
+"""Tree all-reduce: sums climb a binomial tree to rank 0, and come down the same way.
+
+Why it works: in round k of the climb the ranks whose lowest set bit is k give their sum to the rank 2^k below and are done;
+their number halves each time. The way down is the same, backwards. There is one sum, made at rank 0: all get its bits.
+
+    n = 5     round 0          round 1     round 2     and back: round 3 is 2, round 4 is 1, round 5 is 0
+              1 -> 0  3 -> 2   2 -> 0      4 -> 0
+
+    rounds = 2 ceil(log2 n)        sent per rank = S to its parent, S to each child        seconds = 2 ceil(log2 n) (a + S/B)
+
+Cost: 2 ceil(log2 n) rounds at any n, no power of two needed. In all 2 (n-1) S pass the links, as in a ring; but rank 0 sends
+ceil(log2 n) S and half of the ranks only S.
+Limits: "O(log n)" counts rounds of the whole tensor, S/B each: for long messages log2 n times the ring's time. Half of the
+ranks are idle after the first round. `doubling` takes half of the rounds, or two more than that where n is no power of two, by
+keeping all ports busy; a tree sends less in all.
+Use: short messages among ranks that share their links.
+Paper: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH", IJHPCA 19
+(binomial trees, 4.2 and 4.5).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from meshwright.comm.algorithms.schedule import Algorithm, Parcel, Round, log2_up
+
+
+@dataclass(frozen=True)
+class Tree(Algorithm):
+    """ceil(log2 n) rounds of the whole tensor up to the rank at index 0, as many down."""
+
+    name: ClassVar[str] = "tree"
+
+    def num_pieces(self, size: int) -> int:
+        return 1
+
+    def rounds(self, size: int, index: int) -> tuple[Round, ...]:
+        up = tuple(self._climb(size, index))
+        down = tuple(Round(sends=each.receives, receives=each.sends) for each in reversed(up))
+        return (*up, *down)
+
+    def num_rounds(self, size: int) -> int:
+        return 2 * log2_up(size)
+
+    def num_sent(self, size: int, index: int, numel: int) -> int:
+        above = index & -index if index else size  # a child is nearer than the parent
+        children = sum(1 << bit < above and index + (1 << bit) < size for bit in range(log2_up(size)))
+        return (children + (index > 0)) * numel
+
+    def seconds(self, size: int, nbytes: int, latency_s: float, bytes_per_s: float) -> float:
+        return self.num_rounds(size) * (latency_s + nbytes / bytes_per_s)
+
+    def _climb(self, size: int, index: int) -> Iterator[Round]:
+        for bit in range(log2_up(size)):
+            far = 1 << bit
+            if index % (2 * far) == far:
+                yield Round(sends=(Parcel(index - far, (0,)),), adds=True)
+            elif index % (2 * far) == 0 and index + far < size:
+                yield Round(receives=(Parcel(index + far, (0,)),), adds=True)
+            else:
+                yield Round(adds=True)

@@ -1,0 +1,52 @@
+"""Who is on this host: a name that its processes share, and processes that are known again after others took their number."""
+
+import os
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of this host: its number, and when it started, in ticks since boot (numbers are used again)."""
+
+    number: int
+    started: int
+
+    @classmethod
+    def own(cls) -> Self:
+        """The one that asks."""
+        number = os.getpid()
+        return cls(number, _status(number)[0])
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is still there, and not a corpse that its parent has not buried."""
+        try:
+            started, dead = _status(self.number)
+        except (OSError, psutil.Error):
+            return False
+        return started == self.started and not dead
+
+
+def host_name() -> str:
+    """A name that two processes share when one can see the other under /proc; "" where that cannot be known."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        spaces = os.readlink("/proc/self/ns/pid"), os.readlink("/proc/thread-self/ns/net")  # with another network: another host
+        return boot + "".join(spaces)
+    return ""
+
+
+def _status(number: int) -> tuple[int, bool]:
+    """When a process started, and whether it is dead. Raises OSError or psutil.Error when there is none."""
+    if sys.platform != "linux":
+        process = psutil.Process(number)
+        return int(process.create_time()), process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    # the fields behind the name, which may hold anything: first the state; the 20th is the start
+    fields = Path(f"/proc/{number}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return int(fields[19]), fields[0] in "ZX"

@@ -1,0 +1,293 @@
+"""Ranks are processes: the collectives of torch.distributed, on gloo (CPU) or NCCL (GPU).
+
+gloo moves as many bytes for a reduce_scatter as for an all_reduce. Here it is an all_to_all and a sum of what arrived,
+in rank order: half the bytes, and 2.6 times as fast (4 processes on one host).
+
+An all_reduce by another algorithm than the backend's own is played here over send and receive: on a CPU in a lane
+(comm/lane.py), on a GPU on a stream of the group's own, so that it runs beside the computation in either case.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from meshwright.comm.algorithms import BACKEND, named
+from meshwright.comm.asked import Asked
+from meshwright.comm.collective import PAIRWISE, Call, announce, slices
+from meshwright.comm.fake import Done
+from meshwright.comm.group import Group, Work, World
+from meshwright.comm.lane import Lane
+from meshwright.comm.rounds import Parcels, playing
+from meshwright.comm.stall import Lookout
+from meshwright.comm.sums import SUMMABLE, ordered_sum
+from meshwright.core.errors import CollectiveError
+from meshwright.core.mesh import AXES
+
+OWN, ROUND, CUT = 0, 1, 2  # tags: what a caller sends, what rounds send, and what never comes, do not meet
+
+
+class TorchWork(Work):
+    """A `dist.Work` under way, what is left to do on this rank when it ends, and what to say when it fails.
+
+    `keep` are the tensors that the backend reads or fills: they live until the wait.
+    """
+
+    def __init__(self, work: dist.Work, asked: Asked, keep: tuple[torch.Tensor, ...], finish: Callable[[], None] | None) -> None:
+        self._work: dist.Work | None = work
+        self._asked = asked
+        self._keep = keep
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Return when the result is in place. Raises CollectiveError when a peer is gone or did not come in time."""
+        if self._work is None:
+            return
+        self._asked.wait(self._work)
+        if self._finish is not None:
+            self._finish()
+        self._work, self._keep, self._finish = None, (), None
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Have `call` called when the backend has done its part."""
+        if self._work is None:
+            call()
+        else:
+            self._work.get_future().add_done_callback(lambda future: call())
+
+
+class PairWork(Work):
+    """A send or a receive under way, of which gloo tells only those who wait."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._calls: list[Callable[[], None]] = []
+        self._over = False
+
+    def wait(self) -> None:
+        """Return when the tensor has been handed over, or has come. Raises CollectiveError when the peer is gone."""
+        self._work.wait()
+        self._over = True
+        while self._calls:
+            self._calls.pop(0)()
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Have `call` called by whoever waits."""
+        if self._over:
+            call()
+        else:
+            self._calls.append(call)
+
+
+class StreamWork(Work):
+    """Rounds that were given to a stream of their own; `keep` lives until the wait."""
+
+    def __init__(self, event: torch.cuda.Event, stream: torch.cuda.Stream, keep: torch.Tensor) -> None:
+        self._event, self._stream = event, stream
+        self._keep: torch.Tensor | None = keep
+
+    def wait(self) -> None:
+        """Have later kernels of this stream see the result."""
+        torch.cuda.current_stream().wait_event(self._event)
+        self._keep = None
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Call `call` on the stream of the rounds."""
+        with torch.cuda.stream(self._stream):
+            call()
+
+
+class TorchGroup(Group):
+    """The ranks along some axes, joined by a process group."""
+
+    def __init__(
+        self, axes: tuple[str, ...], ranks: tuple[int, ...], joined: dist.ProcessGroup, world: World, lookout: Lookout
+    ) -> None:
+        self.axes = axes
+        self.ranks = ranks
+        self.index = ranks.index(world.rank)
+        self.ledger = world.ledger
+        self._joined = joined
+        self.device = world.device
+        self.lookout = lookout
+        self.transport = dist.get_backend(joined)
+        self.on_gloo = self.transport == "gloo"
+        # groups over different axes may be the same ranks and share `joined`, while each has a lane of its own
+        self._round = ROUND + sum(2 << AXES.index(axis) for axis in axes)
+        self._lane: Lane | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def close(self) -> None:
+        """Let the thread of the group end, where it has one."""
+        if self._lane is not None:
+            self._lane.close()
+
+    def cut(self) -> None:
+        """Break the connections, so that what is under way ends with an error, here and on the peers: gloo alone waits for it."""
+        if self.on_gloo:
+            peer = (self.index + 1) % self.size
+            with suppress(RuntimeError):  # a receive that is late makes gloo close every connection of the group
+                self._joined.recv([torch.empty(1)], peer, CUT).wait(timedelta(milliseconds=1))
+
+    def send(self, tensor: torch.Tensor, *, target: int, action: str = "") -> Work:
+        """Send `tensor` to the rank at index `target`."""
+        call = announce(self, "send", tensor, action=action, source=target)
+        return self._issue(call, partial(_pairwise, dist.isend, _flat(tensor), self.ranks[target]), keep=(tensor,))
+
+    def receive(self, tensor: torch.Tensor, *, source: int, action: str = "") -> Work:
+        """Fill `tensor` with what the rank at index `source` sends."""
+        call = announce(self, "receive", tensor, action=action, source=source)
+        return self._issue(call, partial(_pairwise, dist.irecv, _flat(tensor), self.ranks[source]), keep=(tensor,))
+
+    def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = BACKEND) -> Work:
+        """Sum `tensor` over the group, in place.
+
+        Raises PlanError for an algorithm that is unknown, or cannot run in this group.
+        """
+        call = announce(self, "all_reduce", tensor, action=action, algorithm=algorithm)
+        if algorithm != BACKEND:
+            return self._play(call, _flat(tensor))
+        return self._issue(call, partial(dist.all_reduce, _flat(tensor)), keep=(tensor,))
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
+        """Fill `output` (size x tensor.numel() elements) with every rank's `tensor`, in rank order."""
+        call = announce(self, "all_gather", tensor, output, action=action)
+        return self._issue(call, partial(_renamed("all_gather"), _flat(output), _flat(tensor)), keep=(output, tensor))
+
+    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
+        """Fill `output` with this rank's slice of the sum of `tensor` (size x output.numel() elements)."""
+        call = announce(self, "reduce_scatter", tensor, output, action=action)
+        if not self.on_gloo:
+            start = partial(_renamed("reduce_scatter"), _flat(output), _flat(tensor))
+            return self._issue(call, start, keep=(output, tensor))
+        arrived = torch.empty_like(tensor)
+
+        def finish() -> None:
+            with torch.no_grad():
+                output.view(-1).copy_(ordered_sum(slices(arrived, self.size)))
+
+        start = partial(dist.all_to_all_single, _flat(arrived), _flat(tensor))
+        return self._issue(call, start, keep=(tensor, arrived), finish=finish)
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
+        """Send slice i of `tensor` to rank i; slice i of `output` comes from rank i."""
+        call = announce(self, "all_to_all", tensor, output, action=action)
+        return self._issue(call, partial(dist.all_to_all_single, _flat(output), _flat(tensor)), keep=(output, tensor))
+
+    def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:
+        """Overwrite `tensor` with that of the rank at index `source` of the group."""
+        call = announce(self, "broadcast", tensor, action=action, source=source)
+        return self._issue(call, partial(dist.broadcast, _flat(tensor), src=self.ranks[source]), keep=(tensor,))
+
+    def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, *, source: int = 0, action: str = "") -> Work:
+        """Fill `output` with this rank's slice of the source's `tensor` (size x output.numel() elements; None elsewhere)."""
+        call = announce(self, "scatter", output, tensor, action=action, source=source)
+        pieces = None if tensor is None else list(slices(_flat(tensor), self.size))
+        start = partial(dist.scatter, _flat(output), pieces, src=self.ranks[source])
+        return self._issue(call, start, keep=(output, *(pieces or ())))
+
+    def gather(self, output: torch.Tensor | None, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
+        """Fill the target's `output` (size x tensor.numel() elements; None elsewhere) with all ranks' `tensor`, in rank order."""
+        call = announce(self, "gather", tensor, output, action=action, source=target)
+        pieces = None if output is None else list(slices(_flat(output), self.size))
+        start = partial(dist.gather, _flat(tensor), pieces, dst=self.ranks[target])
+        return self._issue(call, start, keep=(tensor, *(pieces or ())))
+
+    def reduce(self, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
+        """Sum `tensor` over the group, in place on the rank at index `target`; the others' may hold anything afterwards."""
+        call = announce(self, "reduce", tensor, action=action, source=target)
+        return self._issue(call, partial(dist.reduce, _flat(tensor), dst=self.ranks[target]), keep=(tensor,))
+
+    def barrier(self, *, action: str = "") -> None:
+        """Return when every rank has come."""
+        call = announce(self, "barrier", torch.empty(0), action=action)
+        token = torch.zeros(1, device=self.device)
+        self._issue(call, partial(dist.all_reduce, token), keep=(token,)).wait()
+        token.item()  # on a GPU, wait only orders streams; reading the value makes the host wait too
+
+    def _play(self, call: Call, flat: torch.Tensor) -> Work:
+        if flat.numel() == 0:
+            return Done()
+        rounds = playing(named(call.algorithm), self.size, self.index, flat)
+        asked = Asked(self, call, self.lookout, on_gloo=self.on_gloo, pairwise=True)
+        if flat.is_cuda:
+            self._stream = self._stream or torch.cuda.Stream(flat.device)
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream), torch.no_grad():
+                for sends, receives in rounds:
+                    self._deliver(asked, sends, receives)
+                event = torch.cuda.Event()
+                event.record()
+            return StreamWork(event, self._stream, flat)
+        self._lane = self._lane or Lane(f"rounds over {' x '.join(self.axes)}")
+
+        def play() -> None:
+            with torch.no_grad():  # a thread has a mode of its own
+                for sends, receives in rounds:
+                    self._deliver(asked, sends, receives)
+
+        return self._lane.put(play)
+
+    def _deliver(self, asked: Asked, sends: Parcels, receives: Parcels) -> None:
+        """Send and receive the parcels of one round; on a GPU, have the stream do it."""
+        if not sends and not receives:
+            return
+        try:
+            works = self._started(sends, receives)
+        except RuntimeError as error:
+            raise asked.failed(error) from error
+        for work in works:
+            asked.wait(work)
+
+    def _started(self, sends: Parcels, receives: Parcels) -> list[dist.Work]:
+        if self.on_gloo:  # straight to the backend: batches and ranks of the world cost 0.1 ms more per round of Python
+            arriving = [self._joined.recv([tensor], peer, self._round) for peer, tensor in receives]
+            return arriving + [self._joined.send([tensor], peer, self._round) for peer, tensor in sends]
+        ops = [dist.P2POp(dist.irecv, tensor, self.ranks[peer], self._joined, self._round) for peer, tensor in receives]
+        ops += [dist.P2POp(dist.isend, tensor, self.ranks[peer], self._joined, self._round) for peer, tensor in sends]
+        return dist.batch_isend_irecv(ops)  # NCCL starts them together, or they would wait for each other
+
+    def _issue(
+        self,
+        call: Call,
+        start: Callable[..., dist.Work | None],
+        *,
+        keep: tuple[torch.Tensor, ...],
+        finish: Callable[[], None] | None = None,
+    ) -> Work:
+        if keep[0].numel() == 0:
+            return Done()  # nothing to move, on any rank
+        pairwise = call.collective in PAIRWISE
+        asked = Asked(self, call, self.lookout, on_gloo=self.on_gloo, pairwise=pairwise)
+        try:
+            work = start(group=self._joined, async_op=True)
+        except RuntimeError as error:
+            raise asked.failed(error) from error
+        if work is None:
+            text = f"{call}: torch.distributed does not count this process into ranks {', '.join(map(str, self.ranks))}"
+            raise CollectiveError(f"{text}. Ask the world of this process for groups")
+        issued = TorchWork(work, asked, keep, finish)
+        return PairWork(issued) if pairwise else issued
+
+
+def _renamed(collective: str) -> Callable[..., dist.Work | None]:
+    # newer torch warns at the old names of these two, older torch has only those
+    old = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}[collective]
+    new = f"{collective}_single"
+    return vars(dist)[new if new in vars(dist) else old]
+
+
+def _pairwise(
+    start: Callable[..., dist.Work | None], tensor: torch.Tensor, peer: int, *, group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    return start(tensor, peer, group=group, tag=OWN)  # send and receive know no other way than async
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() == 1 and not tensor.requires_grad and tensor.dtype in SUMMABLE:
+        return tensor  # as it mostly is: 2 us less
+    flat = tensor.detach().view(-1)
+    return flat if flat.dtype in SUMMABLE else flat.view(torch.uint8)  # what gloo does not know, int16 and float8 say, is moved

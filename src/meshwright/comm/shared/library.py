@@ -1,0 +1,125 @@
+"""The C part, compiled when it is first used, and kept for later processes of this user.
+
+It is compiled for the very processor it runs on, so the file is named by a hash of the source, the compiler and what the
+processor can do. It lies in a folder that only this user can write to: whoever can write there can run code as this user.
+"""
+
+import ctypes
+import fcntl
+import functools
+import os
+import pwd
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+HERE, SOURCES = Path(__file__).parent, ("memory.c", "chunks.h", "sums.h", "bell.h")
+COMPILERS = ("cc", "gcc", "clang")
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC")
+COMPILE_S = 120.0
+
+POINTER, NUMBER, WORD, TIME_NS = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int64
+SIGNATURES = {  # memory.c: what goes in, what comes out
+    "shared_bytes": ((ctypes.c_int,), ctypes.c_size_t),
+    "shared_map": ((ctypes.c_int, ctypes.c_int, ctypes.c_int, TIME_NS), POINTER),
+    "shared_unmap": ((POINTER,), None),
+    "shared_post": ((POINTER, NUMBER, WORD, WORD, WORD, POINTER, POINTER, NUMBER), ctypes.c_int),
+    "shared_finish": ((POINTER, NUMBER, TIME_NS), ctypes.c_int),
+    "shared_room": ((POINTER, NUMBER, TIME_NS), ctypes.c_int),
+    "shared_agree": ((POINTER, NUMBER), ctypes.c_int),
+    "shared_said": ((POINTER, NUMBER, ctypes.c_int, ctypes.POINTER(NUMBER)), ctypes.c_int),
+    "shared_awaits": ((POINTER, NUMBER, ctypes.c_int, ctypes.c_int), ctypes.c_int),
+    "shared_has_left": ((POINTER, ctypes.c_int), ctypes.c_int),
+    "shared_leave": ((POINTER,), None),
+}
+
+
+class Unavailable(Exception):
+    """Why this process cannot share memory, in words for the log."""
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The compiled library; compiles it where no earlier process has.
+
+    Raises Unavailable when there is no Linux, no compiler, no folder to keep it in, or when it cannot be loaded.
+    """
+    if sys.platform != "linux":
+        raise Unavailable(f"it needs Linux, and this is {sys.platform}")
+    path = _compiled(_cache_folder())
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise Unavailable(f"{path} cannot be loaded ({error})") from error
+    for name, (given, returned) in SIGNATURES.items():
+        function = getattr(library, name)  # kept by the library; library[name] is new each time
+        function.argtypes, function.restype = given, returned
+    return library
+
+
+@functools.cache
+def sources() -> bytes:
+    """The C part as it is written."""
+    return b"".join((HERE / name).read_bytes() for name in SOURCES)
+
+
+def _compiled(folder: Path) -> Path:
+    """The library in `folder`. Raises Unavailable."""
+    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise Unavailable(f"there is no C compiler (looked for {', '.join(COMPILERS)}); install one, such as gcc")
+    found = Path(compiler).resolve()
+    version = f"{found} {found.stat().st_size} {found.stat().st_mtime_ns}"  # asking it would start a process on every rank
+    key = sha256("\n".join((version, _processor(), *FLAGS)).encode() + sources()).hexdigest()[:32]
+    path = folder / f"shared-{key}.so"
+    try:
+        with (folder / "compiling").open("wb") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)  # ranks start together: one compiles, the others find it done
+            if not path.exists():
+                part = folder / f".{path.name}.{os.getpid()}.part"
+                _run(compiler, *FLAGS, "-o", str(part), str(HERE / SOURCES[0]))
+                part.replace(path)
+        if path.stat().st_uid != os.getuid():
+            raise Unavailable(f"{path} belongs to another user; remove it")
+    except OSError as error:
+        raise Unavailable(f"nothing can be written to {folder} ({error.strerror})") from error
+    return path
+
+
+def _run(*command: str) -> None:
+    try:
+        subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=COMPILE_S, check=True)
+    except subprocess.CalledProcessError as error:
+        lines = (error.stderr or error.stdout).strip().splitlines() or ["it said nothing"]
+        raise Unavailable(f"{command[0]} failed: {lines[0]}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(f"{command[0]} did not run ({error})") from error
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _cache_folder() -> Path:
+    """A folder of this user's own: in the home folder, or where temporary files go. Raises Unavailable."""
+    user = os.getuid()
+    places = [Path(tempfile.gettempdir()) / f"meshwright-native-{user}"]
+    with suppress(KeyError):  # a container may run a user that nobody has named
+        places.insert(0, Path(pwd.getpwuid(user).pw_dir) / ".cache" / "meshwright" / "native")
+    for place in places:
+        try:
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            continue
+        found = place.lstat()
+        private = stat.S_ISDIR(found.st_mode) and found.st_uid == user and not found.st_mode & 0o077
+        if private and os.access(place, os.W_OK):
+            return place
+    shown = " or ".join(map(str, places))
+    raise Unavailable(f"there is no private folder at {shown}; needed is one that only this user can read and write")

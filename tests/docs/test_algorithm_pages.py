@@ -1,0 +1,66 @@
+"""The pages of the algorithms, from a small package made for the purpose and from the real one."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from docs.generate import pages, stale, write
+
+ROOT = Path(__file__).parents[2]
+SWAP = '''"""Swap all-reduce: two ranks swap.
+
+    rounds = 1      sent per rank = S | S      seconds = a + S/B
+    and so on
+
+Cost: little.
+Use: two ranks,
+  no more.
+Paper: none.
+"""
+
+class Swap(Algorithm):
+    """One round."""
+'''
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "src/meshwright/comm/algorithms"
+    folder.mkdir(parents=True)
+    (folder / "swap.py").write_text(SWAP)
+    (folder / "schedule.py").write_text('"""The words."""\n\nclass Algorithm(ABC):\n    """One way."""\n')
+    return tmp_path
+
+
+def test_every_algorithm_has_a_page_and_its_formulas_stand_in_the_index(root: Path):
+    assert "docs/algorithms/swap.md" in write(root)
+    assert "**Use:** two ranks," in (root / "docs/algorithms/swap.md").read_text()
+    index = (root / "docs/algorithms/README.md").read_text()
+    assert r"| [swap](swap.md) | 1 | S \| S | a + S/B | two ranks, no more. |" in index
+    assert "schedule" not in index
+
+
+def test_a_page_is_stale_after_a_change_and_gone_with_its_algorithm(root: Path):
+    write(root)
+    source = root / "src/meshwright/comm/algorithms/swap.py"
+    source.write_text(SWAP.replace("a + S/B", "2 a"))
+    assert stale(root) == ["docs/algorithms/swap.md is not up to date", "docs/algorithms/README.md is not up to date"]
+    source.unlink()
+    assert "docs/algorithms/swap.md describes nothing that is there" in stale(root)
+    write(root)
+    assert not (root / "docs/algorithms/swap.md").exists()
+
+
+@pytest.mark.parametrize("word", ["rounds", "sent", "seconds", "Use:"])
+def test_an_essay_that_does_not_say_all_is_refused(root: Path, word: str):
+    (root / "src/meshwright/comm/algorithms/swap.py").write_text(re.sub(rf"\b{word}", "something", SWAP))
+    with pytest.raises(ValueError, match=r"swap\.py: its essay has nothing like .*; say rounds = "):
+        pages(root)
+
+
+def test_the_index_of_the_package_lists_all_algorithms():
+    index = pages(ROOT)["docs/algorithms/README.md"]
+    names = ["backend", "doubling", "halving", "hierarchical", "naive", "parallel", "ring", "root", "tree"]
+    assert re.findall(r"^\| \[(\w+)\]", index, re.MULTILINE) == names
+    assert "| [ring](ring.md) | 2 (n-1) | 2 (n-1)/n S | 2 (n-1) a + 2 (n-1)/n S/B | long messages. |" in index
