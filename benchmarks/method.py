@@ -39,12 +39,14 @@ Figure = Literal["cpu_s", "wall_s"]
 class Cost:
     """What one step cost: CPU seconds of all ranks with all their threads, wall seconds of the slowest rank.
 
-    `notes` is what each rank's step returned: a loss, a peak of memory; None where it returned nothing.
+    `notes` is what each rank's step returned: a loss, a peak of memory; None where it returned nothing. `others_s` are CPU
+    seconds of the ranks that are not compared, but are no load from outside either.
     """
 
     cpu_s: float
     wall_s: float
     notes: tuple[object, ...] = ()
+    others_s: float = 0.0
 
 
 class Configuration(Protocol):
@@ -125,7 +127,7 @@ def measure(configurations: Sequence[Configuration], window: Window = Window(), 
         rounds = [_round(configurations, run)]
         while sum(map(_wall, rounds)) < window.window_s:
             rounds.append(_round(configurations, run + len(rounds)))
-        outside.append(meter.outside(sum(cost.cpu_s for costs in rounds for cost in costs.values())))
+        outside.append(meter.outside(sum(cost.cpu_s + cost.others_s for costs in rounds for cost in costs.values())))
         run += len(rounds)
         if outside[-1] > window.threshold:
             discarded += len(rounds)

@@ -13,7 +13,6 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -29,12 +28,10 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.run import Run
 from meshwright.core.strategy import Strategy
-from meshwright.engine.evaluation import Evaluation
 from meshwright.engine.loss import Batch, Loss, check_loss, judge_of, token_cross_entropy
 from meshwright.engine.optimizers import MakeOptimizer
 from meshwright.engine.player import Player
-from meshwright.engine.state import Metrics, State, Subject
-from meshwright.model.blueprint import Blueprint
+from meshwright.engine.state import State, Subject
 from meshwright.model.dice import Dice
 from meshwright.model.given import completed
 from meshwright.model.norms import split_faults
@@ -42,13 +39,10 @@ from meshwright.model.reading import Reading
 from meshwright.model.reading import read as read_model
 from meshwright.model.sources import Model, load_factory, with_weights
 from meshwright.model.wide import widened
-from meshwright.run.checkpoint import load
-from meshwright.run.export import Exported, Trained, export
-from meshwright.run.resume import check_model
-from meshwright.run.shards import read_manifest
-from meshwright.run.train import save_held
+from meshwright.run.rank import Engine, share
 from meshwright.strategies.data.batch import Batch as SplitBatch
 from meshwright.strategies.data.replicate import Replicate
+from meshwright.strategies.data.zero import Zero
 from meshwright.testing.spawn import on_threads
 from meshwright.verifier.parity import alone_job, compare_rank, exact_job, judge
 from meshwright.verifier.reference import Case, run_reference
@@ -95,8 +89,13 @@ def make_plan(
 
 
 def default_strategies(mesh: Mesh) -> tuple[Strategy, ...]:
-    """What a mesh gets when nothing is asked for: the batch split and the weights replicated along dp_replicate."""
-    return (SplitBatch(), Replicate()) if mesh.dp_replicate > 1 else ()
+    """What a mesh gets when nothing is asked for: the batch split along the data axes, whole copies of the weights along
+    dp_replicate, and shards of all that is kept along dp_shard.
+    """
+    if mesh.dp_shard == 1:
+        return (SplitBatch(), Replicate()) if mesh.dp_replicate > 1 else ()
+    split = SplitBatch(axis="dp_shard")
+    return (SplitBatch(), split, Zero(across="dp_replicate")) if mesh.dp_replicate > 1 else (split, Zero())
 
 
 def build(
@@ -145,91 +144,6 @@ def make_subject(reading: Reading, device: torch.device, dtype: torch.dtype, fak
 def make_dice(reading: Reading, plan: Plan) -> Dice | None:
     """The stateless dropout of this model; None when its training draws nothing."""
     return Dice(plan.job.train.seed, reading.sites) if reading.anatomy.random else None
-
-
-class Engine:
-    """One rank of a plan with the user's own loop around it."""
-
-    def __init__(self, plan: Plan, player: Player, world: World, blueprint: Blueprint) -> None:
-        self.plan, self.player, self.world, self._blueprint = plan, player, world, blueprint
-
-    @property
-    def module(self) -> nn.Module:
-        """The model that is trained, on this rank."""
-        return self.player.state.subject.module
-
-    @property
-    def steps_done(self) -> int:
-        """Global steps taken so far, those before a resume included."""
-        return self.player.steps_done
-
-    def step(self, batch: Batch | None, *, stop: bool = False) -> Metrics:
-        """Train one global step on this rank's rows (see `share`); every rank gets the same metrics back."""
-        ledger = self.world.ledger
-        ledger.phase, ledger.step = "first_step" if ledger.step is None else "step", self.steps_done + 1
-        return self.player.step(batch, stop=stop)
-
-    def evaluate(self, batches: Iterable[Batch | None]) -> Evaluation:
-        """The loss over `batches`, exact over all ranks, each of which calls this with its own rows (see `share`).
-
-        In eval mode and without gradients; parameters, buffers, modes and random streams are untouched.
-        """
-        return self.player.evaluate(batches)
-
-    def share(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """This rank's rows of a global batch, micro-batch after micro-batch; fewer when the batch is short."""
-        return share(batch, self.plan, self.world.rank)
-
-    def save(self, folder: Path | str) -> Path:
-        """Save a checkpoint of this step into `folder` (all ranks call it); returns its own folder."""
-        meta = {"plan_hash": self.plan.hash, "torch": torch.__version__}
-        return save_held(Path(folder), self.player, meta, self.world)
-
-    def export(self, folder: Path | str, dtype: torch.dtype | None = None) -> Exported | None:
-        """Write the model as a folder that transformers loads and compare it; nothing stays unless `round_trip.passed`.
-
-        Rank 0 does; others return None. Floating weights are stored in `dtype`, or as they are.
-        """
-        return None if self.world.rank else export(Trained.saved(self._blueprint, self.player.tensors()), Path(folder), dtype)
-
-    def load(self, checkpoint: Path | str) -> int:
-        """Take up the checkpoint in the folder that `save` returned, saved under this or another plan; returns its step.
-
-        Raises CheckpointError for one that is damaged or of another model.
-        """
-        path = Path(checkpoint)
-        manifest = read_manifest(path)
-        check_model(manifest, self.player, path)
-        self.player.restore(load(path)[0], manifest.step)
-        return self.steps_done
-
-    def close(self) -> None:
-        """Give the module its own forwards back."""
-        self.player.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-def share(batch: Batch, plan: Plan, rank: int) -> dict[str, torch.Tensor]:
-    """The rows of a global batch that `rank` plays under `plan`, micro-batch after micro-batch.
-
-    Raises PlanError when the batch has more rows than the plan's global batch: they would be left out.
-    """
-    num_rows = len(next(iter(batch.values())))
-    if num_rows > plan.job.train.batch:
-        text = f"a batch of {num_rows} rows; the plan's global batch is {plan.job.train.batch}"
-        raise PlanError(text, fix="pass at most that many rows, or make a plan with this train.batch", where="batch")
-    rows = [row for row in plan.rows_read(rank) if row < num_rows]
-    if len(rows) == num_rows:
-        return dict(batch)
-    first = rows[0] if rows else 0
-    if not rows or rows[-1] - first + 1 == len(rows):  # one stretch: views, no copy
-        return {key: value[first : first + len(rows)] for key, value in batch.items()}
-    return {key: value[rows] for key, value in batch.items()}
 
 
 def verify(reading: Reading, plan: Plan, batches: Sequence[Batch], *, loss: Loss | None = None) -> Verdict:

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from docs.generate import essays, kinds
-from meshwright.core.anatomy import Anatomy, Weight
+from meshwright.core.anatomy import ROOT, Anatomy, Weight
 from meshwright.core.job import Job, Optimizer, Precision, Train
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
@@ -22,6 +22,7 @@ from meshwright.strategies.data.batch import Batch
 from meshwright.strategies.data.master import Master
 from meshwright.strategies.data.naive import Naive
 from meshwright.strategies.data.replicate import Replicate
+from meshwright.strategies.data.zero import Zero
 from meshwright.verifier.verdict import COMPARED, Difference, Verdict
 from tests.paper import Paper
 
@@ -106,7 +107,17 @@ def all_programs() -> list[Plan]:
     plans = [plan_of(store, paper.anatomy) for store in STORES.values() for paper in papers]
     noisy_job = replace(JOB, train=replace(JOB.train, noise_scale=True))
     noisy = Plan.make(noisy_job, Mesh(dp_replicate=3), Paper().anatomy, (Batch(), Replicate()))
-    return [*plans, noisy, *(plan_of(Replicate(), Paper().anatomy, precision) for precision in precisions), plan_of(ranks=1)]
+    cut = Plan.make(JOB, Mesh(dp_shard=3), Paper().anatomy, (Batch(axis="dp_shard"), Zero()), 2)
+    rooted = replace(Paper().anatomy, weights=(*Paper().anatomy.weights, Weight("scale", (3,), (ROOT,))))
+    glued = Plan.make(JOB, Mesh(dp_shard=3), rooted, (Batch(axis="dp_shard"), Zero()), 2)
+    return [
+        *plans,
+        noisy,
+        cut,
+        glued,
+        *(plan_of(Replicate(), Paper().anatomy, precision) for precision in precisions),
+        plan_of(ranks=1),
+    ]
 
 
 def test_every_kind_that_a_program_can_hold_has_a_meaning():

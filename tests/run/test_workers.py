@@ -1,6 +1,7 @@
 """Batches made ahead: the same batches in the same order, errors where they belong, and no thread left."""
 
 import threading
+import time
 import traceback
 from dataclasses import dataclass, field
 
@@ -114,6 +115,8 @@ def test_an_error_is_told_though_a_thread_waits_and_what_has_not_begun_is_droppe
             asking = threading.Thread(target=made.batch, args=(0,), name="data asking")
             asking.start()
             assert data.begun.wait(20)
+            while len(made._queue) <= made.depth:  # or the asking thread would ask a pool that is shut
+                time.sleep(0.01)
             raise RuntimeError("the step failed")
 
     with pytest.raises(RuntimeError, match="the step failed"):

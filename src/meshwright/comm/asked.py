@@ -8,14 +8,15 @@ When it fails, or lasts too long, all ranks are asked where they are (comm/stall
 """
 
 from datetime import timedelta
-from functools import partial
 
 import torch.distributed as dist
 
 from meshwright.comm.collective import Call
 from meshwright.comm.group import Group
-from meshwright.comm.stall import Lookout, Waiting, waited
+from meshwright.comm.stall import SLICE_S, Lookout, Waiting, waited
 from meshwright.core.errors import CollectiveError
+
+SLICE = timedelta(seconds=SLICE_S)
 
 
 class Asked:
@@ -37,7 +38,9 @@ class Asked:
                 elif self._pairwise:
                     work.wait(timedelta(seconds=max(0.001, waiting.left_s)))
                 else:
-                    waited(waiting, partial(_over, work))
+                    if not _over(work, SLICE):  # it mostly is: no limit to look up, nothing to make
+                        waiting.check()
+                        waited(waiting, lambda seconds: _over(work, timedelta(seconds=seconds)))
             except CollectiveError:
                 raise
             except RuntimeError as error:
@@ -54,10 +57,10 @@ class Asked:
         return waiting.failed(f"{here} (ranks {', '.join(map(str, ranks))}) did not complete: {error}")
 
 
-def _over(work: dist.Work, seconds: float) -> bool:
-    """Whether `work` is over within `seconds`; on gloo, which can be asked again."""
+def _over(work: dist.Work, time: timedelta) -> bool:
+    """Whether `work` is over within `time`; on gloo, which can be asked again."""
     try:
-        work.wait(timedelta(seconds=seconds))
+        work.wait(time)
     except RuntimeError as error:
         if work.is_completed() or "Operation timed out" not in str(error):
             raise

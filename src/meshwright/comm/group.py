@@ -7,7 +7,8 @@ ledger can be held against the program. All tensors are contiguous; sums end wit
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,15 @@ class Ledger:
     step: int | None = None
     comparing: bool = False
     compare: "Callable[[Group, Call], None] | None" = None
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Keep no entries meanwhile: what is issued now is not part of a step."""
+        before, self.recording = self.recording, False
+        try:
+            yield
+        finally:
+            self.recording = before
 
     def record(self, entry: Entry) -> None:
         """Add what `entry` sent to its action's total; keep the entry itself while `recording`."""

@@ -117,6 +117,9 @@ class TorchGroup(Group):
         self.on_gloo = self.transport == "gloo"
         # groups over different axes may be the same ranks and share `joined`, while each has a lane of its own
         self._round = ROUND + sum(2 << AXES.index(axis) for axis in axes)
+        self._sum = dist.AllreduceOptions()
+        if "asyncOp" in vars(dist.AllreduceOptions):  # newer torch: on a stream of the backend's own, as it always was
+            self._sum.asyncOp = True
         self._lane: Lane | None = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -150,7 +153,7 @@ class TorchGroup(Group):
         call = announce(self, "all_reduce", tensor, action=action, algorithm=algorithm)
         if algorithm != BACKEND:
             return self._play(call, _flat(tensor))
-        return self._issue(call, partial(dist.all_reduce, _flat(tensor)), keep=(tensor,))
+        return self._issue(call, partial(self._summed, _flat(tensor)), keep=(tensor,))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
         """Fill `output` (size x tensor.numel() elements) with every rank's `tensor`, in rank order."""
@@ -207,6 +210,10 @@ class TorchGroup(Group):
         token = torch.zeros(1, device=self.device)
         self._issue(call, partial(dist.all_reduce, token), keep=(token,)).wait()
         token.item()  # on a GPU, wait only orders streams; reading the value makes the host wait too
+
+    def _summed(self, tensor: torch.Tensor, **how: object) -> dist.Work:
+        # straight to the backend: what torch.distributed asks first is known here, and took 12 us of a busy machine's time
+        return self._joined.allreduce([tensor], self._sum)
 
     def _play(self, call: Call, flat: torch.Tensor) -> Work:
         if flat.numel() == 0:

@@ -15,22 +15,37 @@ from meshwright.core.errors import Fault
 ROOT = "(root)"  # parameters that glue between blocks uses directly: complete after the last backward
 NBYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 NBYTES_WHOLE = {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
+NBYTES_OWN = {**NBYTES, **NBYTES_WHOLE, "float8_e4m3fn": 1, "float8_e5m2": 1}  # what a frozen weight may be kept in
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One logical parameter: its first name, its shape, the visits that use it, and its tied names."""
+    """One logical parameter: its first name, its shape, the visits that use it, and its tied names.
+
+    `dtype` is its own, where that is not the job's: of a parameter that is not floating, and of a frozen one that was made
+    in another dtype than those that are trained (a bfloat16 base under float32 adapters). Empty: the job's.
+    """
 
     name: str
     shape: tuple[int, ...]
     visits: tuple[str, ...]
     trainable: bool = True
     aliases: tuple[str, ...] = ()
+    dtype: str = ""
 
     @property
     def numel(self) -> int:
         """The number of elements."""
         return prod(self.shape)
+
+    def held_in(self, parameters: str) -> str:
+        """The dtype it has in a job whose parameters are `parameters`; beside float64, all floats are that."""
+        widened = parameters == "float64" and self.dtype.startswith(("float", "bfloat"))
+        return self.dtype if self.dtype and not widened else parameters
+
+    def width(self, parameters: str) -> int:
+        """Bytes per element in such a job; 0 for a dtype of which nothing is known here."""
+        return NBYTES_OWN.get(self.held_in(parameters), 0)
 
 
 @dataclass(frozen=True)
@@ -112,6 +127,10 @@ class Anatomy:
     def numel(self) -> int:
         """The number of elements of all logical parameters, tied ones counted once."""
         return sum(weight.numel for weight in self.weights)
+
+    def nbytes(self, parameters: str) -> int:
+        """The bytes of all logical parameters in a job whose parameters are `parameters`."""
+        return sum(weight.numel * weight.width(parameters) for weight in self.weights)
 
     def of(self, visit: str) -> tuple[Weight, ...]:
         """The parameters used by `visit`."""

@@ -43,6 +43,9 @@ ADJOINT: dict[Letter, Letter] = {"R": "P", "P": "R", "I": "I", "S": "S"}
 COLLECTIVES = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_all"})
 
 
+FLAT = -1  # the dim of S(flat): not the tensor itself is cut, but the arena that its bundle lies in (core/arena.py)
+
+
 @dataclass(frozen=True)
 class Place:
     """One letter, with the sharded dim where the letter is S."""
@@ -62,14 +65,14 @@ class Place:
         return Place(ADJOINT[self.letter], self.dim)
 
     def __str__(self) -> str:
-        return self.letter if self.dim is None else f"S({self.dim})"
+        return self.letter if self.dim is None else f"S({'flat' if self.dim == FLAT else self.dim})"
 
 
 R, I, P = Place("R"), Place("I"), Place("P")  # noqa: E741  the field's letter
 
 
 def S(dim: int) -> Place:  # noqa: N802  reads as the letter it is
-    """Sharded along tensor dim `dim`."""
+    """Sharded along tensor dim `dim`, or in the bundle's arena (FLAT)."""
     return Place("S", dim)
 
 

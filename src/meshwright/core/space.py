@@ -1,25 +1,33 @@
 """Where everything lives: the layouts of all that a step holds, and the bundles that follow from them.
 
 A weight that every rank uses on its own samples is R along the data axes; its gradient, the adjoint, is P there: each
-rank holds a summand. `grad` is the place in which the optimizer wants the gradient. What lies between the two is
-read from the move table, and the program must contain it.
+rank holds a summand. `grad` is the place in which the optimizer wants the gradient, and steps the weight. What lies between
+the two is read from the move table, and the program must contain it. `stored` is where a weight is between its uses; what is
+stored or stepped S(flat) lies in an arena.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from meshwright.core.anatomy import Anatomy, Weight
-from meshwright.core.layout import Layout, Place, move_name
+from meshwright.core.arena import Arena, Grain
+from meshwright.core.layout import FLAT, Layout, Place, move_name
 from meshwright.core.mesh import AXES, Mesh
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where one logical parameter lives, and the place in which the optimizer takes its gradient."""
+    """Where one logical parameter lives, and the place in which the optimizer takes its gradient.
+
+    `layout` is what a block finds when it uses the weight, `stored` what is kept of it at other times. `grain` is how finely
+    the optimizer lets it be cut.
+    """
 
     weight: Weight
     layout: Layout = Layout()
     grad: Layout = Layout()
+    stored: Layout = Layout()
+    grain: Grain = "element"
 
     @property
     def pending(self) -> Layout:
@@ -32,18 +40,39 @@ class Home:
         names = {axis: move_name(self.pending.place(axis), self.grad.place(axis)) for axis in AXES if axis in axes}
         return {axis: name for axis, name in names.items() if name != "keep"}
 
+    @property
+    def flat(self) -> tuple[str, ...]:
+        """The axes over which it is cut in the arena of its bundle, outermost first; none where it lies in no arena."""
+        cut = (*self.grad.places, *self.stored.places)
+        return tuple(axis for axis in AXES if (axis, Place("S", FLAT)) in cut)
+
 
 @dataclass(frozen=True)
 class Bundle:
     """Weights whose gradients are complete at the same time and summed over the same axes, so they travel together.
 
     `last` is the visit whose backward completes them; None means the last backward of the step. Tied weights, used by
-    several visits, are a bundle of their own.
+    several visits, are a bundle of their own. `homes` are all alike but for the weight.
     """
 
     name: str
-    weights: tuple[Weight, ...]
+    homes: tuple[Home, ...]
     last: str | None
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """The weights, in the model's order."""
+        return tuple(home.weight for home in self.homes)
+
+    @property
+    def visits(self) -> tuple[str, ...]:
+        """The visits that use them."""
+        return self.homes[0].weight.visits
+
+    @property
+    def trainable(self) -> bool:
+        """Whether they have gradients."""
+        return self.homes[0].weight.trainable
 
     @property
     def numel(self) -> int:
@@ -73,9 +102,9 @@ class Space:
         """This space with the samples at `place` along `axis`."""
         return replace(self, tokens=self.tokens.with_place(axis, place))
 
-    def with_homes(self, change: Callable[[Home], Home]) -> "Space":
-        """This space with every trainable weight's home changed by `change`."""
-        return replace(self, homes=tuple(change(home) if home.weight.trainable else home for home in self.homes))
+    def with_homes(self, change: Callable[[Home], Home], *, frozen: bool = False) -> "Space":
+        """This space with every trainable weight's home changed by `change`; with `frozen`, those of all others instead."""
+        return replace(self, homes=tuple(change(home) if home.weight.trainable != frozen else home for home in self.homes))
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -93,20 +122,39 @@ class Space:
                 sizes[place.dim] = sizes[place.dim] // count + (index < sizes[place.dim] % count)
         return tuple(sizes)
 
-    def bundles(self) -> tuple[Bundle, ...]:
-        """The bundles in the order in which backward completes them."""
-        found: dict[tuple, list[Weight]] = {}
+    def bundles(self, *, frozen: bool = False) -> tuple[Bundle, ...]:
+        """The bundles in the order in which backward completes them; with `frozen`, those of weights without gradients."""
+        found: dict[tuple, list[Home]] = {}
         for home in self.homes:
-            if home.weight.trainable:
-                found.setdefault((home.weight.visits, home.layout, home.grad), []).append(home.weight)
-        bundles = [
-            Bundle("+".join(key[0]), tuple(weights), self.anatomy.last_backward(weights)) for key, weights in found.items()
-        ]
+            if home.weight.trainable != frozen:
+                weight, grain = home.weight, home.grain if home.flat else ""
+                key = (weight.visits, weight.dtype, home.layout, home.grad, home.stored, grain)
+                found.setdefault(key, []).append(home)
+        bundles = [self._bundle(homes) for homes in found.values()]
         return tuple(sorted(bundles, key=self._completion))
+
+    def arenas(self) -> dict[str, Arena]:
+        """The arenas, by the name of their bundle: those of bundles that are stepped or stored S(flat)."""
+        found = {}
+        for bundle in (*self.bundles(), *self.bundles(frozen=True)):
+            axes = bundle.homes[0].flat
+            if axes:
+                ranks, grain = self.mesh.extent(axes), bundle.homes[0].grain
+                found[bundle.name] = Arena.of(bundle.name, bundle.weights, axes, ranks, grain)
+        return found
 
     def unreduced(self) -> Iterator[Home]:
         """The weights whose gradients would reach the optimizer as summands."""
         return (home for home in self.homes if home.weight.trainable and home.grad.axes("P"))
+
+    def _bundle(self, homes: list[Home]) -> Bundle:
+        first = homes[0]
+        name = "+".join(first.weight.visits) + ("" if first.weight.trainable else " frozen")
+        name += f" {first.weight.dtype}" if first.weight.dtype else ""
+        if first.flat and first.grain != "element":
+            name += f" by {first.grain}"
+        weights = [home.weight for home in homes]
+        return Bundle(name, tuple(homes), self.anatomy.last_backward(weights))
 
     def _completion(self, bundle: Bundle) -> int:
         visits = self.anatomy.visits

@@ -28,6 +28,24 @@ class Runtime(Protocol):
     def start(self, action: Action) -> None:
         """Start the collective that `action.transfer` states on the flat tensor of `action.subject`."""
 
+    def unshard(self, action: Action) -> None:
+        """Start gathering the weights of `action.tensors` from their shards."""
+
+    def reshard(self, action: Action) -> None:
+        """Let go of the whole weights of `action.tensors`."""
+
+    def reduce(self, action: Action) -> None:
+        """Start summing the packed gradients of `action.tensors` into shards, or their shards over replicas."""
+
+    def add(self, action: Action) -> None:
+        """Add the shard that REDUCE left for this micro-batch to the sum of those before."""
+
+    def square(self, action: Action) -> None:
+        """Take the squared norm of this rank's shards of the gradients."""
+
+    def norm(self, action: Action) -> None:
+        """Start adding it up over the ranks."""
+
 
 Handler = Callable[[Action], None]
 

@@ -23,6 +23,7 @@ from meshwright.engine.optimizers import Optimizers, forget_scale, scale_in_step
 from meshwright.engine.rows import micro_batches, undivided
 from meshwright.engine.spikes import Spike, Spiked, Spikes
 from meshwright.engine.state import Metrics, State
+from meshwright.engine.store import Store
 from meshwright.engine.suspects import find_suspects
 from meshwright.model.dice import Dice
 from meshwright.model.drive import Drive, Visit, backward, backward_from
@@ -34,8 +35,8 @@ from meshwright.model.values import tensors
 class Acts:
     """Handlers over one rank's state."""
 
-    def __init__(self, plan: Plan, state: State, optimizers: Optimizers, drive: Drive, dice: Dice | None) -> None:
-        self.plan, self.state, self.optimizers = plan, state, optimizers
+    def __init__(self, plan: Plan, state: State, store: Store, optimizers: Optimizers, drive: Drive, dice: Dice | None) -> None:
+        self.plan, self.state, self.store, self.optimizers = plan, state, store, optimizers
         self.spikes = None if plan.job.guard.action == "off" else Spikes(plan.job.guard)
         self.spike: Spike | None = None
         self._drive, self._dice = drive, dice
@@ -43,8 +44,8 @@ class Acts:
         self._counted: Sequence[float] | None = None
         self._trained = list(state.subject.trainable.values())
         self._tallies = [action.name for action in plan.program.actions(ROLE) if action.kind == "TALLY"]
-        held, clips = state.subject.parameters, (action for action in plan.program.actions(ROLE) if action.kind == "CLIP")
-        self._meant = {action.name: [held[name] for name in action.tensors] for action in clips}
+        stepped, clips = store.owned(), (action for action in plan.program.actions(ROLE) if action.kind == "CLIP")
+        self._meant = {action.name: [stepped[name] for name in action.tensors if name in stepped] for action in clips}
         self._stateless = None if dice is None else StatelessDropout(dice)
         self._carriers = {name: act for act in plan.program.actions(ROLE) if act.transfer for name in act.tensors}
         self.handlers: dict[str, Handler] = {
@@ -159,7 +160,9 @@ class Acts:
             backward(visit)
 
     def pack(self, action: Action) -> None:
-        """Put the gradients of `action.tensors` into the bucket that carries them, made at its first use; it stays."""
+        """Put the gradients of `action.tensors` into their arena, or into the bucket that carries them, made at its first use."""
+        if self.store.pack(action):
+            return
         carrier = self._carriers[action.tensors[0]]
         bucket = self.state.buckets.get(carrier.subject)
         if bucket is None:
@@ -181,7 +184,7 @@ class Acts:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             grads.append(parameter.grad)
-        norm = torch.nn.utils.get_total_norm(grads)
+        norm = self.store.total_norm if self.store.arenas else torch.nn.utils.get_total_norm(grads)
         self.state.grad_norm = norm.item()
         limit = self.plan.job.train.clip
         if limit and not self.state.grad_norm + 1e-6 <= limit:  # as torch.nn.utils.clip_grad_norm_ has it

@@ -20,25 +20,28 @@ from meshwright.core.job import Optimizer
 
 Groups = list[dict[str, Any]]
 Numbers = dict[str, int | float]
+Shapes = Mapping[str, tuple[int, ...]]
 Optimizers = tuple[torch.optim.Optimizer, ...]
 MakeOptimizer = Callable[[Groups], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 Stepper = tuple[Literal["adamw", "sgd"], float]  # which optimizer steps a parameter, and its momentum
 
 
-def parameter_groups(spec: Optimizer, parameters: Mapping[str, nn.Parameter]) -> Groups:
+def parameter_groups(spec: Optimizer, parameters: Mapping[str, nn.Parameter], shapes: Shapes | None = None) -> Groups:
     """Groups of parameters with equal learning rate and weight decay, for torch.optim.
 
-    The first pattern of `spec.groups` that matches a parameter's logical name decides; without one, 1-D parameters
+    `parameters` are those stepped on this rank; where they are flat pieces, `shapes` are those of all trained weights, by
+    logical name. The first pattern of `spec.groups` that matches a parameter's logical name decides; without one, 1-D parameters
     (norms, biases) take no decay. Raises PlanError for patterns that match nothing.
     """
-    return [group for groups in _by_stepper(spec, parameters).values() for group in groups]
+    return [group for groups in _by_stepper(spec, parameters, shapes).values() for group in groups]
 
 
-def _by_stepper(spec: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[Stepper, Groups]:
+def _by_stepper(spec: Optimizer, parameters: Mapping[str, nn.Parameter], shapes: Shapes | None) -> dict[Stepper, Groups]:
+    shapes = shapes or {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     groups: dict[tuple[Stepper, float, float], dict[str, Any]] = {}
     unused = {group.pattern for group in spec.groups}
-    for name, parameter in parameters.items():
-        lr, decay = spec.lr, spec.weight_decay if parameter.ndim > 1 else 0.0
+    for name, shape in shapes.items():
+        lr, decay = spec.lr, spec.weight_decay if len(shape) > 1 else 0.0
         stepper: Stepper = (spec.name, spec.momentum)
         rule = next((group for group in spec.groups if fnmatchcase(name, group.pattern)), None)
         if rule is not None:
@@ -47,13 +50,14 @@ def _by_stepper(spec: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict
             decay = decay if rule.weight_decay is None else rule.weight_decay
             stepper = stepper if rule.name is None else (rule.name, rule.momentum)
         group = groups.setdefault((stepper, lr, decay), {"params": [], "lr": lr, "weight_decay": decay})
-        group["params"].append(parameter)
+        if name in parameters:  # groups are the same on every rank, also where one has no piece of their weights
+            group["params"].append(parameters[name])
     if unused:
         text = (
             f"the patterns {', '.join(sorted(unused))} match no trainable parameter (or an earlier pattern takes all of theirs)"
         )
         raise PlanError(
-            text, fix=f"write patterns such as '*.weight'; a name here is '{next(iter(parameters))}'", where="optimizer.groups"
+            text, fix=f"write patterns such as '*.weight'; a name here is '{next(iter(shapes))}'", where="optimizer.groups"
         )
     found: dict[Stepper, Groups] = {}
     for (stepper, _, _), group in groups.items():
@@ -61,19 +65,25 @@ def _by_stepper(spec: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict
     return found
 
 
-def make_optimizers(spec: Optimizer, parameters: Mapping[str, nn.Parameter], make: MakeOptimizer | None = None) -> Optimizers:
+def make_optimizers(
+    spec: Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    make: MakeOptimizer | None = None,
+    shapes: Shapes | None = None,
+) -> Optimizers:
     """The optimizers that together step all of `parameters`: what `make` makes, else what `spec` names, fused.
 
-    Fused: one pass over memory per step. Raises PlanError when `make` leaves parameters out or takes one twice, and when
-    `spec` names another optimizer for some group and `make` is there to decide.
+    Fused: one pass over memory per step. `shapes` as for `parameter_groups`. Raises PlanError when `make` leaves parameters
+    out or takes one twice, and when `spec` names another optimizer for some group and `make` is there to decide.
     """
     if make is None:
-        return tuple(_torch_optimizer(stepper, spec, groups) for stepper, groups in _by_stepper(spec, parameters).items())
+        steppers = _by_stepper(spec, parameters, shapes).items()
+        return tuple(_torch_optimizer(stepper, spec, groups) for stepper, groups in steppers)
     named = [group.pattern for group in spec.groups if group.name is not None]
     if named:
         text = f"the groups {', '.join(named)} name an optimizer, and one that was passed makes its own"
         raise PlanError(text, fix="remove `name` from the groups, or pass no optimizer", where="optimizer.groups")
-    made = make(parameter_groups(spec, parameters))
+    made = make(parameter_groups(spec, parameters, shapes))
     optimizers = (made,) if isinstance(made, torch.optim.Optimizer) else tuple(made)
     check_optimizers(optimizers, parameters)
     return optimizers

@@ -8,10 +8,10 @@ player calls the model at a micro-batch's first F; each block, before it runs, p
 actions are looked up in a table from kind to handler; strategies bring handlers for the kinds they introduced.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
-from torch import nn
 
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
@@ -27,11 +27,11 @@ from meshwright.engine.optimizers import (
     group_numbers,
     groups_of,
     make_optimizers,
-    restore_state,
-    state_tensors,
 )
+from meshwright.engine.saved import Saved, model_tensors, moments, restore_model, restore_moments
 from meshwright.engine.schedule import factor
 from meshwright.engine.state import Metrics, State
+from meshwright.engine.store import Store
 from meshwright.engine.watch import GLUE, Entry, Watch, wait, watched
 from meshwright.model.dice import Dice
 from meshwright.model.drive import Drive
@@ -50,12 +50,13 @@ class Player:
     ) -> None:
         self.plan, self.state = plan, state
         self.steps_done = 0
-        trainable = state.subject.trainable
-        self.optimizers = make_optimizers(plan.job.optimizer, trainable, optimizer)
+        self.store = Store(plan, state)
+        shapes = {weight.name: weight.shape for weight in plan.anatomy.trainable}
+        self.optimizers = make_optimizers(plan.job.optimizer, self.store.owned(), optimizer, shapes)
         self._base_lrs = [group["lr"] for group in groups_of(self.optimizers)]
         self._numbers = group_numbers(self.optimizers)
         self._drive = Drive(state.subject.blocks, in_place=plan.anatomy.in_place, cut=_parts_blocks(plan))
-        self._acts = Acts(plan, state, self.optimizers, self._drive, dice)
+        self._acts = Acts(plan, state, self.store, self.optimizers, self._drive, dice)
         self._noise = Noise(plan, state, self._acts)
         handlers: dict[str, Handler] = self._acts.handlers | self._noise.handlers
         for strategy in plan.strategies:
@@ -102,58 +103,93 @@ class Player:
 
         Each batch holds this rank's rows, as for `step`. Raises PlanError when nothing counts in any of them.
         """
-        return self._acts.evaluate(batches)
+        with self.whole("EVALUATE"):
+            return self._acts.evaluate(batches)
 
     def start(self, action: Action) -> None:
         """Start the collective that `action.transfer` states on the flat tensor of `action.subject`."""
         self._acts.start(action, self.state.tensor(action.subject))
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """All that must be saved, by logical name: parameters, persistent buffers, optimizer state, and what lasts of the rest.
+    def unshard(self, action: Action) -> None:
+        """Start gathering the weights of `action.tensors` from their shards."""
+        self.store.unshard(action)
 
-        The rest is what the guard knows, and the averages behind the noise scale.
+    def reshard(self, action: Action) -> None:
+        """Let go of the whole weights of `action.tensors`."""
+        self.store.reshard(action)
+
+    def reduce(self, action: Action) -> None:
+        """Start summing the packed gradients of `action.tensors` into shards, or their shards over replicas."""
+        self.store.reduce(action)
+
+    def add(self, action: Action) -> None:
+        """Add the shard that REDUCE left for this micro-batch to the sum of those before."""
+        self.store.add(action)
+
+    def square(self, action: Action) -> None:
+        """Take the squared norm of this rank's shards of the gradients."""
+        self.store.square()
+
+    def norm(self, action: Action) -> None:
+        """Start adding it up over the ranks."""
+        self._acts.start(action, self.store.squared)
+
+    def tensors(self) -> dict[str, Saved]:
+        """All that must be saved, by full name: parameters, persistent buffers, optimizer state, and what lasts of the rest.
+
+        The rest is what the guard knows, and the averages behind the noise scale. Of what is cut, this rank's share.
         """
         subject = self.state.subject
-        parameters = {f"model/{name}": parameter.detach() for name, parameter in subject.parameters.items()}
-        buffers = {f"buffer/{name}": buffer for name, buffer in _persistent_buffers(subject.module)}
-        state = state_tensors(self.optimizers, subject.trainable, self._numbers)
         usual = {} if self._acts.spikes is None else self._acts.spikes.tensors()
-        moments = {f"optimizer/{name}": value for name, value in state.items()}
         noise = {f"noise/{name}": value for name, value in self._noise.tensors().items()}
-        return parameters | buffers | moments | {f"guard/{name}": value for name, value in usual.items()} | noise
+        lasting = {f"guard/{name}": value for name, value in usual.items()} | noise
+        return model_tensors(subject, self.store) | moments(self.optimizers, subject, self.store, self._numbers) | lasting
 
     def restore(self, saved: Mapping[str, torch.Tensor], steps_done: int) -> None:
-        """Take up `saved` (as `tensors` gave it) after `steps_done` global steps."""
+        """Take up `saved`, whole tensors by full name, after `steps_done` global steps."""
         subject = self.state.subject
-        with torch.no_grad():
-            for name, parameter in subject.parameters.items():
-                parameter.copy_(saved[f"model/{name}"])
-            for name, buffer in _persistent_buffers(subject.module):
-                buffer.copy_(saved[f"buffer/{name}"])
-        restore_state(self.optimizers, subject.trainable, _under("optimizer/", saved))
+        restore_model(subject, self.store, saved)
+        restore_moments(self.optimizers, subject, self.store, _under("optimizer/", saved))
         usual = _under("guard/", saved)
         if usual and self._acts.spikes is not None:
             self._acts.spikes.restore(usual)
         self._noise.restore(_under("noise/", saved))
         self.steps_done = steps_done
 
+    def whole(self, action: str) -> AbstractContextManager:
+        """Have the module's forward find its weights, outside of steps; all ranks enter, and run the same forwards."""
+        self.store.refresh(action)
+        return self._drive.fetching(lambda block: self.store.fetch(block, action))
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Every logical parameter, whole, with its present value; all ranks call this, and nothing of it is in the ledger."""
+        with self.state.world.ledger.silent():
+            return dict(self.store.values("WHOLE"))
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradient of every trained logical parameter, whole, as the optimizer is about to see it; likewise."""
+        with self.state.world.ledger.silent():
+            return dict(self.store.gradients("WHOLE"))
+
     def sizes(self) -> dict[str, int]:
         """The bytes that this rank holds for the model, by category: parameters, gradients, moments, buckets.
 
-        A gradient that is a piece of a bucket counts there. Gradients exist from a backward to the optimizer's step.
+        A gradient that is a piece of a bucket counts there. Gradients exist from a backward to the optimizer's step. With
+        buckets are all buffers for messages.
         """
-        buckets = self.state.buckets.values()
+        buckets, cut = self.state.buckets.values(), self.store.sizes()
         in_bucket = {
             name for bucket in buckets for name, view in bucket.views.items() if view.dtype == bucket.parameters[name].dtype
         }
-        trainable = self.state.subject.trainable
+        whole = {name: p for name, p in self.state.subject.parameters.items() if not self.store.holds(name)}
+        apart = (p for name, p in whole.items() if p.requires_grad and name not in in_bucket)
         states = [held for optimizer in self.optimizers for held in optimizer.state.values()]
-        moments = [value for held in states for value in held.values() if isinstance(value, torch.Tensor)]
+        kept = [value for held in states for value in held.values() if isinstance(value, torch.Tensor)]
         return {
-            "parameters": sum(parameter.nbytes for parameter in self.state.subject.parameters.values()),
-            "gradients": sum(parameter.nbytes for name, parameter in trainable.items() if name not in in_bucket),
-            "moments": sum(moment.nbytes for moment in moments),
-            "buckets": sum(bucket.flat.nbytes for bucket in buckets),
+            "parameters": sum(parameter.nbytes for parameter in whole.values()) + cut["parameters"],
+            "gradients": sum(parameter.nbytes for parameter in apart) + cut["gradients"],
+            "moments": sum(moment.nbytes for moment in kept),
+            "buckets": sum(bucket.flat.nbytes for bucket in buckets) + cut["buffers"],
         }
 
     def close(self) -> None:
@@ -220,11 +256,3 @@ def _parts_blocks(plan: Plan) -> bool:
 def _under(prefix: str, saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What `saved` holds under `prefix`, by the rest of its name."""
     return {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
-
-
-def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that belong to the model's state, by name: what a state_dict holds, whatever hooks make of it."""
-    for path, owner in module.named_modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and name not in owner._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, buffer

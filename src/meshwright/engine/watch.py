@@ -65,7 +65,7 @@ class Watch:
         if self._cuda:
             torch.cuda.synchronize(device)
         self._device = device
-        self._zero, self._zero_s = self._now(), perf_counter()
+        self._origin, self._origin_s = self._now(), perf_counter()
 
     def begin(self, name: str, kind: str, lane: Lane = "compute", action: Action | None = None) -> None:
         """Begin the span `name`; on the compute lane, inside the one that was begun last and has not ended."""
@@ -117,8 +117,8 @@ class Watch:
     def _seconds(self, moment: Moment) -> float:
         if isinstance(moment, float):
             return moment
-        zero = self._zero
-        return self._zero_s + (0.0 if isinstance(zero, float) else zero.elapsed_time(moment) / 1000)
+        origin = self._origin
+        return self._origin_s + (0.0 if isinstance(origin, float) else origin.elapsed_time(moment) / 1000)
 
 
 def watched(entries: Sequence[Entry], works: Mapping[str, Work], watch: Watch) -> list[Entry]:

@@ -86,6 +86,7 @@ class Drive:
         self._blocks = dict(blocks)
         self._in_place, self.cut = in_place, cut
         self._pass: Pass | None = None
+        self._fetch: Callable[[str], None] | None = None
         self._own = {name: block.__dict__.get("forward") for name, block in self._blocks.items()}
         for name, block in self._blocks.items():
             block.forward = partial(self._enter, name, block.forward)
@@ -103,6 +104,15 @@ class Drive:
             yield
         finally:
             self.cut = before
+
+    @contextmanager
+    def fetching(self, fetch: Callable[[str], None]) -> Iterator[None]:
+        """Have `fetch(block)` called meanwhile before a block runs outside of a pass, as in an evaluation."""
+        self._fetch = fetch
+        try:
+            yield
+        finally:
+            self._fetch = None
 
     def detach(self) -> None:
         """Give every block its own forward back. A second call does nothing."""
@@ -135,6 +145,8 @@ class Drive:
     def _enter(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         current = self._pass
         if current is None or current.inside or not torch.is_grad_enabled():
+            if self._fetch is not None:
+                self._fetch(name)
             return forward(*args, **kwargs)
         count = current.calls[name] = current.calls.get(name, 0) + 1
         visit = Visit(name if count == 1 else f"{name}#{count}")

@@ -1,7 +1,7 @@
 """Checkpoints that are whole or absent: written by all ranks together, published by one rename, checked before use.
 
-Every rank holds the same tensors and writes its part of them; nobody gathers anything. Between the acts the ranks vote, so
-that a full disk under one of them is an error on all of them, and nobody waits for a rank that gave up.
+Every rank holds the same tensors, or shares of them, and writes its part; nobody gathers anything. Between the acts the
+ranks vote, so that a full disk under one of them is an error on all of them, and nobody waits for a rank that gave up.
 
     agree      all ranks hold the same names, shapes and dtypes for the same step
     begin      rank 0 makes   step-00000100.partial-5f3a9c01/
@@ -23,14 +23,15 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from hashlib import sha256
-from heapq import heapify, heapreplace
 from pathlib import Path
 
 import torch
 
 from meshwright.comm.group import Group
+from meshwright.engine.saved import Saved
 from meshwright.run.folders import listed, partial_folder, prune, publish, remove, step_folder
-from meshwright.run.manifest import FILE_NAME, MAX_NBYTES, CheckpointError, Entry, Json, Manifest, Shard, Slice
+from meshwright.run.manifest import FILE_NAME, MAX_NBYTES, CheckpointError, Entry, Json, Manifest, Shard
+from meshwright.run.parts import Parts, shares_of
 from meshwright.run.shards import TAGS, check_sums, dtype_name, read_entries, read_manifest, write_all, write_shard
 from meshwright.run.vote import Vote
 
@@ -44,17 +45,17 @@ logger = logging.getLogger(__name__)
 def save(
     folder: Path,
     step: int,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Saved],
     meta: Mapping[str, Json],
     group: Group,
     keep: int,
     device: torch.device | None = None,
 ) -> Path:
-    """Write `tensors`, which every rank of `group` holds, as the checkpoint of `step`; returns its folder.
+    """Write `tensors`, of which every rank of `group` holds all or a share, as the checkpoint of `step`; returns its folder.
 
     Args:
         folder: holds one folder per step; made when missing; all ranks must see the same one.
-        tensors: full name ("model/...", "optimizer/exp_avg/...") -> tensor; any strides, views into arenas included.
+        tensors: full name ("model/...", "optimizer/exp_avg/...") -> tensor, any strides; or a `Share` of it, by whoever has one.
         meta: plain JSON; rank 0's is written.
         keep: how many of the newest good checkpoints stay, at least 1.
         device: where the collectives of `group` take their operands; the CPU when None.
@@ -69,17 +70,18 @@ def save(
     place = step_folder(folder, step)
     fix = "hold the same tensors on every rank before saving"
     ranks.agree("the list of tensors", lambda: _state_digest(step, tensors, meta, keep), fix=fix)
-    token = ranks.do("making the folder", lambda: _begin(place, step, tensors) if group.index == 0 else b"")[0][:4]
+    parts = Parts.of(tensors, ranks.told("listing shares", lambda: shares_of(tensors)))
+    token = ranks.do("making the folder", lambda: _begin(place, step, parts.outline) if group.index == 0 else b"")[0][:4]
     partial = partial_folder(place, token.hex())
-    shares = _dealt(tensors, group.size)
-    mine = {name: tensors[name] for name in shares[group.index]}
+    names = [_file_name(index) for index in range(group.size)]
     try:
-        records = ranks.do("writing", lambda: _write(partial / _file_name(group.index), mine))
-        files = {_file_name(index): _unpacked(record) for index, record in enumerate(records) if shares[index]}
-        entries = {name: _entry(tensors[name], name, _file_name(index)) for index, names in enumerate(shares) for name in names}
+        records = ranks.do("writing", lambda: _write(partial / names[group.index], parts.mine(tensors, group.index)))
+        files = {names[index]: _unpacked(records[index]) for index in parts.writers()}
         ranks.do(
             "publishing",
-            lambda: _publish(partial, place, Manifest(step, entries, files, dict(meta))) if group.index == 0 else b"",
+            lambda: (
+                _publish(partial, place, Manifest(step, parts.entries(names), files, dict(meta))) if group.index == 0 else b""
+            ),
         )
     except CheckpointError:
         if group.index == 0 and partial.exists():
@@ -156,7 +158,7 @@ def compare(a: Path, b: Path) -> list[str]:
     return sorted({*left.entries, *right.entries} - same)
 
 
-def _state_digest(step: int, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Json], keep: int) -> bytes:
+def _state_digest(step: int, tensors: Mapping[str, Saved], meta: Mapping[str, Json], keep: int) -> bytes:
     if not 0 <= step <= MAX_NBYTES or keep < 1:
         raise CheckpointError(
             f"step {step}, keep = {keep}", fix="count steps from 0, and keep at least 1 checkpoint", where="checkpoint"
@@ -168,11 +170,12 @@ def _state_digest(step: int, tensors: Mapping[str, torch.Tensor], meta: Mapping[
             f"{'; '.join(strange[:SHOWN])}: no such dtype in a checkpoint", fix=f"convert to one of {known}", where="checkpoint"
         )
     Manifest(step, {}, {}, dict(meta)).dump()  # refuses a meta that is not JSON before anything is written
-    state = [f"{name} {list(tensors[name].shape)} {dtype_name(tensors[name].dtype)}" for name in sorted(tensors)]
+    alike = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+    state = [f"{name} {list(alike[name].shape)} {dtype_name(alike[name].dtype)}" for name in sorted(alike)]
     return sha256(repr((step, state)).encode()).digest()
 
 
-def _begin(place: Path, step: int, tensors: Mapping[str, torch.Tensor]) -> bytes:
+def _begin(place: Path, step: int, outline: Wanted) -> bytes:
     """Make the partial folder and return its token. Raises CheckpointError when `place` holds another model."""
     place.parent.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(place):
@@ -181,7 +184,7 @@ def _begin(place: Path, step: int, tensors: Mapping[str, torch.Tensor]) -> bytes
         except CheckpointError as error:
             logger.warning("a damaged checkpoint is replaced: %s", error)
         else:
-            check_state(manifest, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}, place)
+            check_state(manifest, outline, place)
     token = secrets.token_bytes(4)
     os.mkdir(partial_folder(place, token.hex()))
     return token
@@ -234,24 +237,6 @@ def _refuse(lines: list[str], path: Path) -> None:
         raise CheckpointError(
             what, fix="resume with the model and optimizer that wrote it, or start in an empty folder", where=str(path)
         )
-
-
-def _dealt(tensors: Mapping[str, torch.Tensor], size: int) -> list[list[str]]:
-    """The names each of `size` ranks writes: largest first, each to the rank with the fewest bytes so far."""
-    nbytes = {name: tensor.nbytes for name, tensor in tensors.items()}
-    loads = [(0, index) for index in range(size)]
-    heapify(loads)
-    shares: list[list[str]] = [[] for _ in range(size)]
-    for name in sorted(nbytes, key=lambda name: (-nbytes[name], name)):
-        load, index = loads[0]
-        shares[index].append(name)
-        heapreplace(loads, (load + nbytes[name], index))
-    return shares
-
-
-def _entry(tensor: torch.Tensor, name: str, file: str) -> Entry:
-    shape = tuple(tensor.shape)
-    return Entry(shape, dtype_name(tensor.dtype), (Slice(file, name, (0,) * len(shape), shape),))
 
 
 def _file_name(index: int) -> str:

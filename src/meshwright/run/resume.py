@@ -125,7 +125,8 @@ def names_in(folder: Path) -> str:
 
 def check_model(manifest: Manifest, player: Player, path: Path) -> None:
     """Raise CheckpointError unless `manifest`, that of the checkpoint in `path`, is of the model that `player` plays."""
-    mine = {name: tuple(tensor.shape) for name, tensor in player.tensors().items() if name.startswith(OF_THE_MODEL)}
+    mine = {f"model/{weight.name}": weight.shape for weight in player.plan.anatomy.weights}
+    mine |= {name: tuple(tensor.shape) for name, tensor in player.tensors().items() if name.startswith("buffer/")}
     theirs = {name: entry.shape for name, entry in manifest.entries.items() if name.startswith(OF_THE_MODEL)}
     wrong = sorted(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
     if wrong:

@@ -49,6 +49,19 @@ class Vote:
             self._fail(act, failed, cause)
         return [line[8:] for line in told]
 
+    def told(self, act: str, work: Callable[[], bytes]) -> list[bytes]:
+        """Run `work` here; returns what it returned on every rank, of any length. Raises CheckpointError as `do` does."""
+        made: list[bytes] = []
+
+        def make() -> bytes:
+            made.append(work())
+            return len(made[0]).to_bytes(8, "little")
+
+        lengths = [int.from_bytes(record[:8], "little") for record in self.do(act, make)]
+        longest = max(lengths)
+        lines = self._exchange(made[0].ljust(longest, b"\0")) if longest else [b""] * self.group.size
+        return [line[:length] for line, length in zip(lines, lengths, strict=True)]
+
     def agree(self, act: str, work: Callable[[], bytes], *, fix: str) -> None:
         """Raise CheckpointError on all ranks unless `work` returns the same bytes on each."""
         records = self.do(act, work)

@@ -5,5 +5,6 @@ from meshwright.strategies.data.batch import Batch
 from meshwright.strategies.data.master import Master
 from meshwright.strategies.data.naive import Naive
 from meshwright.strategies.data.replicate import Replicate
+from meshwright.strategies.data.zero import Zero
 
-STRATEGIES: dict[str, type[Strategy]] = {strategy.name: strategy for strategy in (Batch, Master, Naive, Replicate)}
+STRATEGIES: dict[str, type[Strategy]] = {strategy.name: strategy for strategy in (Batch, Master, Naive, Replicate, Zero)}

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
-import torch
 from rich.console import Console
 
+from meshwright.api import Engine
 from meshwright.core.errors import PlanError
 from meshwright.prepare import Prepared
 from meshwright.report.progress import duration
@@ -99,7 +99,9 @@ def train_rank(
             logger.info("ended at step %d, %s", ended.step, "stopped" if ended.stopped else "done")
             if show:
                 _conclude(ready, feed.num_steps, resumed.step, ended, perf_counter() - started, console)
-                _farewell(ready, engine.module, ended, console)
+            text = _sample(ready, engine, ended)
+            if show:
+                _farewell(ready, text, ended, console)
     return ended
 
 
@@ -170,11 +172,19 @@ def _conclude(ready: Prepared, available: int | None, first: int, ended: Ended, 
         console.print(text, soft_wrap=True)
 
 
-def _farewell(ready: Prepared, module: torch.nn.Module, ended: Ended, console: Console) -> None:
+def _sample(ready: Prepared, engine: Engine, ended: Ended) -> str:
+    """A text by the trained model, where one is wanted; every rank draws the same."""
     run, job = ready.plan.run, ready.plan.job
-    if run.sample_tokens and isinstance(ready.data, TokenData) and not ended.stopped:
-        codec = ready.data.codec
-        text = sample_text(module, run.sample_prompt, run.sample_tokens, job.data.sequence, job.train.seed, codec=codec)
+    if not run.sample_tokens or not isinstance(ready.data, TokenData) or ended.stopped:
+        return ""
+    with engine.whole() as module:
+        length, codec = job.data.sequence, ready.data.codec
+        return sample_text(module, run.sample_prompt, run.sample_tokens, length, job.train.seed, codec=codec)
+
+
+def _farewell(ready: Prepared, text: str, ended: Ended, console: Console) -> None:
+    run = ready.plan.run
+    if text:
         console.rule("a sample")
         console.print(text, markup=False)
         console.rule()

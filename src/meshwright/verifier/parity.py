@@ -63,7 +63,10 @@ def compare_rank(case: Case, world: World, reference: Reference) -> RankReport:
     watched.values("initial value", 0, subject.parameters, reference.initial)
     world.ledger.recording = True
     state = State(subject, world, case.loss)
-    player = Player(_with_probe(case.plan), state, dice=case.make_dice(), extra={"PROBE": watched.gradients})
+    player = Player(
+        _with_probe(case.plan), state, dice=case.make_dice(), extra={"PROBE": lambda action, state: watched.gradients()}
+    )
+    watched.player = player
     rows = case.rows(case.plan, world.rank)
     try:
         for step, truth in enumerate(reference.steps):
@@ -73,11 +76,12 @@ def compare_rank(case: Case, world: World, reference: Reference) -> RankReport:
             metrics = player.step(batch)
             watched.number("loss", metrics.loss, truth.loss)
             watched.number("grad norm", metrics.grad_norm, truth.grad_norm)
-            watched.values("parameter", step, subject.parameters, truth.parameters)
+            parameters = player.parameters()
+            watched.values("parameter", step, parameters, truth.parameters)
             report.steps += 1
+        report.digests = {name: _digest(parameter) for name, parameter in player.parameters().items()}
     finally:
         player.close()
-    report.digests = {name: _digest(parameter) for name, parameter in subject.parameters.items()}
     report.sent = list(world.ledger.entries)
     return report
 
@@ -158,6 +162,7 @@ class _Watch:
 
     def __init__(self, case: Case, reference: Reference, report: RankReport) -> None:
         self._case, self._reference, self._report = case, reference, report
+        self.player: Player | None = None
         self.step = 0
 
     def samples(self, batch: Mapping[str, torch.Tensor] | None, truth: StepTruth) -> None:
@@ -189,12 +194,11 @@ class _Watch:
             if not error <= TOLERANCE:
                 self._add(quantity, name, block, error, factor)
 
-    def gradients(self, action: Action, state: State) -> None:
+    def gradients(self) -> None:
         """The handler of PROBE: every gradient as the optimizer is about to see it, before clipping; where there is one."""
-        if not self._case.plan.leads(self._report.rank):
+        if self.player is None or not self._case.plan.leads(self._report.rank):
             return
-        grads = {name: p.grad for name, p in state.subject.trainable.items()}
-        found = {name: torch.zeros_like(state.subject.parameters[name]) if g is None else g for name, g in grads.items()}
+        found = self.player.gradients()
         wanted = self._reference.steps[self.step].gradients
         self.values("gradient", self.step, found, wanted, self._common_factor(found, wanted))
 

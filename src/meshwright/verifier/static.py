@@ -27,6 +27,7 @@ def prove(plan: Plan) -> list[Fault]:
         faults += [Fault(text, _FIX, f"program.{role}") for text in _update_faults(plan, actions)]
         faults += [Fault(text, _FIX, f"program.{role}") for text in _gradient_faults(plan, actions)]
         faults += [Fault(text, _FIX, f"program.{role}") for text in _copy_faults(plan, actions)]
+        faults += [Fault(text, _FIX, f"program.{role}") for text in _use_faults(plan, actions)]
         faults += [Fault(text, _FIX, f"program.{role}") for text in _whole_faults(plan, actions)]
     try:
         play(plan.program)
@@ -104,7 +105,11 @@ def _gradient_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
         complete = max((last[visit] for visit in weight.visits if visit in last), default=-1)
         for axis, act in home.moves().items() if weight.trainable else ():
             act = "reduce" if axis in plan.space.led else act  # one rank takes the sum, and steps for all
-            found = [mover.name for mover in movers[weight.name] if _does(mover, act, axis)]
+            doing = [mover for mover in movers[weight.name] if _does(mover, act, axis)]
+            found = [mover.name for mover in doing]
+            if len(doing) > 1 and all(mover.micro is not None for mover in doing):
+                yield from _each_faults(actions, weight.name, weight.visits, doing)
+                found, complete = found[-1:], -1
             if not found:
                 yield f"the gradient of {weight.name} stays a pending sum over {axis}: no {act} moves it"
             elif len(found) > 1:
@@ -113,6 +118,48 @@ def _gradient_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
                 yield f"{found[0]} moves the gradient of {weight.name} before {actions[complete].name} has added to it"
             elif found[0] not in before_clip:
                 yield f"CLIP does not wait for {found[0]}, which moves the gradient of {weight.name}"
+
+
+def _each_faults(actions: Sequence[Action], weight: str, visits: Sequence[str], movers: Sequence[Action]) -> Iterator[str]:
+    """A gradient that is moved after every micro-batch: once for each, after all its backwards and before the next one's."""
+    index = {action.name: i for i, action in enumerate(actions)}
+    backwards: dict[int, list[int]] = defaultdict(list)
+    for i, action in enumerate(actions):
+        if action.kind == "B" and action.micro is not None and (action.subject in visits or ROOT in visits):
+            backwards[action.micro].append(i)
+    if sorted(mover.micro or 0 for mover in movers) != sorted(backwards):
+        yield f"the gradient of {weight} is moved after {len(movers)} micro-batches, and there are {len(backwards)}"
+        return
+    for mover in movers:
+        at, micro = index[mover.name], mover.micro or 0
+        if at < max(backwards[micro]):
+            yield f"{mover.name} moves the gradient of {weight} before {actions[max(backwards[micro])].name} has added to it"
+        later = [first for other, places in backwards.items() if other > micro for first in places]
+        if later and at > min(later):
+            yield f"{mover.name} moves the gradient of {weight} after {actions[min(later)].name} has added that of the next"
+
+
+def _use_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
+    """What is stepped or stored in shards must be gathered before a block uses it, and not be let go of before."""
+    cut = {home.weight.name: home for home in plan.space.homes if home.flat}
+    users: dict[str, list[str]] = defaultdict(list)
+    for name, home in cut.items():
+        for visit in home.weight.visits:
+            users[visit].append(name)
+    whole: dict[str, str] = {}
+    for action in actions:
+        if action.kind == "UNSHARD":
+            whole |= dict.fromkeys(action.tensors, action.name)
+        elif action.kind == "RESHARD":
+            for name in action.tensors:
+                whole.pop(name, None)
+        elif action.kind in ("F", "B"):
+            waited = set(action.waits)
+            for name in (*users[action.subject], *users[ROOT]):
+                if name not in whole:
+                    yield f"{action.name} uses {name}, which no UNSHARD has brought together"
+                elif whole[name] not in waited and name not in users[ROOT]:
+                    yield f"{action.name} uses {name} and does not wait for {whole[name]}"
 
 
 def _copy_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from meshwright.core.job import Job, Precision
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
-from meshwright.core.space import Bundle
+from meshwright.core.space import Bundle, Home
 from meshwright.core.steps import ROLE
 from meshwright.model.reading import Reading
 from meshwright.strategies.data.batch import Batch
@@ -147,7 +147,7 @@ def test_buckets_fill_from_the_last_block_to_the_first():
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 50), max_size=12), st.integers(1, 60))
 def test_bundles_are_coalesced_in_order_and_up_to_the_limit(sizes: list[int], limit: int):
-    bundles = [Bundle(str(i), (Weight(f"w{i}", (size,), ("v",)),), "v") for i, size in enumerate(sizes)]
+    bundles = [Bundle(str(i), (Home(Weight(f"w{i}", (size,), ("v",))),), "v") for i, size in enumerate(sizes)]
     runs = coalesce(bundles, limit)
     assert [bundle for run in runs for bundle in run] == bundles
     totals = [sum(bundle.numel for bundle in run) for run in runs]

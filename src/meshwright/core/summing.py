@@ -1,0 +1,205 @@
+"""The gradients of each bundle summed into shards: what is added to the list behind backwards where weights are stepped S(flat).
+
+    once per step        B1 PACK(1) ............ B1' ... REDUCE(1)            kept in one buffer of the bundle from the first
+                                                                              backward on; later ones add in place
+    every micro-batch    B1 PACK(1, 0) REDUCE(1, 0) .. B1' PACK(1, 1) REDUCE(1, 1) .. ADD(1, 1)
+
+    PACK      gradients into a contiguous buffer, at the places of the arena; where they lay is free again
+    REDUCE    their sum over the ranks, of which each gets its shard (reduce_scatter), over `across` then the sum of shards
+    ADD       a shard to what the micro-batches before have left, or from the dtype of the wire to that of the gradients
+    SQUARE    the sum of squares of this rank's shards
+    NORM      its sum over the ranks: each element is counted once
+
+Two buffers serve all bundles in turn: one is packed while the other travels. What was in it has left before it is packed again.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from meshwright.core.anatomy import NBYTES
+from meshwright.core.job import Job
+from meshwright.core.program import Action, Hold, Transfer, index_of_last, with_waits
+from meshwright.core.space import Bundle, Space
+from meshwright.core.steps import NORM, gradient
+
+NUM_BUFFERS = 2
+
+
+@dataclass
+class _Buffer:
+    """One of the buffers that bundles take in turn, and the reduction that it is busy with."""
+
+    hold: Hold
+    busy: Action | None = None
+    adds: Action | None = None
+
+
+class Sums:
+    """Sums over `axis` into shards, and of shards over `across`; `every` micro-batch, or once per step."""
+
+    def __init__(self, space: Space, job: Job, axis: str, across: str, *, every: bool) -> None:
+        self.axis, self.across, self.every = axis, across, every
+        self.bundles, self.arenas, self.visits = space.bundles(), space.arenas(), space.anatomy.visits
+        self.dtype, self.wire = job.precision.parameters, job.precision.reduce
+
+    def added(self, actions: list[Action]) -> list[Action]:
+        """`actions` with the gradients of every bundle summed before CLIP."""
+        done = list(self._once(actions) if self._in_place else self._in_turn(actions))
+        done = self._summed_across(done) if self.across else done
+        awaited = {action.tensors: action.name for action in done if action.kind in ("REDUCE", "ADD")}.values()
+        frees = () if self._in_place else self._buffer_names(done)
+        square = Action("SQUARE", NORM, waits=tuple(awaited), frees=frees)
+        sums = Transfer("all_reduce", (self.axis,), 8, dtype="float64")
+        norm = Action("NORM", NORM, lane="wire", waits=(square.name,), transfer=sums)
+        clip = index_of_last(done, "CLIP") or 0
+        done[clip : clip + 1] = [square, norm, with_waits(done[clip], (square.name, norm.name))]
+        return [self._stepped(action) for action in done]
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether gradients stay in the buffer that is sent: once per step, in their own dtype."""
+        return not self.every and self.wire == self.dtype
+
+    def _reduce(self, bundle: Bundle, micro: int | None, waits: Sequence[str]) -> Action:
+        nbytes = self.arenas[bundle.name].numel * NBYTES[self.wire]
+        transfer = Transfer("reduce_scatter", (self.axis,), nbytes, dtype=self.wire)
+        return Action("REDUCE", bundle.name, micro, "wire", tuple(waits), _names(bundle), transfer)
+
+    def _summed_across(self, actions: list[Action]) -> list[Action]:
+        """`actions` with the sum of each bundle's shard over the replicas, once it is complete.
+
+        It is waited for where two more bundles have been packed: it has arrived by then, or their buffer would not be free.
+        """
+        last = {action.tensors: action for action in actions if action.kind in ("REDUCE", "ADD")}
+        due: list[tuple[Action, int]] = []
+        edited: list[Action] = []
+        for action in actions:
+            for complete, packed in due if action.kind in ("PACK", "CLIP") else ():
+                if action.kind == "CLIP" or packed == NUM_BUFFERS:
+                    edited += self._across(complete)
+            if action.kind == "PACK":
+                due = [(complete, packed + 1) for complete, packed in due if packed < NUM_BUFFERS]
+            edited.append(action)
+            if last.get(action.tensors) == action:
+                due.append((action, 0))
+        return edited
+
+    def _across(self, complete: Action) -> list[Action]:
+        bundle = next(bundle for bundle in self.bundles if _names(bundle) == complete.tensors)
+        nbytes = self.arenas[bundle.name].shard * NBYTES[self.dtype]
+        transfer, name = Transfer("all_reduce", (self.across,), nbytes, dtype=self.dtype), f"{bundle.name}, across"
+        ready = Action("READY", name, waits=(complete.name,), tensors=complete.tensors)
+        return [ready, Action("REDUCE", name, None, "wire", (ready.name,), complete.tensors, transfer)]
+
+    def _once(self, actions: list[Action]) -> Iterator[Action]:
+        """Each bundle packed behind its first backward and reduced behind its last."""
+        behind: dict[int, list[Action]] = {}
+        for bundle in self.bundles:
+            backwards = self._backwards(actions, bundle)
+            first, last = backwards[0], backwards[-1]
+            names = _names(bundle)
+            held = Hold(self._kept(bundle), self._nbytes(bundle))
+            waits = (actions[first].name,)
+            pack = Action("PACK", bundle.name, waits=waits, tensors=names, takes=(held,), frees=(gradient(bundle),))
+            behind.setdefault(first, []).append(pack)
+            behind.setdefault(last, []).append(self._reduce(bundle, None, (*dict.fromkeys((pack.name, actions[last].name)),)))
+        for i, action in enumerate(actions):
+            yield action
+            yield from behind.get(i, ())
+
+    def _in_turn(self, actions: list[Action]) -> Iterator[Action]:
+        """Each bundle packed and reduced behind each backward that completes it; those before the last only if `every`."""
+        largest = max(self._nbytes(bundle) for bundle in self.bundles)
+        turn = [_Buffer(Hold(f"gradient buffer {number}", largest)) for number in range(NUM_BUFFERS)]
+        packed, due = 0, self._due(actions)
+        for i, action in enumerate(actions):
+            if action.kind == "CLIP":
+                for buffer in turn:
+                    yield from self._added(buffer)
+            yield self._holding(action)
+            for bundle in due.get(i, ()):
+                buffer = turn[packed % NUM_BUFFERS]
+                packed += 1
+                yield from self._added(buffer)
+                yield from self._packed(bundle, action, buffer)
+
+    def _due(self, actions: Sequence[Action]) -> dict[int, list[Bundle]]:
+        """By the place of a backward, the bundles that are packed behind it."""
+        found: dict[int, list[Bundle]] = {}
+        for bundle in self.bundles:
+            backwards = self._backwards(actions, bundle)
+            for at in backwards if self.every else backwards[-1:]:
+                found.setdefault(at, []).append(bundle)
+        return found
+
+    def _packed(self, bundle: Bundle, backward: Action, buffer: _Buffer) -> Iterator[Action]:
+        """PACK and REDUCE behind `backward`; the ADD that may be due is noted in `buffer`."""
+        micro = backward.micro if self.every else None
+        before = () if buffer.busy is None else (buffer.busy.name,)
+        frees = (gradient(bundle), *((buffer.hold.name,) if buffer.busy else ()))
+        waits = (backward.name, *before)
+        pack = Action("PACK", bundle.name, micro, waits=waits, tensors=_names(bundle), takes=(buffer.hold,), frees=frees)
+        reduce = self._reduce(bundle, micro, (pack.name,))
+        first = micro in (0, None)
+        shard = Hold(self._kept(bundle), self.arenas[bundle.name].shard * NBYTES[self.dtype])
+        adds = None
+        if self.wire != self.dtype or not first:
+            waits = (reduce.name, *(() if first else (self._sum_of(bundle, (micro or 0) - 1),)))
+            adds = Action("ADD", bundle.name, micro, waits=waits, tensors=_names(bundle))
+        reduce = replace(reduce, takes=(shard,) if first else ())
+        buffer.busy, buffer.adds = adds or reduce, adds
+        yield pack
+        yield reduce
+
+    def _sum_of(self, bundle: Bundle, micro: int) -> str:
+        """The action after which the shard holds the sum of the micro-batches up to `micro`."""
+        casts = self.wire != self.dtype
+        return Action("ADD" if micro or casts else "REDUCE", bundle.name, micro).name
+
+    @staticmethod
+    def _added(buffer: _Buffer) -> Iterator[Action]:
+        if buffer.adds is not None:
+            yield buffer.adds
+            buffer.adds = None
+
+    def _holding(self, action: Action) -> Action:
+        """A backward with the whole gradients that it makes, until they are packed: those of every micro-batch."""
+        if action.kind != "B" or not self.every:
+            return action
+        made = [b for b in self.bundles if action.subject == self._first_backward(b)]
+        return replace(action, takes=tuple(Hold(gradient(b), sum(w.numel for w in b.weights) * self._width) for b in made))
+
+    def _first_backward(self, bundle: Bundle) -> str:
+        visits = self.visits
+        return max((visit for visit in bundle.visits if visit in visits), key=visits.index) if bundle.last else visits[-1]
+
+    def _stepped(self, action: Action) -> Action:
+        """STEP, which frees what is kept of the sums."""
+        if action.kind != "STEP":
+            return action
+        whole = {gradient(bundle) for bundle in self.bundles}
+        frees = tuple(name for name in action.frees if name not in whole)
+        return replace(action, frees=(*frees, *map(self._kept, self.bundles)))
+
+    def _buffer_names(self, actions: Sequence[Action]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(hold.name for action in actions if action.kind == "PACK" for hold in action.takes))
+
+    def _backwards(self, actions: Sequence[Action], bundle: Bundle) -> list[int]:
+        """Where the backwards stand that complete the gradients of `bundle`, one per micro-batch."""
+        last = bundle.last or self.visits[0]
+        return [i for i, action in enumerate(actions) if action.kind == "B" and action.subject == last]
+
+    @property
+    def _width(self) -> int:
+        return NBYTES[self.dtype]
+
+    def _nbytes(self, bundle: Bundle) -> int:
+        return self.arenas[bundle.name].numel * NBYTES[self.wire]
+
+    @staticmethod
+    def _kept(bundle: Bundle) -> str:
+        return f"summed gradient({bundle.name})"
+
+
+def _names(bundle: Bundle) -> tuple[str, ...]:
+    return tuple(weight.name for weight in bundle.weights)

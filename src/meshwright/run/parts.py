@@ -1,0 +1,115 @@
+"""Which rank writes what into a checkpoint: of what all hold alike a fair part, of what is cut its own share.
+
+    held by all      dealt out, the largest first, each to the rank with the fewest bytes so far
+    shares           every rank tells the others which stretches it has; the first that has one writes it
+
+A share that ends in the middle of a row is written as a few boxes (run/stretches.py). Replicas of a shard, and numbers that
+every piece of a weight carries (an optimizer's count of steps), are written once.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from math import prod
+
+import torch
+
+from meshwright.engine.saved import Saved, Share
+from meshwright.run.manifest import Entry, Slice
+from meshwright.run.shards import DTYPES, dtype_name
+from meshwright.run.stretches import boxes
+
+Outline = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """One share as its rank tells of it: elements `begin` to `end` of the flattened tensor `name`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What each rank of a group writes, by index: names of whole tensors, and stretches of cut ones."""
+
+    whole: tuple[tuple[str, ...], ...]
+    cut: tuple[tuple[Stretch, ...], ...]
+    outline: Outline
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Saved], told: Sequence[bytes]) -> "Parts":
+        """The parts of ranks that hold `tensors` as this one does and have `told` of their shares (`shares_of`), in order."""
+        whole = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+        known: set[Stretch] = set()
+        cut: list[tuple[Stretch, ...]] = []
+        for line in told:
+            mine = [Stretch(name, tuple(shape), *rest) for name, shape, *rest in json.loads(line or b"[]")]
+            cut.append(tuple(stretch for stretch in mine if stretch not in known))
+            known.update(mine)
+        outline: Outline = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in whole.items()}
+        outline |= {each.name: (each.shape, DTYPES[each.dtype]) for each in sorted(known, key=lambda each: each.name)}
+        return cls(_dealt(whole, len(told)), tuple(cut), outline)
+
+    def mine(self, tensors: Mapping[str, Saved], index: int) -> dict[str, torch.Tensor]:
+        """The tensors that the rank at `index` writes, by their key in its file."""
+        found = {name: tensor for name in self.whole[index] if isinstance(tensor := tensors[name], torch.Tensor)}
+        for stretch in self.cut[index]:
+            share = tensors[stretch.name]
+            at = 0
+            for key, _, size in _keys(stretch):
+                if isinstance(share, Share):
+                    found[key] = share.values[at : at + prod(size)].view(size)
+                at += prod(size)
+        return found
+
+    def entries(self, files: Sequence[str]) -> dict[str, Entry]:
+        """Every entry of the manifest, `files` being those of the ranks."""
+        slices: dict[str, list[Slice]] = {name: [] for name in self.outline}
+        for file, names, cut in zip(files, self.whole, self.cut, strict=True):
+            for name in names:
+                shape = self.outline[name][0]
+                slices[name].append(Slice(file, name, (0,) * len(shape), shape))
+            for stretch in cut:
+                slices[stretch.name] += [Slice(file, key, start, size) for key, start, size in _keys(stretch)]
+        return {name: Entry(shape, dtype_name(dtype), tuple(slices[name])) for name, (shape, dtype) in self.outline.items()}
+
+    def writers(self) -> tuple[int, ...]:
+        """The indices of the ranks that write anything."""
+        return tuple(index for index, (names, cut) in enumerate(zip(self.whole, self.cut, strict=True)) if names or cut)
+
+
+def shares_of(tensors: Mapping[str, Saved]) -> bytes:
+    """What this rank tells the others of its shares."""
+    rows = [
+        [name, list(share.shape), dtype_name(share.dtype), share.begin, share.begin + share.values.numel()]
+        for name, share in tensors.items()
+        if isinstance(share, Share)
+    ]
+    return json.dumps(rows, separators=(",", ":")).encode() if rows else b""
+
+
+def _keys(stretch: Stretch) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """The boxes of a stretch: key in the file, start and size."""
+    at = stretch.begin
+    for start, size in boxes(stretch.begin, stretch.end, stretch.shape):
+        yield f"{stretch.name}@{at}", start, size
+        at += prod(size)
+
+
+def _dealt(tensors: Mapping[str, torch.Tensor], size: int) -> tuple[tuple[str, ...], ...]:
+    """The names each of `size` ranks writes: largest first, each to the rank with the fewest bytes so far."""
+    nbytes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    loads = [(0, index) for index in range(size)]
+    heapify(loads)
+    shares: list[list[str]] = [[] for _ in range(size)]
+    for name in sorted(nbytes, key=lambda name: (-nbytes[name], name)):
+        load, index = loads[0]
+        shares[index].append(name)
+        heapreplace(loads, (load + nbytes[name], index))
+    return tuple(map(tuple, shares))

@@ -1,0 +1,122 @@
+"""One rank of a plan, with the user's own loop around it: step, evaluate, save, load, export."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import nn
+
+from meshwright.comm.group import World
+from meshwright.core.errors import PlanError
+from meshwright.core.plan import Plan
+from meshwright.engine.evaluation import Evaluation
+from meshwright.engine.loss import Batch
+from meshwright.engine.player import Player
+from meshwright.engine.state import Metrics
+from meshwright.model.blueprint import Blueprint
+from meshwright.run.checkpoint import load
+from meshwright.run.export import Exported, Trained, export
+from meshwright.run.resume import check_model
+from meshwright.run.shards import read_manifest
+from meshwright.run.train import save_held
+
+
+class Engine:
+    """One rank of a plan with the user's own loop around it."""
+
+    def __init__(self, plan: Plan, player: Player, world: World, blueprint: Blueprint) -> None:
+        self.plan, self.player, self.world, self._blueprint = plan, player, world, blueprint
+
+    @property
+    def module(self) -> nn.Module:
+        """The model that is trained, on this rank; under a sharded plan, call it in `whole` only."""
+        return self.player.state.subject.module
+
+    @property
+    def steps_done(self) -> int:
+        """Global steps taken so far, those before a resume included."""
+        return self.player.steps_done
+
+    def step(self, batch: Batch | None, *, stop: bool = False) -> Metrics:
+        """Train one global step on this rank's rows (see `share`); every rank gets the same metrics back."""
+        ledger = self.world.ledger
+        ledger.phase, ledger.step = "first_step" if ledger.step is None else "step", self.steps_done + 1
+        return self.player.step(batch, stop=stop)
+
+    def evaluate(self, batches: Iterable[Batch | None]) -> Evaluation:
+        """The loss over `batches`, exact over all ranks, each of which calls this with its own rows (see `share`).
+
+        In eval mode and without gradients; parameters, buffers, modes and random streams are untouched.
+        """
+        return self.player.evaluate(batches)
+
+    @contextmanager
+    def whole(self) -> Iterator[nn.Module]:
+        """The module, to be called without gradients meanwhile: its weights are brought together as they are needed.
+
+        All ranks enter, and run the same forwards. What a sharded plan has between steps is only this rank's share.
+        """
+        with torch.no_grad(), self.player.whole("WHOLE"):
+            yield self.module
+
+    def share(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """This rank's rows of a global batch, micro-batch after micro-batch; fewer when the batch is short."""
+        return share(batch, self.plan, self.world.rank)
+
+    def save(self, folder: Path | str) -> Path:
+        """Save a checkpoint of this step into `folder` (all ranks call it); returns its own folder."""
+        meta = {"plan_hash": self.plan.hash, "torch": torch.__version__}
+        return save_held(Path(folder), self.player, meta, self.world)
+
+    def export(self, folder: Path | str, dtype: torch.dtype | None = None) -> Exported | None:
+        """Write the model as a folder that transformers loads and compare it; nothing stays unless `round_trip.passed`.
+
+        Rank 0 does, all ranks call it, and the others return None. Floating weights are stored in `dtype`, or as they are.
+        """
+        parameters = self.player.parameters()
+        if self.world.rank:
+            return None
+        buffers = {name: held for name, held in self.player.tensors().items() if isinstance(held, torch.Tensor)}
+        saved = buffers | {f"model/{name}": value for name, value in parameters.items()}
+        return export(Trained.saved(self._blueprint, saved), Path(folder), dtype)
+
+    def load(self, checkpoint: Path | str) -> int:
+        """Take up the checkpoint in the folder that `save` returned, saved under this or another plan; returns its step.
+
+        Raises CheckpointError for one that is damaged or of another model.
+        """
+        path = Path(checkpoint)
+        manifest = read_manifest(path)
+        check_model(manifest, self.player, path)
+        self.player.restore(load(path)[0], manifest.step)
+        return self.steps_done
+
+    def close(self) -> None:
+        """Give the module its own forwards back."""
+        self.player.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def share(batch: Batch, plan: Plan, rank: int) -> dict[str, torch.Tensor]:
+    """The rows of a global batch that `rank` plays under `plan`, micro-batch after micro-batch.
+
+    Raises PlanError when the batch has more rows than the plan's global batch: they would be left out.
+    """
+    num_rows = len(next(iter(batch.values())))
+    if num_rows > plan.job.train.batch:
+        text = f"a batch of {num_rows} rows; the plan's global batch is {plan.job.train.batch}"
+        raise PlanError(text, fix="pass at most that many rows, or make a plan with this train.batch", where="batch")
+    rows = [row for row in plan.rows_read(rank) if row < num_rows]
+    if len(rows) == num_rows:
+        return dict(batch)
+    first = rows[0] if rows else 0
+    if not rows or rows[-1] - first + 1 == len(rows):  # one stretch: views, no copy
+        return {key: value[first : first + len(rows)] for key, value in batch.items()}
+    return {key: value[rows] for key, value in batch.items()}

@@ -1,0 +1,207 @@
+"""ZeRO and fully sharded data parallel (FSDP): what all data-parallel ranks would hold alike, each holds a share of.
+
+Why it works: a rank needs whole weights only while a block runs, and the optimizer needs no whole weights at all: it steps each
+element by itself. So of the n copies of moments (stage 1), gradients (2) and weights (3) that `replicate` keeps, n-1 go.
+The sum of the gradients arrives where it is stepped (reduce-scatter), and what was stepped is handed out (all-gather): together
+the bytes of one all-reduce. Storage is split, not work: every rank still computes every block, on its own samples.
+
+    stage 1, 2   UNSHARD(0) UNSHARD(1)  F0 F1 LOSS B1 PACK(1) B0 PACK(0)            SQUARE NORM CLIP STEP
+    wire                                              REDUCE(1)      REDUCE(0)
+    stage 3      UNSHARD(0) F0 RESHARD(0)  F1 LOSS B1 PACK(1) RESHARD(1)  B0 PACK(0) RESHARD(0) SQUARE NORM CLIP STEP
+    wire           UNSHARD(1, F, 0)           UNSHARD(0, B, 0)  REDUCE(1, 0)  REDUCE(0, 0)
+
+    gradients P -> S(flat) along the axis: reduce_scatter; weights S(flat) -> R: all_gather
+    bytes per rank, P elements of 2 (weight) + 2 (gradient) + 12 (master, moments):
+        4 P + 12 P/n (stage 1)      2 P + 14 P/n (2)      16 P/n + buffers (3)
+    sent per rank, over the bundles b of N_b elements: a = sum (n-1) ceil(N_b/n) * wire bytes
+        2 a (stage 1)      (m + 1) a (stage 2, m micro-batches)      (2 m + m) a or, gathered once, (m + m) a, (1 + m) a (3)
+
+    UNSHARD   whole weights from the shards of all ranks
+    READY     wait for what glue uses at any time, or for what is summed next
+    RESHARD   let go of the whole weights; the buffer is the next bundle's
+
+`gather` says how long stage 3 keeps weights: for one "use" (forward, and again backward), for a "micro"-batch, for the "step";
+`keep_mb` keeps as many more as fit. They are gathered `ahead` uses early into a fixed number of buffers. Stage 2 and 3 reduce
+after every backward, through two buffers, so no whole gradient outlives its block. With `across`, shards are replicated over a
+second axis (hybrid): reduce-scatter inside, all-reduce of the shard across.
+Cost: stages 1 and 2 send what `replicate` sends (stage 2 more often, where micro-batches accumulate), stage 3 half as much again.
+Limits: an optimizer that looks at more than an element needs shards cut at its grain (core/arena.py). Stage 3 wants fast links.
+Paper: Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054 (sections 5 and 7); Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277
+(sections 3.2 hybrid, 3.3 overlap).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import ClassVar
+
+from meshwright.core.anatomy import NBYTES, ROOT
+from meshwright.core.errors import Fault, nearest
+from meshwright.core.job import Job
+from meshwright.core.layout import FLAT, I, S
+from meshwright.core.program import Action, Hold, Program, Transfer, with_waits
+from meshwright.core.residence import Join, Use, buffers, stays
+from meshwright.core.space import Bundle, Home, Space
+from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
+from meshwright.core.summing import Sums
+from meshwright.strategies.data.batch import DATA_AXES
+
+STAGES = (1, 2, 3)
+GATHERS = ("use", "micro", "step")
+
+
+@dataclass(frozen=True)
+class Zero(Strategy):
+    """Moments (stage 1), gradients too (2), weights too (3) in equal shards along `axis`, replicated along `across` if given.
+
+    Of stage 3 alone: `gather`, `keep_mb` and `ahead` (see above).
+    """
+
+    name: ClassVar[str] = "zero"
+    phase: ClassVar[Phase] = "store"
+    axis: str = "dp_shard"
+    stage: int = 3
+    across: str = ""
+    gather: Join = "use"
+    keep_mb: float = 0.0
+    ahead: int = 1
+
+    def check(self, job: Job, space: Space) -> Iterator[Fault]:
+        where = "strategies.zero"
+        if self.stage not in STAGES:
+            text = f"stage {self.stage}; needed is 1 (moments), 2 (and gradients) or 3 (and weights)"
+            yield Fault(text, "write stage = 3, or 0 ranks to shard over: mesh.dp_shard = 1", f"{where}.stage")
+        if self.gather not in GATHERS:
+            yield Fault(f"gather = '{self.gather}'", nearest(self.gather, GATHERS), f"{where}.gather")
+        if not 0 <= self.keep_mb < inf or self.ahead < 0:
+            text = f"keep_mb = {self.keep_mb}, ahead = {self.ahead}"
+            yield Fault(text, "write numbers from 0 up; ahead = 1 is a good start", where)
+        for key, axis in (("axis", self.axis), ("across", self.across)):
+            if axis and axis not in DATA_AXES:
+                yield Fault(f"{key} = '{axis}' is no axis of data parallelism", nearest(axis, DATA_AXES), f"{where}.{key}")
+            elif axis and axis not in space.data_axes:
+                text = f"the shards along {axis} would all see the same samples: nothing splits the batch there"
+                yield Fault(text, f'add [[strategies]] name = "batch", axis = "{axis}"', where)
+        unused = [key for key, usual in (("gather", "use"), ("keep_mb", 0.0), ("ahead", 1)) if vars(self)[key] != usual]
+        if unused and self.stage in (1, 2):
+            text = f"{' and '.join(unused)} with stage {self.stage}, which keeps weights whole"
+            yield Fault(text, f"remove {' and '.join(unused)}, or set stage = 3", where)
+        if self.axis == self.across:
+            yield Fault(f"axis and across are both {self.axis}", "shard along one axis, replicate along the other", where)
+        taken = [axis for axis in (self.axis, self.across) if axis and any(axis not in h.grad.axes("P") for h in _trained(space))]
+        if taken and set(taken) <= set(space.data_axes):
+            text = f"another strategy stores the weights along {' and '.join(taken)} already"
+            yield Fault(text, f'keep one of them; zero replicates by itself: across = "{taken[0]}"', where)
+
+    def place(self, space: Space) -> Space:
+        def shard(home: Home) -> Home:
+            grad = home.grad.with_place(self.axis, S(FLAT)).with_place((self.across,) if self.across else (), I)
+            return replace(self._stored(home), grad=grad)
+
+        return space.with_homes(shard).with_homes(self._stored, frozen=True)
+
+    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
+        sums = Sums(space, job, self.axis, self.across, every=self.stage > 1)
+        program = program.edit(sums.added)
+        return program.edit(lambda actions: (self._stay if self.stage == 3 else self._hand_out)(actions, space, job))
+
+    def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
+        words = {"UNSHARD": runtime.unshard, "RESHARD": runtime.reshard, "READY": _nothing}
+        return {**words, "REDUCE": runtime.reduce, "ADD": runtime.add, "SQUARE": runtime.square, "NORM": runtime.norm}
+
+    def _stored(self, home: Home) -> Home:
+        return replace(home, stored=home.stored.with_place(self.axis, S(FLAT))) if self.stage == 3 else home
+
+    def _gather_of(self, bundle: Bundle, space: Space, job: Job, what: str, micro: int | None) -> Action:
+        dtype = job.precision.parameters
+        nbytes = space.arenas()[bundle.name].shard * NBYTES[dtype]
+        names = tuple(weight.name for weight in bundle.weights)
+        transfer = Transfer("all_gather", (self.axis,), nbytes, dtype=dtype)
+        return Action("UNSHARD", f"{bundle.name}{what}", micro, "wire", tensors=names, transfer=transfer)
+
+    def _hand_out(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
+        """`actions` with what the last step has stepped handed out once, each bundle ahead of its first use."""
+        bundles = sorted(space.bundles(), key=lambda bundle: min(_places(bundle, space)))
+        gathers = {bundle.name: self._gather_of(bundle, space, job, "", None) for bundle in bundles}
+        first = next(i for i, action in enumerate(actions) if action.kind == "F")
+        waiting = [self._waiting(action, bundles, {b: g.name for b, g in gathers.items()}) for action in actions[first:]]
+        ready = [_ready(gathers[bundle.name]) for bundle in bundles if ROOT in bundle.visits]
+        return [*actions[:first], *gathers.values(), *ready, *waiting]
+
+    @staticmethod
+    def _waiting(action: Action, bundles: Sequence[Bundle], names: Mapping[str, str]) -> Action:
+        if action.kind not in ("F", "B"):
+            return action
+        return with_waits(action, [names[bundle.name] for bundle in bundles if action.subject in bundle.visits])
+
+    def _stay(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
+        """`actions` with an UNSHARD ahead of each stay of a bundle and a RESHARD behind it."""
+        bundles = {bundle.name: bundle for bundle in (*space.bundles(), *space.bundles(frozen=True))}
+        width = NBYTES[job.precision.parameters]
+        nbytes = {name: arena.numel * width for name, arena in space.arenas().items()}
+        at = [i for i, action in enumerate(actions) if action.kind in ("F", "B")]
+        uses = [Use(_needed(actions[i], list(bundles.values())), actions[i].micro or 0) for i in at]
+        found = stays(uses, nbytes, self.gather, self.keep_mb * 2**20, self.ahead)
+        number, sizes = buffers(found, nbytes)
+        before: dict[int, list[Action]] = {}
+        behind: dict[int, list[Action]] = {}
+        waits: dict[int, list[str]] = {}
+        for stay in found:
+            bundle, first = bundles[stay.bundle], actions[at[stay.begin]]
+            held = Hold(f"weight buffer {number[stay.bundle]}", sizes[number[stay.bundle]])
+            fetch = replace(self._gather_of(bundle, space, job, _for(first, bundle), first.micro), takes=(held,))
+            release = Action("RESHARD", fetch.subject, fetch.micro, waits=(), tensors=fetch.tensors, frees=(held.name,))
+            before.setdefault(at[stay.fetch], []).append(fetch)
+            if ROOT in bundle.visits:
+                before[at[stay.fetch]].append(_ready(fetch))
+            behind.setdefault(at[stay.end], []).append(release)
+            for use in range(stay.begin, stay.end + 1):
+                if stay.bundle in uses[use].bundles:
+                    waits.setdefault(at[use], []).append(fetch.name)
+        return _inserted(actions, before, waits, behind)
+
+
+def _inserted(
+    actions: list[Action],
+    before: Mapping[int, list[Action]],
+    waits: Mapping[int, list[str]],
+    behind: Mapping[int, list[Action]],
+) -> list[Action]:
+    """`actions` with others before and behind some; what stands behind a backward comes after its PACKs and REDUCEs."""
+    edited: list[Action] = []
+    owed: list[Action] = []
+    for i, action in enumerate(actions):
+        if action.kind not in ("PACK", "REDUCE", "ADD"):
+            edited += owed
+            owed = []
+        edited += [*before.get(i, ()), with_waits(action, waits.get(i, ()))]
+        owed += behind.get(i, ())
+    return edited + owed
+
+
+def _needed(action: Action, bundles: Sequence[Bundle]) -> tuple[str, ...]:
+    """The bundles that `action` finds whole: those of its visit, and those that glue uses at any time."""
+    return tuple(bundle.name for bundle in bundles if bundle.homes[0].flat and {action.subject, ROOT} & set(bundle.visits))
+
+
+def _places(bundle: Bundle, space: Space) -> list[int]:
+    order = space.anatomy.visits
+    return [-1 if visit == ROOT else order.index(visit) for visit in bundle.visits]
+
+
+def _for(use: Action, bundle: Bundle) -> str:
+    """What a bundle is gathered for, as a part of the name: tied weights are, by several blocks."""
+    return f", {use.kind}" + ("" if bundle.visits == (use.subject,) else f" of {use.subject}")
+
+
+def _ready(fetch: Action) -> Action:
+    """Glue uses the weights of the root whenever it likes: they are there before the forward begins."""
+    return Action("READY", fetch.subject, fetch.micro, waits=(fetch.name,), tensors=fetch.tensors)
+
+
+def _trained(space: Space) -> list[Home]:
+    return [home for home in space.homes if home.weight.trainable]
+
+
+def _nothing(action: Action) -> None:
+    """What it waited for was all."""
