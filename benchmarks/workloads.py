@@ -10,14 +10,16 @@ same fused AdamW, the same groups (no decay on 1-D weights) and clipping to norm
 
 import sysconfig
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -27,8 +29,11 @@ from meshwright.comm.group import World
 from meshwright.core.job import Job, Optimizer, Train
 from meshwright.core.mesh import Mesh
 from meshwright.core.sources import DataSource, ModelSource
+from meshwright.core.strategy import Strategy
 from meshwright.engine.optimizers import parameter_groups
 from meshwright.run.text import TextData
+from meshwright.strategies.data.batch import Batch as SplitBatch
+from meshwright.strategies.data.zero import Zero
 
 VOCABULARY = 256
 HEAVY = ("torch", "transformers.models.llama.modeling_llama", "meshwright.api")  # what ranks import before they fork
@@ -96,18 +101,41 @@ def ddp(rank: int, size: int, workload: str, store: str) -> Callable[[], object]
 
 def ours(rank: int, size: int, workload: str, store: str = "", world: World | None = None) -> Callable[[], object]:
     """The step of the engine on the same model: one device, or `batch` + `replicate` over gloo; in `world` if it is given."""
+    return _engine(workload, Mesh(dp_replicate=size), None, world or joined(rank, size, store))
+
+
+def _engine(workload: str, mesh: Mesh, strategies: Sequence[Strategy] | None, world: World) -> Callable[[], object]:
     torch.set_num_threads(1)
     spec = WORKLOADS[workload]
     batches = Batches(spec)
     reading = read(spec.model(), Batches(spec).next())
     job = Job(ModelSource("llama"), DataSource("stdlib", sequence=spec.sequence), Train(batch=spec.batch), OPTIMIZER)
-    plan = make_plan(reading, job, Mesh(dp_replicate=size))
-    engine = build(reading, plan, world=world or joined(rank, size, store))
+    engine = build(reading, make_plan(reading, job, mesh, strategies), world=world)
 
     def step() -> float:
         return engine.step(engine.share(batches.next())).loss
 
     return step
+
+
+def fsdp(rank: int, size: int, workload: str, store: str, *, reshard: bool = True) -> Callable[[], object]:
+    """The same loop on torch's FSDP2 (fully_shard of each layer and of the rest) over gloo; `reshard`: after forward too."""
+    _join(rank, size, store)
+
+    def wrap(model: nn.Module) -> nn.Module:
+        for layer in model.model.layers:
+            fully_shard(layer, reshard_after_forward=reshard)
+        return fully_shard(model, reshard_after_forward=reshard)
+
+    return _loop(rank, size, WORKLOADS[workload], wrap)
+
+
+def sharded(rank: int, size: int, workload: str, store: str, zero: Mapping[str, Any]) -> Callable[[], object]:
+    """The step of the engine on the same model, with all ranks on dp_shard and the fields of `Zero` that `zero` gives."""
+    mesh = Mesh(dp_shard=size)
+    _join(rank, size, store)
+    world = TorchWorld(mesh, rank, "cpu", shared=False)
+    return _engine(workload, mesh, (SplitBatch(axis="dp_shard"), Zero(**zero)), world)
 
 
 def _loop(rank: int, size: int, spec: Workload, wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], object]:
@@ -117,6 +145,10 @@ def _loop(rank: int, size: int, spec: Workload, wrap: Callable[[nn.Module], nn.M
     groups = parameter_groups(OPTIMIZER, names)
     optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True)
     model = wrap(plain)
+    if any(parameter is not names[name] for name, parameter in model.named_parameters() if name in names):  # it made shards
+        names = dict(model.named_parameters())
+        groups = parameter_groups(OPTIMIZER, names)
+        optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True)
     batches, share = Batches(spec), slice(rank * spec.batch // size, (rank + 1) * spec.batch // size)
 
     def step() -> float:

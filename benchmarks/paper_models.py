@@ -1,0 +1,28 @@
+"""Models that exist on paper only, of any size: blocks and shapes, and no values."""
+
+from meshwright.core.anatomy import Anatomy, Weight
+
+
+def even(name: str, parameters: int, blocks: int) -> Anatomy:
+    """A model of `parameters` in `blocks` equal blocks; raises ValueError when they do not divide."""
+    numel, rest = divmod(parameters, blocks)
+    if rest:
+        raise ValueError(f"{parameters} parameters do not divide into {blocks} blocks; choose a divisor")
+    return _chain(name, {f"block{i}": [("weight", (numel,))] for i in range(blocks)})
+
+
+def llama3_8b() -> Anatomy:
+    """Llama 3 8B: 8,030,261,248 parameters in 35 blocks."""
+    hidden, kv, wide, vocabulary = 4096, 1024, 14336, 128256
+    layer = [(name, (out, hidden)) for name, out in (("q", hidden), ("k", kv), ("v", kv), ("o", hidden))]
+    layer += [("gate", (wide, hidden)), ("up", (wide, hidden)), ("down", (hidden, wide))]
+    norms = [("norm1", (hidden,)), ("norm2", (hidden,))]
+    layers = {f"layer{i}": [*layer, *norms] for i in range(32)}
+    ends = {"norm": [("weight", (hidden,))], "head": [("weight", (vocabulary, hidden))]}
+    return _chain("Llama-3-8B", {"embed": [("weight", (vocabulary, hidden))], **layers, **ends})
+
+
+def _chain(name: str, blocks: dict[str, list[tuple[str, tuple[int, ...]]]]) -> Anatomy:
+    weights = tuple(Weight(f"{visit}.{part}", shape, (visit,)) for visit, parts in blocks.items() for part, shape in parts)
+    ones = (1,) * len(blocks)
+    return Anatomy(name, tuple(blocks), weights, ones, ones)

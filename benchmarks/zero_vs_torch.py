@@ -1,0 +1,89 @@
+"""ZeRO beside torch: the same transport (gloo), the same model, samples and optimizer, 2 and 4 processes.
+
+    large step   stages 1 and 2 against DDP (bar 1.03), stage 3 against FSDP2 (0.97)
+    small step   stage 2 against FSDP2 that keeps weights whole after forward (0.75), stage 3 against FSDP2 (0.75)
+
+DDP runs with `gradient_as_bucket_view=True`, FSDP2 with `fully_shard` on each layer and on the rest, as their users are told.
+CPU seconds of all ranks decide, wall seconds stand beside. A second loop of the peer is the twin that shows the noise.
+
+    python -m benchmarks.zero_vs_torch           about half an hour
+    python -m benchmarks.zero_vs_torch --quick   a few rounds of each; writes nothing
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.method import Comparison, Rounds, Window, compare, measure
+from benchmarks.ranks import Ranks
+from benchmarks.result import Result
+from benchmarks.workloads import HEAVY, ddp, fresh_store, fsdp, sharded
+
+NAME = "zero_vs_torch"
+CLAIM = (
+    "over gloo, fp32, 2 and 4 processes: large step: stages 1 and 2 at most 1.03 x torch DDP, stage 3 at most 0.97 x FSDP2; "
+    "small step: stage 2 at most 0.75 x FSDP2 without resharding, stage 3 at most 0.75 x FSDP2"
+)
+WINDOWS = {"large": Window(20, 40, 150), "small": Window(40, 120, 90, warmup=3)}
+QUICK = Window(3, 4, 20, window_s=0.0, threshold=64.0, warmup=1)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stage against one peer."""
+
+    stage: int
+    workload: str
+    ranks: int
+    bar: float
+    peer: str
+    build: Callable[..., Callable[[], object]]
+    how: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return f"stage {self.stage} / {self.peer}, {self.workload}, {self.ranks} ranks"
+
+
+def rows() -> Iterator[Row]:
+    """All of them."""
+    for ranks in (2, 4):
+        for stage in (1, 2):
+            yield Row(stage, "large", ranks, 1.03, "DDP", ddp, {})
+        yield Row(3, "large", ranks, 0.97, "FSDP2", fsdp, {})
+        yield Row(2, "small", ranks, 0.75, "FSDP2 kept", fsdp, {"reshard": False})
+        yield Row(3, "small", ranks, 0.75, "FSDP2", fsdp, {})
+
+
+def run(row: Row, window: Window) -> Rounds:
+    """The rounds of one row."""
+    sides = ((row.peer, row.build, row.how), ("ours", sharded, {"zero": {"stage": row.stage}}), ("twin", row.build, row.how))
+    with ExitStack() as opened:
+        given = {"preload": HEAVY, "workload": row.workload}
+        return measure(
+            [
+                opened.enter_context(Ranks(name, build, row.ranks, **given, store=fresh_store(), **how))
+                for name, build, how in sides
+            ],
+            window,
+        )
+
+
+def main() -> None:
+    """Measure every row and write the result."""
+    quick = "--quick" in sys.argv[1:]
+    found: dict[str, tuple[Rounds, Comparison, Comparison]] = {}
+    for row in rows():
+        rounds = run(row, QUICK if quick else WINDOWS[row.workload])
+        cpu, wall = (
+            compare(rounds, "ours", base=row.peer, twin="twin", bar=row.bar, figure=figure) for figure in ("cpu_s", "wall_s")
+        )
+        found[str(row)] = (rounds, cpu, wall)
+        print(f"{row}: cpu {cpu.ratio}, A/A {cpu.aa}, bar {row.bar}, holds {cpu.holds}; wall {wall.ratio}", flush=True)
+    if not quick:
+        print(Result.of_comparisons(NAME, CLAIM, found).write(NAME))
+
+
+if __name__ == "__main__":
+    main()
