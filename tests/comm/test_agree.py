@@ -48,6 +48,22 @@ def test_every_rank_is_told_who_differs(kind):
     assert "repair: every rank must issue the same" in lines[6]
 
 
+def in_the_first_step(world: World, phase: str) -> str:
+    group, odd = world.group(["dp_replicate"]), world.rank == 1
+    world.ledger.phase = phase
+    try:
+        group.all_reduce(torch.ones(4, dtype=torch.int32 if odd else torch.float32), action="REDUCE(1)").wait()
+    except CollectiveError as error:
+        return error.report
+    return "agreed"
+
+
+def test_the_first_step_is_compared_in_every_run(process_pool: ProcessPool):
+    """Two dtypes of one width, over gloo: a wrong sum and no error, if nobody looked."""
+    for report in process_pool.run(in_the_first_step, MESH, "first_step"):
+        assert report.splitlines()[1] == "  rank 1 issued all_reduce of int32 [4] for REDUCE(1)"
+
+
 def test_processes_compare_too_and_go_on_where_they_agree(process_pool: ProcessPool):
     reports = process_pool.run(compared, MESH, "none")
     assert reports == ["agreed"] * 3

@@ -1,7 +1,8 @@
-"""Debug mode: before each collective the ranks of its group compare what they are about to issue.
+"""In the first step, and always in debug mode: before each collective the ranks of its group compare what they will issue.
 
 A collective moves bytes and knows no names. Ranks that disagree on size may hang or abort, and ranks that disagree on order with
-equal sizes, or on two dtypes of one width, get a wrong sum and no error at all. With `run.check_collectives` every collective is
+equal sizes, or on two dtypes of one width, get a wrong sum and no error at all. A step asks for the same as the one before, so
+the first one is compared in every run, and with `run.check_collectives` all are: every collective is then
 preceded by an all_gather of eight bytes per rank, a digest of (collective, shape, dtype, source, algorithm, action). Where the
 digests differ the ranks exchange the texts, and all of them raise the same error, which says who called what from which line.
 A rank that does not come at all is not compared; for that there are limits (comm/stall.py).

@@ -80,7 +80,7 @@ def announce(
     ledger.record(entry)
     if group.size > 1 and not ledger.comparing:
         ledger.recent.note(group, call)
-        if ledger.compare is not None:
+        if ledger.compare is not None and not (ledger.first_only and ledger.phase != "first_step"):
             ledger.compare(group, call)
     return call
 

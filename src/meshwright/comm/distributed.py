@@ -64,7 +64,7 @@ class TorchWorld(World):
             )
         self.mesh = mesh
         self.rank = rank
-        self.ledger = Ledger(compare=Comparison() if check_collectives else None)
+        self.ledger = Ledger(compare=Comparison(), first_only=not check_collectives)
         self.lookout = Lookout(store or _default_store(), mesh, rank, self.ledger, limits or Limits())
         self.device = torch.device(device)  # pyrefly: ignore[read-only]  torch.device has a __get__, and is no descriptor here
         self._shared = shared and self.device.type == "cpu"

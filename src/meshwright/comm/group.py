@@ -49,7 +49,7 @@ class Ledger:
     `recent` are the last collectives, with the lines they were asked from: what is told when the ranks do not meet. `step`
     and `phase` say what they are for; whoever runs the loop keeps them up to date. `compare`, in debug mode, is called with
     each call before it is issued, and raises CollectiveError on every rank of the group unless all of them issue the same;
-    what it issues for that itself, while `comparing`, is not compared.
+    what it issues for that itself, while `comparing`, is not compared. With `first_only` that is for the first step.
     """
 
     recording: bool = False
@@ -59,6 +59,7 @@ class Ledger:
     phase: Phase = "init"
     step: int | None = None
     comparing: bool = False
+    first_only: bool = False
     compare: "Callable[[Group, Call], None] | None" = None
 
     @contextmanager

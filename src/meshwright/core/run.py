@@ -22,8 +22,8 @@ class Run:
     tokens are kept in the folder `cache` ("": `folder`/cache), where other runs find them. `trace_steps` steps, from the
     second on, are timed act by act on every rank, into the folder's `trace`.
 
-    `limits` bound every wait for another rank (docs/hangs.md). With `check_collectives` the ranks compare, before each
-    collective, what they are about to issue: for finding out why they do not meet, at two collectives' price for one.
+    `limits` bound every wait for another rank (docs/hangs.md). Before each collective of the first step the ranks compare what
+    they are about to issue; with `check_collectives` always, for finding out why they do not meet: two collectives for one.
 
     With `shared_memory`, CPU ranks of one host exchange through memory instead of sockets, where a C compiler is. Turn it off to
     repeat a run that had none bit by bit: beyond two ranks gloo adds in another order. On a GPU it means nothing.
