@@ -123,9 +123,10 @@ def fsdp(rank: int, size: int, workload: str, store: str, *, reshard: bool = Tru
     _join(rank, size, store)
 
     def wrap(model: nn.Module) -> nn.Module:
-        for layer in model.model.layers:
+        for layer in model.get_submodule("model.layers").children():
             fully_shard(layer, reshard_after_forward=reshard)
-        return fully_shard(model, reshard_after_forward=reshard)
+        fully_shard(model, reshard_after_forward=reshard)
+        return model
 
     return _loop(rank, size, WORKLOADS[workload], wrap)
 

@@ -27,7 +27,7 @@ CLAIM = (
     "small step: stage 2 at most 0.75 x FSDP2 without resharding, stage 3 at most 0.75 x FSDP2"
 )
 WINDOWS = {"large": Window(20, 40, 150), "small": Window(40, 120, 90, warmup=3)}
-QUICK = Window(3, 4, 20, window_s=0.0, threshold=64.0, warmup=1)
+QUICK = Window(3, 4, 120, window_s=0.0, threshold=64.0, warmup=1)
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,14 @@ def rows() -> Iterator[Row]:
 
 def run(row: Row, window: Window) -> Rounds:
     """The rounds of one row."""
-    sides = ((row.peer, row.build, row.how), ("ours", sharded, {"zero": {"stage": row.stage}}), ("twin", row.build, row.how))
+    mine: Mapping[str, Any] = {"zero": {"stage": row.stage}}
+    sides = ((row.peer, row.build, row.how), ("ours", sharded, mine), ("twin", row.build, row.how))
     with ExitStack() as opened:
-        given = {"preload": HEAVY, "workload": row.workload}
         return measure(
             [
-                opened.enter_context(Ranks(name, build, row.ranks, **given, store=fresh_store(), **how))
+                opened.enter_context(
+                    Ranks(name, build, row.ranks, preload=HEAVY, workload=row.workload, store=fresh_store(), **how)
+                )
                 for name, build, how in sides
             ],
             window,

@@ -34,12 +34,19 @@ MEANINGS = {
     "UNPACK": "gradients out of the buffer",
     "TALLY": "loss of the whole step",
     "NOISE": "squared norms of all parts",
+    "UNSHARD": "bring weights together",
+    "RESHARD": "let go of whole weights",
+    "READY": "what was sent has come",
+    "ADD": "to the sum so far",
+    "SQUARE": "squared norm of own shards",
+    "NORM": "that of all shards",
     "CLIP": "gradient norm, clip",
     "STEP": "optimizer",
     "ESTIMATE": "gradient noise scale",
 }
 
-SUBJECTS = ("PACK", "MEASURE", "REDUCE", "UNPACK", "GATHER", "SCATTER", "BROADCAST")  # kinds that are told apart by their subject
+# kinds that are told apart by their subject
+SUBJECTS = ("PACK", "MEASURE", "REDUCE", "UNPACK", "GATHER", "SCATTER", "BROADCAST", "ADD", "UNSHARD", "READY", "RESHARD")
 
 
 def work(flops: float) -> str:
