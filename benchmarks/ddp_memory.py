@@ -5,16 +5,15 @@ held when its imports were done. *Live*: the bytes of all distinct tensor storag
 weights, moments and gradients are all there. Bar: 1.0 for both.
 """
 
-import gc
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from benchmarks.live import live_bytes
 from benchmarks.method import Interval, interval
 from benchmarks.ranks import Ranks
 from benchmarks.result import Result
@@ -32,7 +31,7 @@ def watched(rank: int, size: int, **arguments: Any) -> Callable[[], object]:
     imported = _resident("VmRSS")
     run = (ours if arguments.pop("kind") == "ours" else ddp)(rank, size, **arguments)
     live: list[int] = []
-    register_optimizer_step_pre_hook(lambda *unused: live.append(_live()))
+    register_optimizer_step_pre_hook(lambda *unused: live.append(live_bytes()))
 
     def step() -> tuple[int, int]:
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
@@ -97,17 +96,6 @@ def _row(figures: dict[str, list[tuple[int, int]]], which: int, ratio: Interval)
 def _resident(field: str) -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * KIB
-
-
-def _live() -> int:
-    storages = {}
-    for found in gc.get_objects():
-        if type(found) in (torch.Tensor, torch.nn.Parameter):  # isinstance would wake torch's deprecated names
-            for tensor in (found, found.grad if found.is_leaf else None):
-                if tensor is not None:
-                    storage = tensor.untyped_storage()
-                    storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 if __name__ == "__main__":

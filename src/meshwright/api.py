@@ -31,10 +31,12 @@ from meshwright.core.strategy import Strategy
 from meshwright.engine.loss import Batch, Loss, check_loss, judge_of, token_cross_entropy
 from meshwright.engine.optimizers import MakeOptimizer
 from meshwright.engine.player import Player
+from meshwright.engine.precision import refuse_unable
 from meshwright.engine.state import State, Subject
 from meshwright.model.dice import Dice
 from meshwright.model.given import completed
 from meshwright.model.norms import split_faults
+from meshwright.model.ondemand import OnDemand
 from meshwright.model.reading import Reading
 from meshwright.model.reading import read as read_model
 from meshwright.model.sources import Model, load_factory, with_weights
@@ -130,15 +132,29 @@ def build(
     if world.mesh != plan.mesh:
         text = f"the plan is for {plan.mesh} ({plan.mesh.world} ranks) and the world is {world.mesh} ({world.mesh.world})"
         raise PlanError(text, fix=f"start {plan.mesh.world} ranks, or make a plan for this world", where="build")
-    subject = make_subject(reading, world.device, getattr(torch, plan.job.precision.parameters))
+    refuse_unable(plan.job.precision, world.device)
+    subject = make_subject(reading, world.device, getattr(torch, plan.job.precision.parameters), plan=plan)
     return Engine(plan, Player(plan, State(subject, world, loss), optimizer, make_dice(reading, plan)), world, reading.blueprint)
 
 
-def make_subject(reading: Reading, device: torch.device, dtype: torch.dtype, fake: FakeTensorMode | None = None) -> Subject:
-    """The model with initial values on `device`, as the engine holds it; with `fake`, of that mode's tensors instead."""
-    module, blocks, parameters = reading.make(device, dtype, fake)
+def make_subject(
+    reading: Reading, device: torch.device, dtype: torch.dtype, fake: FakeTensorMode | None = None, plan: Plan | None = None
+) -> Subject:
+    """The model with initial values on `device`, as the engine holds it; with `fake`, of that mode's tensors instead.
+
+    With `plan`, what that keeps in arenas has no memory yet and no values: a rank that keeps shards never holds the whole.
+    What has a master begins from its value before rounding.
+    """
+    blank: set[str] = set()
+    masters, master = set(), dtype
+    if plan is not None and fake is None:
+        blank = {name for arena in plan.space.arenas().values() for name, _, _ in arena.weights}
+        master = getattr(torch, plan.job.precision.resolved.master)
+        masters = {weight.name for weight in plan.anatomy.trainable} if master != dtype else set()
+    module, blocks, parameters = reading.make(device, dtype, fake, blank)
     stand_in = _wide(reading.example) if dtype == torch.float64 else reading.example
-    return Subject(module, blocks, parameters, reading.anatomy, stand_in)
+    values = OnDemand(blank | masters, lambda name: reading.blueprint.value(name, master, device))
+    return Subject(module, blocks, parameters, reading.anatomy, stand_in, values)
 
 
 def make_dice(reading: Reading, plan: Plan) -> Dice | None:
@@ -182,7 +198,8 @@ def trace(
 def parity_case(reading: Reading, plan: Plan, loss: Loss, rows: Callable[[Plan, int], Callable[[int], Batch | None]]) -> Case:
     """`plan` as parity runs it, and the same job on one device, both on the CPU; `rows` gives each rank its data."""
     check_loss(plan, loss)
-    exact = make_plan(reading, exact_job(plan.job), plan.mesh, plan.strategies, plan.micro_batch, plan.run)
+    made = exact_job(plan.job), plan.mesh, reading.anatomy, plan.strategies, plan.micro_batch, plan.run
+    exact = Plan.make(*made, cut_for=plan.job.optimizer)  # SGD, in shards as the plan's own optimizer has them
     one_device = make_plan(reading, alone_job(exact.job), Mesh(), (), 0, plan.run)
     raise_faults(prove(exact))
 

@@ -6,6 +6,7 @@ from math import inf, nan
 import pytest
 
 from meshwright.core.job import Evaluate, Guard, Job, Optimizer, ParameterGroup, Precision, Schedule, Train
+from meshwright.core.precision import ROLES
 from meshwright.core.run import Run
 from meshwright.core.sources import DataSource, ModelSource
 
@@ -71,7 +72,36 @@ def test_a_job_with_a_model_and_data_is_accepted():
         ({"guard": Guard(factor=1.0)}, "guard.factor", "a factor of 1.0 on the median"),
         ({"guard": Guard(factor=nan)}, "guard.factor", "a factor of nan"),
         ({"guard": Guard(window=1)}, "guard.window", "a window of 1 steps"),
-        ({"precision": Precision("float16", "float16")}, "precision", "float16 needs loss scaling, which is not built yet"),
+        ({"precision": Precision("float16", "float16")}, "precision.master", "float16 parameters without a master: steps below"),
+        ({"precision": Precision(compute="float8")}, "precision.compute", "compute in float8; there are no float8 products here"),
+        ({"precision": Precision("float16", "bfloat16", master="float32")}, "precision.compute", "float16 parameters with"),
+        ({"precision": Precision(master="bfloat16")}, "precision.master", "a bfloat16 master of float32 parameters"),
+        ({"precision": Precision("bfloat16", "bfloat16", master="float64")}, "precision.master", "a float64 master of bfloat16"),
+        ({"precision": Precision("float16", "float16", master="bfloat16")}, "precision.master", "a bfloat16 master of float16"),
+        ({"precision": Precision(gradients="float64")}, "precision.gradients", "float64 gradients of float32 parameters"),
+        ({"precision": Precision(gradients="float16")}, "precision.gradients", "gradients in float16, and the loss is not"),
+        ({"precision": Precision(reduce="float16")}, "precision.reduce", "reduce in float16, and the loss is not scaled"),
+        ({"precision": Precision(moments="bfloat16")}, "precision.moments", "moments in bfloat16; the optimizer keeps them"),
+        (
+            {"precision": Precision(compute="float16", loss_scale=1000.0)},
+            "precision.loss_scale",
+            "a loss scale of 1000; needed is a power of two from 1 up",
+        ),
+        (
+            {"precision": Precision(compute="float16", loss_scale=nan)},
+            "precision.loss_scale",
+            "a loss scale of nan; needed is a power of two from 1 up",
+        ),
+        (
+            {"precision": Precision(compute="float16", loss_scale_window=0)},
+            "precision.loss_scale_window",
+            "a window of 0 steps",
+        ),
+        (
+            {"precision": Precision(compute="bfloat16", loss_scale=8.0)},
+            "precision.loss_scale",
+            "a loss scale, and nothing is computed in float16, but in bfloat16",
+        ),
         ({"precision": Precision("bfloat16", "float32")}, "precision.compute", "bfloat16 parameters with float32 compute"),
         ({"precision": Precision("float64", "float32")}, "precision.compute", "float64 parameters with float32 compute"),
         ({"precision": Precision("float32", "float64")}, "precision.parameters", "float64 compute with float32 parameters"),
@@ -108,3 +138,22 @@ def test_faults_of_all_parts_are_reported_together():
         "train.batch",
         "optimizer.lr",
     ]
+
+
+@pytest.mark.parametrize(
+    ("precision", "roles"),
+    [
+        (Precision(), "float32 float32 float32 float32 float32 float32"),
+        (Precision(compute="bfloat16"), "float32 float32 bfloat16 float32 float32 float32"),
+        (Precision("bfloat16", "bfloat16", "bfloat16"), "bfloat16 bfloat16 bfloat16 bfloat16 bfloat16 bfloat16"),
+        (Precision("bfloat16", "bfloat16", "float32", "float32"), "bfloat16 float32 bfloat16 bfloat16 float32 float32"),
+        (Precision("bfloat16", "bfloat16", "bfloat16", "float32", "float32"), " ".join(["bfloat16 float32"] * 3)),
+        (Precision("float16", "float16", "float16", "float32"), "float16 float32 float16 float16 float16 float32"),
+        (Precision("float64", "float64", "float64", moments="float64"), "float64 float64 float64 float64 float64 float64"),
+    ],
+    ids=str,
+)
+def test_every_role_has_a_dtype(precision: Precision, roles: str):
+    assert list(precision.faults()) == []
+    assert dict(zip(ROLES, roles.split(), strict=True)) == precision.roles
+    assert precision.scales_loss == ("float16" in roles.split())

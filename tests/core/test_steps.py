@@ -1,6 +1,7 @@
 """The list of one device: every visit forward and backward, memory taken and returned, work proportional to samples."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -77,6 +78,13 @@ def test_activations_are_counted_in_the_dtype_of_compute_and_gradients_in_that_o
     taken = {h.name: h.nbytes for a in listed(1, 3, Job(precision=Precision("float32", "bfloat16"))) for h in a.takes}
     assert taken["stream(b, 0)"] == 20 * 3 * 2
     assert taken["gradient(b)"] == 4 * 4
+
+
+def test_what_a_visit_computes_within_is_held_from_its_forward_to_its_backward():
+    model = replace(MODEL, inside_numel=(0, 7, 9))
+    actions = one_device(Space.one_device(Mesh(), model), Job(), 2, 1).actions(ROLE)
+    assert {h.name: h.nbytes for a in actions if a.kind == "F" for h in a.takes}["inside(b, 0)"] == 7 * 2 * 4
+    assert held_after(actions)[-1] == {}
 
 
 def test_backward_costs_twice_its_forward_and_both_grow_with_the_samples():

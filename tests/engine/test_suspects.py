@@ -11,6 +11,8 @@ from meshwright.comm.group import World
 from meshwright.core.job import Guard
 from meshwright.core.mesh import Mesh
 from meshwright.engine.spikes import Spike
+from meshwright.strategies.data.batch import Batch
+from meshwright.strategies.data.zero import Zero
 from meshwright.testing.spawn import on_threads
 from tests.engine.alone import part
 from tests.tiny import Tiny, player_of, rows, tiny_job
@@ -61,24 +63,35 @@ class Wrong(nn.Module):
         return x + torch.where(marked[:, None, None], 1e6 * y, y)
 
 
-def spike_of(how: str, bad_rows: tuple[int, ...], ranks: int = 3, micro_batch: int = 2) -> list[Spike]:
-    """What each rank says of the third of three steps, the only one in which rows are marked."""
+def spike_of(
+    how: str, bad_rows: tuple[int, ...], ranks: int = 3, micro_batch: int = 2, stage: int = 0, rows_of_last: int | None = None
+) -> list[Spike]:
+    """What each rank says of the third of four steps, the only one in which rows are marked; the fourth is a good one again.
+
+    From `stage` 1 on, what is kept is cut into shards. In the third step the last rank has `rows_of_last` rows, if that is said.
+    """
     guard = Guard("skip", factor=50.0, window=2)
     clean = {**DATA, "input_ids": DATA["input_ids"].clamp(max=MARK - 1)}
     ids = clean["input_ids"].clone()
     ids[list(bad_rows), 0] = MARK
     reading = read(lambda: Faulty(how), part(clean, 0, 2))
-    plan = make_plan(reading, tiny_job(guard=guard), Mesh(dp_replicate=ranks), micro_batch=micro_batch)
+    mesh, shards = Mesh(dp_shard=ranks), (Batch(axis="dp_shard"), Zero(stage=stage))
+    mesh, strategies = (mesh, shards) if stage else (Mesh(dp_replicate=ranks), None)
+    plan = make_plan(reading, tiny_job(guard=guard), mesh, strategies, micro_batch)
 
     def rank(world: World) -> Spike:
         player = player_of(reading, plan, world)
         share = 12 // ranks
         mine = [
-            part(batch, share * world.rank, share * (world.rank + 1)) for batch in (clean, clean, {**clean, "input_ids": ids})
+            part(batch, share * world.rank, share * (world.rank + 1))
+            for batch in (clean, clean, {**clean, "input_ids": ids}, clean)
         ]
+        if world.rank == ranks - 1 and rows_of_last is not None:
+            mine[2] = part(mine[2], 0, rows_of_last) if rows_of_last else None
         metrics = [player.step(batch) for batch in mine]
         player.close()
-        assert [each.spike is None for each in metrics] == [True, True, False]
+        assert [each.spike is None for each in metrics] == [True, True, False, True]
+        assert metrics[3].loss < metrics[0].loss
         return metrics[2].spike
 
     return on_threads(rank, plan.mesh)
@@ -104,6 +117,26 @@ def test_a_gradient_that_is_not_finite_is_traced_to_its_rank_block_and_parameter
     assert (culprit.rank, culprit.stage, culprit.block) == (2, "backward", "layers.1")
     assert culprit.parameter.startswith("layers.1.")
     assert f"the gradient of {culprit.parameter} of block layers.1 is the first that is not finite" in str(culprit)
+
+
+@pytest.mark.parametrize("micro_batch", [0, 2])
+@pytest.mark.parametrize("how", ["forward", "backward", "large"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_weights_in_shards_are_brought_together_to_look_and_the_same_is_found(stage: int, how: str, micro_batch: int):
+    mine, wanted = (spike_of(how, (9,), micro_batch=micro_batch, stage=each) for each in (stage, 0))
+    assert repr(mine[0]) == repr(mine[1]) == repr(mine[2])
+    for found, truth in zip(mine[0].suspects, wanted[0].suspects, strict=True):
+        assert (found.rank, found.stage, found.block, found.parameter) == (truth.rank, truth.stage, truth.block, truth.parameter)
+        assert (found.loss, found.grad_norm) == pytest.approx((truth.loss, truth.grad_norm), rel=1e-9, nan_ok=True)
+
+
+@pytest.mark.parametrize("rows_of_last", [0, 1])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_whose_data_ran_out_takes_part_and_has_done_nothing(stage: int, rows_of_last: int):
+    for found in spike_of("backward", (1,), stage=stage, rows_of_last=rows_of_last):
+        assert (found.culprit.rank, found.culprit.block) == (0, "layers.1")
+        idle = found.suspects[2]
+        assert (idle.loss != 0, bool(idle.parameter)) == (bool(rows_of_last), bool(rows_of_last))
 
 
 def test_a_finite_spike_is_traced_to_the_rank_with_the_largest_gradient():

@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from meshwright.core.errors import PlanError
 from meshwright.model.drive import Drive, backward
 from meshwright.model.reading import Reading, read
 from meshwright.model.sources import Model, load_factory
@@ -58,26 +60,60 @@ def both_ways(
     example: Mapping[str, torch.Tensor],
     blocks: Sequence[str] | None = None,
     total: Callable[[Any], torch.Tensor] = weigh,
+    refused: str = "",
 ) -> Driven:
-    """Gradients of `total(model(**example))`, both ways; the two losses must be equal to the last bit."""
+    """Gradients of `total(model(**example))`, both ways; the two losses must be equal to the last bit.
+
+    So must be the gradients of a third way, on which every block is run again before its backward; or it is `refused` so.
+    """
     reading = reading_of(build, example, blocks)
-    module, found, parameters = reading.make("cpu", torch.float64)
-    alone = copy.deepcopy(module)
+    alone = copy.deepcopy(reading.make("cpu", torch.float64)[0])
     inputs = {key: value.double() if value.is_floating_point() else value for key, value in example.items()}
     expected = total(alone(**inputs))
     expected.backward()
-    drive = Drive(found, in_place=reading.anatomy.in_place)
-    visits: list[str] = []
-    outputs, closing, passed = drive.forward(visits.append, lambda: module(**inputs))
+    visits, gradients = _driven(reading, inputs, total, expected)
+    for value in inputs.values():
+        value.grad = None
+    if refused:
+        with pytest.raises(PlanError, match=refused):
+            _driven(reading, inputs, total, expected, lean=True)
+        return Driven(reading, visits, gradients, {name: parameter.grad for name, parameter in alone.named_parameters()})
+    lean = _driven(reading, inputs, total, expected, lean=True)[1]
+    assert all(_same(lean[name], gradient) for name, gradient in gradients.items())
+    truth = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    return Driven(reading, visits, gradients, truth)
+
+
+def _driven(
+    reading: Reading,
+    inputs: Mapping[str, torch.Tensor],
+    total: Callable[[Any], torch.Tensor],
+    expected: torch.Tensor,
+    *,
+    lean: bool = False,
+) -> tuple[list[str], Gradients]:
+    """The visits and gradients of the model of `reading`, block by block."""
+    module, found, parameters = reading.make("cpu", torch.float64)
+    drive, visits = Drive(found, in_place=reading.anatomy.in_place), list[str]()
+
+    def reach(visit: str) -> bool:
+        visits.append(visit)
+        return lean
+
+    outputs, closing, passed = drive.forward(reach, lambda: module(**inputs))
     loss = total(outputs)
     assert torch.equal(loss, expected)
     loss.backward()
     backward(closing)
     for visit in reversed(visits):
+        drive.again(passed.visits[visit])
         backward(passed.visits[visit])
     drive.detach()
-    truth = {name: parameter.grad for name, parameter in alone.named_parameters()}
-    return Driven(reading, visits, {name: parameter.grad for name, parameter in parameters.items()}, truth)
+    return visits, {name: parameter.grad for name, parameter in parameters.items()}
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)
 
 
 class Block(nn.Module):

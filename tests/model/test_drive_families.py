@@ -46,6 +46,7 @@ def test_gradients_of_a_causal_language_model_are_those_of_one_backward(name: st
 
 def test_a_tied_head_is_one_parameter_of_two_visits():
     sizes = {"vocab_size": 61, "n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    sizes |= {"use_cache": False}
     driven = both_ways(build("GPT2", "LMHeadModel", sizes), {"input_ids": TOKENS}, total=lambda out: out.logits.sin().sum())
     tied = driven.reading.anatomy.weights[0]
     assert (tied.name, tied.visits) == ("transformer.wte.weight", ("transformer.wte", "lm_head"))
@@ -71,6 +72,7 @@ def test_vit_with_a_class_head():
 
 def test_t5_uses_its_shared_embedding_in_three_visits():
     sizes = {"vocab_size": 61, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    sizes |= {"use_cache": False}
     driven = both_ways(build("T5", "ForConditionalGeneration", sizes), PAIRS, total=lambda out: out.logits.sin().sum())
     assert driven.error < 1e-14
     shared = driven.reading.anatomy.weights[0]

@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 
 from meshwright.core.errors import PlanError
-from meshwright.model.sockets import ROLES, Socket, check_roles, find_sockets, matches
+from meshwright.model.sockets import ROLES, Socket, check_roles, find_sockets, hidden_matrices, matches
 from meshwright.model.sources import Model, load_factory
 
 SIZES = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
@@ -134,3 +134,31 @@ def test_a_role_that_is_none_is_refused(declared: object, said: str):
 def test_every_role_may_be_declared():
     check_roles(dict.fromkeys(ROLES, "rows") | {f"layers.{role}": role for role in ROLES})
     assert load_factory(lambda: Model(Net(), sockets={"layers.*": "rows"}), 0, "net").sockets == {"layers.*": "rows"}
+
+
+class Plain(nn.Module):
+    """Says nothing of itself: an embedding, hidden layers, a head, which may share the embedding's weight."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed, self.attend = nn.Embedding(7, 4), nn.MultiheadAttention(4, 2)
+        self.layers, self.table = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), nn.Parameter(torch.zeros(3, 4))
+        self.conv, self.head = nn.Conv1d(4, 4, 1), nn.Linear(4, 7, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_hidden_matrices_are_those_of_linear_layers_between_embedding_and_head(tied: bool):
+    assert hidden_matrices(Plain(tied)) == {"attend.in_proj_weight", "attend.out_proj.weight", "layers.0.weight"}
+
+
+def test_the_head_is_what_the_model_declares():
+    with torch.device("meta"):
+        llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2))
+        base = transformers.GPT2Model(transformers.GPT2Config(vocab_size=61, n_embd=16, n_layer=1, n_head=4))
+    found = hidden_matrices(llama)
+    assert len(found) == 2 * 7
+    assert all(name.startswith("model.layers.") for name in found)
+    hidden = {f"h.0.{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc")}  # the last one is taken for a head
+    assert hidden_matrices(base) == hidden

@@ -7,7 +7,8 @@ import torch
 
 from meshwright.core.mesh import AXES
 from meshwright.core.run import Run
-from meshwright.report.terminal import held_nbytes, plan_words
+from meshwright.report.states import held_nbytes
+from meshwright.report.terminal import plan_words
 from meshwright.run.about import write_about
 from meshwright.run.config import Request, write_request
 from meshwright.run.feed import ExampleData, open_feed

@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -32,6 +33,18 @@ def test_a_device_without_a_known_peak_has_no_mfu_and_a_model_without_known_oper
     assert "mfu" not in FIRST.cells()
     assert "GFLOP/s" not in ON_GPU.cells()
     assert not {"mfu", "GFLOP/s"} & set(Figures(1, 1.0, 1.0, 1.0, 1, 1.0).cells())
+
+
+def test_the_loss_scale_is_shown_where_there_is_one():
+    scaled = replace(ON_GPU, loss_scale=65536.0)
+    assert ON_GPU.scale() == {}
+    assert scaled.scale() == {"scale": "65536"}
+    assert scaled.cells() == ON_GPU.cells()
+    for terminal, said in ((False, "65536"), (True, "loss scale 65536")):
+        console = Console(file=io.StringIO(), width=80, color_system=None, force_terminal=terminal)
+        with training_view(console, 3, 0) as show:
+            show(scaled)
+        assert said in console.file.getvalue()
 
 
 def test_figures_of_the_same_size_stand_under_each_other_and_under_their_names():

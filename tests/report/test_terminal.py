@@ -23,6 +23,7 @@ from meshwright.strategies.data.master import Master
 from meshwright.strategies.data.naive import Naive
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.data.zero import Zero
+from meshwright.strategies.memory.recompute import Recompute
 from meshwright.verifier.verdict import COMPARED, Difference, Verdict
 from tests.paper import Paper
 
@@ -115,6 +116,7 @@ def all_programs() -> list[Plan]:
         noisy,
         cut,
         glued,
+        Plan.make(JOB, Mesh(dp_replicate=3), Paper().anatomy, (Batch(), Replicate(), Recompute())),
         *(plan_of(Replicate(), Paper().anatomy, precision) for precision in precisions),
         plan_of(ranks=1),
     ]
@@ -142,10 +144,20 @@ def test_every_action_is_drawn_with_its_meaning(plan: Plan):
 def test_one_row_per_action_or_one_per_run_of_blocks():
     plan = plan_of(anatomy=Paper(layers=40).anatomy)
     assert len(shown(plan, 200, every=True).splitlines()) > len(plan.program.actions(ROLE))
-    assert len(shown(plan, 200).splitlines()) < 30
+    assert len(shown(plan, 200).splitlines()) < 50
     assert "F x40 micro 0" in shown(plan, 200)
     assert "backward of layer39 .. layer0" in shown(plan, 200)
     assert "PACK x40" in shown(plan, 200)
+
+
+def test_what_is_gathered_and_scattered_for_each_block_stands_in_one_row_too():
+    paper = Paper(layers=40, numel=2**20)
+    plan = Plan.make(JOB, Mesh(dp_shard=3), paper.anatomy, (Batch(axis="dp_shard"), Zero(gather="micro")), 2)
+    text = shown(plan, 200)
+    assert len(text.splitlines()) < 80
+    for kind, number in (("UNSHARD", 38), ("REDUCE", 40), ("RESHARD", 39)):
+        assert re.search(rf"{kind} x{number} micro 0", text), kind
+    assert re.search(r"F x40 micro 0 .*takes", text)
 
 
 def test_bytes_are_those_of_the_program():
@@ -153,7 +165,7 @@ def test_bytes_are_those_of_the_program():
     text = shown(plan, 200)
     assert "all_reduce 16 MiB float32 over dp_replicate (backend)" in text
     assert re.search(r"sent per rank and step +21.3 MiB", text), "2 (n-1)/n of 16 MiB over 3 ranks"
-    assert re.search(r"states per rank +64 MiB \(parameters, gradients, 2 moments\)", text)
+    assert re.search(r"states per rank +64 MiB \(parameters 16 MiB, gradients 16 MiB, moments 32 MiB\)", text)
 
 
 @pytest.mark.parametrize(

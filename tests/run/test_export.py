@@ -87,7 +87,7 @@ def test_one_group_of_tensors_is_held_at_a_time(tmp_path: Path):
         return found
 
     sample = trained.blueprint.instance()
-    state = export_module._state(sample, value, None)
+    state = export_module._state(trained.blueprint, sample, value, None)
     most.clear()
     conversions = export_module.saving(sample, state)
     slots = export_module._slots([m for c in conversions for m in c.apply(sample, state.__getitem__).items()], 10**9)

@@ -25,7 +25,8 @@ def test_a_whole_number_in_place_of_a_number_becomes_one(tmp_path):
         ("[optimizer]\nlr = '1'", 'run.toml: optimizer.lr: given is "1"; needed is a number'),
         (
             "[optimizer]\nname = 'adam'",
-            "run.toml: optimizer.name: given is \"adam\"; needed is 'adamw' or 'sgd'\n  repair: did you mean 'adamw'?",
+            "run.toml: optimizer.name: given is \"adam\"; needed is 'adamw', 'sgd', 'adamw_bf16', 'adamw_8bit', 'lion',"
+            " 'lion_bf16', 'adafactor' or 'muon'\n  repair: did you mean 'adamw'?",
         ),
         ("[optimizer]\nbetas = [0.9]", "run.toml: optimizer.betas.1: this key is missing"),
         ("[[optimizer.groups]]\nlr_factor = 1", "run.toml: optimizer.groups.0.pattern: this key is missing"),

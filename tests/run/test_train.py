@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +44,7 @@ class Course:
     reading: Reading = READING
     count: int = 24
     keep: int = 9
+    precision: Precision = field(default_factory=Precision)
     stop: Callable[[int, int], bool] = lambda rank, done: False
 
     @property
@@ -51,7 +52,7 @@ class Course:
         job = tiny_job(
             optimizer=Optimizer("adamw", lr=self.lr),
             schedule=Schedule("cosine", warmup=2, floor=0.1),
-            precision=Precision(),
+            precision=self.precision,
             data=DataSource("example", epochs=self.epochs),
         )
         made = plan_of(self.reading, self.ranks, job=replace(job, train=replace(job.train, steps=STEPS)))
@@ -235,6 +236,21 @@ def test_a_failure_can_say_where_it_happened(tmp_path):
     on_threads(rank, course.plan.mesh)
     assert seen == [(step, step, "training") for step in range(1, STEPS + 1)]
     assert (progress.step, progress.phase) == (STEPS, "ending")
+
+
+def test_steps_whose_gradients_overflow_are_counted_and_a_resumed_run_knows_the_scale(tmp_path: Path):
+    precision = Precision("float16", "float16", "float16", master="float32", loss_scale=2.0**20, loss_scale_window=3)
+    (_, ended, lines), (_, other, _) = Course(tmp_path / "whole", precision=precision).play()
+    left_out = [line for line in lines if line.overflow]
+    assert ended.overflows == other.overflows == len(left_out) > 1
+    assert all(line.skipped for line in left_out)
+    assert ended.skipped == 0
+    parts = Course(tmp_path / "parts", precision=precision)
+    replace(parts, stop=lambda rank, done: done == 4).play()
+    (resumed, _, later), _ = parts.play()
+    assert [line.loss_scale for line in later] == [line.loss_scale for line in lines[resumed.step :]]
+    assert parts.journal() == Course(tmp_path / "whole").journal()
+    assert compare(at(parts.folder, STEPS), at(tmp_path / "whole", STEPS)) == []
 
 
 def test_a_checkpoint_names_its_plan_and_its_data(tmp_path):

@@ -17,10 +17,11 @@ def export(
     out: Annotated[Path, typer.Argument(help="The folder to write, new or empty.")],
     dtype: Annotated[str, typer.Option(help="Store weights as float32, bfloat16, float16 (default: as trained).")] = "",
     max_shard_size: Annotated[str, typer.Option(help="No file is larger, unless one tensor is.")] = "5GB",
+    merge: Annotated[bool, typer.Option("--merge", help="Of an adapted model: the whole model, not the adapter.")] = False,
 ) -> None:
     """Write a checkpoint as a folder that transformers loads, and compare its logits with the checkpoint's."""
     with said():
-        found, written = behind("weights").export_checkpoint(checkpoint, out, dtype, max_shard_size)
+        found, written = behind("weights").export_checkpoint(checkpoint, out, dtype, max_shard_size, merge=merge)
         trip = written.round_trip
         if not trip.passed:
             errors.print(f"[bold red]error[/] not exported: {trip}", soft_wrap=True)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm.algorithms import BACKEND, named
+from meshwright.comm.arrivals import Arrivals, sum_into
 from meshwright.comm.asked import Asked
 from meshwright.comm.collective import PAIRWISE, Call, announce, slices
 from meshwright.comm.fake import Done
@@ -23,7 +24,7 @@ from meshwright.comm.group import Group, Work, World
 from meshwright.comm.lane import Lane
 from meshwright.comm.rounds import Parcels, playing
 from meshwright.comm.stall import Lookout
-from meshwright.comm.sums import SUMMABLE, ordered_sum
+from meshwright.comm.sums import SUMMABLE
 from meshwright.core.errors import CollectiveError
 from meshwright.core.mesh import AXES
 
@@ -121,6 +122,7 @@ class TorchGroup(Group):
         if "asyncOp" in vars(dist.AllreduceOptions):  # newer torch: on a stream of the backend's own, as it always was
             self._sum.asyncOp = True
         self._lane: Lane | None = None
+        self._arrivals = Arrivals()
         self._stream: torch.cuda.Stream | None = None
 
     def close(self) -> None:
@@ -164,16 +166,14 @@ class TorchGroup(Group):
         """Fill `output` with this rank's slice of the sum of `tensor` (size x output.numel() elements)."""
         call = announce(self, "reduce_scatter", tensor, output, action=action)
         if not self.on_gloo:
-            start = partial(_renamed("reduce_scatter"), _flat(output), _flat(tensor))
-            return self._issue(call, start, keep=(output, tensor))
-        arrived = torch.empty_like(tensor)
+            return self._issue(call, partial(_renamed("reduce_scatter"), _flat(output), _flat(tensor)), keep=(output, tensor))
 
-        def finish() -> None:
-            with torch.no_grad():
-                output.view(-1).copy_(ordered_sum(slices(arrived, self.size)))
+        def issue(arrived: torch.Tensor) -> Work:
+            start = partial(dist.all_to_all_single, arrived, _flat(tensor))
+            finish = partial(sum_into, output, slices(arrived, self.size))
+            return self._issue(call, start, keep=(tensor, arrived), finish=finish)
 
-        start = partial(dist.all_to_all_single, _flat(arrived), _flat(tensor))
-        return self._issue(call, start, keep=(tensor, arrived), finish=finish)
+        return self._arrivals.receive(tensor, issue)
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
         """Send slice i of `tensor` to rank i; slice i of `output` comes from rank i."""

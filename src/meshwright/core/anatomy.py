@@ -24,6 +24,7 @@ class Weight:
 
     `dtype` is its own, where that is not the job's: of a parameter that is not floating, and of a frozen one that was made
     in another dtype than those that are trained (a bfloat16 base under float32 adapters). Empty: the job's.
+    `hidden` says that it is the matrix of a linear layer between the embedding and the head.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Weight:
     trainable: bool = True
     aliases: tuple[str, ...] = ()
     dtype: str = ""
+    hidden: bool = False
 
     @property
     def numel(self) -> int:
@@ -97,7 +99,8 @@ class Anatomy:
     """The blocks of one forward, in order of their visits, and the logical parameters of the whole model.
 
     Per visit, `stream_numel` is the elements per sample that the visit hands on to what follows, and `flops` the
-    floating-point operations of its matrix products, per sample and forward.
+    floating-point operations of its matrix products, per sample and forward. `inside_numel`: the elements per sample that it
+    computes within and its backward needs, weights apart; empty where that is not known.
     `random` tells whether training draws dropout, `in_place` whether the model writes into a block's output in place;
     `notes` are what was not understood, in words. `inputs` and `targets` are the batch, as the forward and the loss take
     it, `outputs` what the one hands to the other; `whole_batch` says that the loss is no sum over rows, but needs the
@@ -117,6 +120,7 @@ class Anatomy:
     outputs: tuple[Column, ...] = ()
     whole_batch: bool = False
     origin: Origin | None = None
+    inside_numel: tuple[int, ...] = ()
 
     @property
     def trainable(self) -> tuple[Weight, ...]:

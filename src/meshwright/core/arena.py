@@ -8,20 +8,18 @@ elements is fine: the last ranks hold padding. An optimizer says how finely a we
 
     element   anywhere (SGD, AdamW, Lion)                       padding: less than one element per rank
     block     at multiples of 256 elements of each weight, which share one scale (8-bit moments)
-    row       between the rows of each matrix (Adafactor)
-    matrix    not at all: each weight is owned by one rank, which has all of it (Muon)
+    matrix    not at all: each weight is owned by one rank, which has all of it (Adafactor, Muon)
 
 Coarser grains pad more; `numel` is what is stored and sent, padding included.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import lcm
 from typing import Literal
 
 from meshwright.core.anatomy import Weight
 
-Grain = Literal["element", "block", "row", "matrix"]
+Grain = Literal["element", "block", "matrix"]
 BLOCK = 256  # elements that share one scale in 8-bit moments
 
 
@@ -55,7 +53,7 @@ class Arena:
         """The arena of `weights` in their order; of whole matrices the largest first, each to the rank with the least."""
         if grain == "matrix":
             return cls(name, axes, ranks, *_owned(weights, ranks))
-        step = lcm(*(_step(weight, grain) for weight in weights))
+        step = BLOCK if grain == "block" else 1
         placed, end = [], 0
         for weight in weights:
             end = -(-end // step) * step
@@ -78,13 +76,6 @@ class Arena:
             if begin < end:
                 found.append(Piece(name, begin - start, end - start, begin - low))
         return tuple(found)
-
-
-def _step(weight: Weight, grain: Grain) -> int:
-    """The elements of `weight` between two places where it may be cut."""
-    if grain == "block":
-        return BLOCK
-    return max(1, weight.numel // weight.shape[0]) if grain == "row" and len(weight.shape) > 1 and weight.shape[0] else 1
 
 
 def _owned(weights: Sequence[Weight], ranks: int) -> tuple[int, tuple[tuple[str, int, int], ...]]:

@@ -10,22 +10,25 @@ from math import inf
 from typing import Literal
 
 from meshwright.core.errors import Fault
+from meshwright.core.precision import Precision
 from meshwright.core.sources import DataSource, ModelSource
 
-Float = Literal["float64", "float32", "bfloat16", "float16"]
+RuleName = Literal["adamw", "sgd", "adamw_bf16", "adamw_8bit", "lion", "lion_bf16", "adafactor", "muon"]
+WITH_MOMENTUM = ("sgd", "muon")
+IN_BFLOAT16 = ("adamw_bf16", "lion_bf16")  # their moments lose a change below half of bfloat16's last digit
 
 
 @dataclass(frozen=True)
 class ParameterGroup:
     """Parameters whose logical name matches `pattern` (fnmatch) take this learning-rate factor and weight decay.
 
-    With a `name`, another optimizer than the job's steps them; `momentum` is for one whose name here is "sgd".
+    With a `name`, another optimizer than the job's steps them; `momentum` is for one whose name here is "sgd" or "muon".
     """
 
     pattern: str
     lr_factor: float = 1.0
     weight_decay: float | None = None
-    name: Literal["adamw", "sgd"] | None = None
+    name: RuleName | None = None
     momentum: float = 0.0
 
     def faults(self) -> Iterator[Fault]:
@@ -36,16 +39,22 @@ class ParameterGroup:
             yield Fault(f"a weight decay of {self.weight_decay}", "write a number from 0 up; 0 is none", where)
         if not 0 <= self.momentum < 1:
             yield Fault(f"a momentum of {self.momentum}", "write a number from 0 up to, not including, 1", where)
-        elif self.momentum and self.name != "sgd":
-            text = f'momentum = {self.momentum} in a group that does not name "sgd"'
+        elif self.momentum and self.name not in WITH_MOMENTUM:
+            text = f'momentum = {self.momentum} in a group that does not name "sgd" or "muon"'
             yield Fault(text, 'set name = "sgd" in the group, or write optimizer.momentum for all', where)
+        elif self.name == "muon" and not self.momentum:
+            yield Fault("muon without momentum", "write momentum = 0.95 in the group", where)
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """SGD or AdamW. The first of `groups` that matches wins; then norms and biases (1-D weights) take no decay."""
+    """The rule that steps the weights. The first of `groups` that matches wins; then norms and biases (1-D) take no decay.
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    `betas` are those of adamw and lion, also with moments of 16 and 8 bits, `eps` that of adamw; `momentum` is for sgd and muon.
+    muon steps hidden matrices, and leaves embeddings, heads, norms and biases to adamw. See core/rules.py, engine/rules.
+    """
+
+    name: RuleName = "adamw"
     lr: float = 3e-4
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
@@ -64,9 +73,16 @@ class Optimizer:
             )
         if not 0 <= self.momentum < 1:
             yield Fault(f"a momentum of {self.momentum}", "write a number from 0 up to, not including, 1", "optimizer.momentum")
-        elif self.momentum and self.name != "sgd":
-            text = f"momentum = {self.momentum} with {self.name}, which has none: its first beta is {self.betas[0]}"
+        elif self.momentum and self.name not in WITH_MOMENTUM:
+            why = "" if self.name == "adafactor" else f": its first beta is {self.betas[0]}"
+            text = f"momentum = {self.momentum} with {self.name}, which has none{why}"
             yield Fault(text, 'remove it, or set name = "sgd"', "optimizer.momentum")
+        elif self.name == "muon" and not self.momentum:
+            yield Fault("muon without momentum", "write momentum = 0.95", "optimizer.momentum")
+        halved = [name for name in (self.name, *(group.name for group in self.groups)) if name in IN_BFLOAT16]
+        if halved and 1 - 2**-8 < max(self.betas) < 1:
+            text = f"betas of {self.betas} with {halved[0]}: rounding to bfloat16 undoes a step below 1/256 of the moment"
+            yield Fault(text, "write betas of at most 0.99, or take moments of 32 or 8 bits", "optimizer.betas")
         if not 0 <= self.weight_decay < inf:
             text = f"a weight decay of {self.weight_decay}"
             yield Fault(text, "write a number from 0 up; 0 is none", "optimizer.weight_decay")
@@ -100,29 +116,6 @@ class Schedule:
                 f"decay = {self.decay} with the {self.name} schedule, which has none",
                 'remove it, or set name = "wsd"',
                 "schedule.decay",
-            )
-
-
-@dataclass(frozen=True)
-class Precision:
-    """A dtype per role. `parameters` also holds gradients and moments; `reduce` is what gradients travel in."""
-
-    parameters: Float = "float32"
-    compute: Float = "float32"
-    reduce: Float = "float32"
-
-    def faults(self) -> Iterator[Fault]:
-        if "float16" in (self.parameters, self.compute):
-            text = "float16 needs loss scaling, which is not built yet"
-            yield Fault(text, 'use compute = "bfloat16"', "precision")
-        if self.parameters == "bfloat16" and self.compute != "bfloat16":
-            text = f"bfloat16 parameters with {self.compute} compute"
-            yield Fault(text, 'use compute = "bfloat16", or parameters = "float32"', "precision.compute")
-        if self.parameters == "float64" and self.compute != "float64":
-            yield Fault(f"float64 parameters with {self.compute} compute", 'use compute = "float64"', "precision.compute")
-        if self.compute == "float64" and self.parameters != "float64":
-            yield Fault(
-                f"float64 compute with {self.parameters} parameters", 'use parameters = "float64"', "precision.parameters"
             )
 
 

@@ -10,10 +10,12 @@ micro-batch. `engine.noise` has the formulas. The list of a rank, with other ran
     B1 PACK(1)  MEASURE(0) REDUCE(0)  B0 PACK(0)  MEASURE(1) REDUCE(1)  TALLY  NOISE(all-reduce)  CLIP STEP  ESTIMATE
     F0 F1 LOSS B1 B0  MEASURE  F0 F1 LOSS B1 B0                         TALLY  NOISE              CLIP STEP  ESTIMATE
 
+Where PACK takes the gradients of a backward away, to be scattered, they are measured before it. If each micro-batch's are, each
+is a part of its own; what was scattered is not measured again when it is added up further.
 Cost: one message of 24 bytes per rank and step, and one more reading of the gradients; nothing when it is off.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from meshwright.core.errors import Fault
@@ -23,6 +25,7 @@ from meshwright.core.space import Space
 
 NBYTES = 24  # three numbers in float64: squared norms, shares of the batch, parts
 WHERE = "train.noise_scale"
+SUMS = ("all_reduce", "reduce_scatter", "reduce")
 
 
 def noise_faults(job: Job, space: Space, micro_batch: int) -> Iterator[Fault]:
@@ -53,15 +56,33 @@ def measured(program: Program, space: Space) -> Program:
 
 
 def _before_sums(actions: list[Action], axes: tuple[str, ...]) -> list[Action]:
-    """`actions` with a MEASURE before each that adds up gradients over `axes`."""
-    found = []
+    """`actions` with a MEASURE before each that adds up gradients over `axes`, or before the PACK that takes them away for it."""
+    found: list[Action] = []
+    scattered: set[tuple[str, ...]] = set()
     for action in actions:
-        if action.tensors and action.transfer is not None and set(axes) & set(action.transfer.axes):
-            measure = Action("MEASURE", action.subject, waits=action.waits, tensors=action.tensors)
-            found.append(measure)
+        sums = action.transfer is not None and action.transfer.collective in SUMS and set(axes) & set(action.transfer.axes)
+        scatters = action.transfer is not None and action.transfer.collective == "reduce_scatter"
+        if action.tensors and sums and (scatters or action.tensors not in scattered):
+            at = _packed(found, action) if scatters else len(found)
+            waits = action.waits if at == len(found) else found[at].waits
+            measure = Action("MEASURE", action.subject, action.micro, waits=waits, tensors=action.tensors)
+            found.insert(at, measure)
             action = with_waits(action, (measure.name,))
         found.append(action)
+        if scatters:
+            scattered.add(action.tensors)
     return found
+
+
+def _packed(actions: Sequence[Action], reduce: Action) -> int:
+    """Where the PACK of what `reduce` sums stands, if no backward has added to it since; else behind all `actions`."""
+    for at in range(len(actions) - 1, -1, -1):
+        action = actions[at]
+        if action.kind == "B":
+            break
+        if action.kind == "PACK" and (action.tensors, action.micro) == (reduce.tensors, reduce.micro):
+            return at
+    return len(actions)
 
 
 def _behind_first(actions: list[Action]) -> list[Action]:

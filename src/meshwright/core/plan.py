@@ -7,16 +7,18 @@ is carried along and does not count.
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from typing import Any
 
 from meshwright.core.anatomy import Anatomy
 from meshwright.core.errors import Fault, raise_faults
-from meshwright.core.job import Job
+from meshwright.core.job import Job, Optimizer
+from meshwright.core.layout import FLAT
 from meshwright.core.mesh import AXES, Mesh
 from meshwright.core.noise import measured, noise_faults
 from meshwright.core.program import Program
+from meshwright.core.rules import by_role, grain_of, stepping_of
 from meshwright.core.run import Run
 from meshwright.core.space import Space
 from meshwright.core.steps import one_device
@@ -44,19 +46,24 @@ class Plan:
         strategies: Iterable[Strategy] = (),
         micro_batch: int = 0,
         run: Run | None = None,
+        *,
+        cut_for: Optimizer | None = None,
     ) -> "Plan":
         """The plan for `job` on `mesh`: strategies applied in phase order. `micro_batch` = 0 takes the whole local batch.
 
-        Raises PlanError with every fault of the job, the mesh, the batch and the strategies.
+        Weights are cut as finely as the job's optimizer bears, or as `cut_for` does: a comparison steps with another one. Raises
+        PlanError with every fault of the job, the mesh, the batch and the strategies.
         """
         run = run or Run()
         ordered = in_phase_order(strategies)
         space = Space.one_device(mesh, anatomy)
+        cut_for = cut_for or job.optimizer
+        space = space.with_homes(lambda home: replace(home, grain=grain_of(cut_for, home.weight)))
         faults = [*job.faults(), *run.faults(), *_choice_faults(ordered), *_model_faults(anatomy)]
         for strategy in ordered:
             faults += strategy.check(job, space)
             space = strategy.place(space)
-        faults += _space_faults(space)
+        faults += [*_space_faults(space), *_grain_faults(cut_for, space), *_precision_faults(job, space)]
         faults += [*_batch_faults(job, space, micro_batch), *_whole_faults(job, space, micro_batch)]
         faults += noise_faults(job, space, micro_batch)
         raise_faults(faults)
@@ -123,7 +130,10 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """All that affects numbers, as plain values: the job, the mesh, the micro-batch, the strategies, the parameters."""
-        weights = [[w.name, list(w.shape), list(w.visits), list(w.aliases), w.trainable] for w in self.anatomy.weights]
+        weights = [
+            [w.name, list(w.shape), list(w.visits), list(w.aliases), w.trainable, *([w.dtype] if w.dtype else [])]
+            for w in self.anatomy.weights
+        ]
         return {
             "job": asdict(self.job),
             "mesh": {axis: self.mesh.size(axis) for axis in AXES},
@@ -132,6 +142,7 @@ class Plan:
             "visits": list(self.anatomy.visits),
             "weights": weights,
             **({"whole_batch": True} if self.anatomy.whole_batch else {}),
+            **({"hidden": [w.name for w in self.anatomy.weights if w.hidden]} if by_role(self.job.optimizer) else {}),
             **({"values": self.anatomy.origin.digest} if self.anatomy.origin else {}),
         }
 
@@ -187,6 +198,31 @@ def _space_faults(space: Space) -> Iterator[Fault]:
         yield Fault(
             text, 'give the axis a strategy (for data parallelism: "batch" and "replicate"), or set its size to 1', "strategies"
         )
+
+
+def _grain_faults(spec: Optimizer, space: Space) -> Iterator[Fault]:
+    """Rules that look at more than one element, and weights that are cut along a dim of theirs."""
+    for home in space.homes:
+        places = [pair for layout in (home.layout, home.grad, home.stored) for pair in layout.places]
+        cut = next((f"{axis}:{place}" for axis, place in places if place.letter == "S" and place.dim != FLAT), "")
+        if cut and home.weight.trainable and home.grain != "element":
+            rule, needs = stepping_of(spec, home.weight).rule, {"block": "blocks of 256 elements", "matrix": "all of it"}
+            text = f"{rule} steps {home.weight.name}, of which it needs {needs[home.grain]}, and the plan cuts it ({cut})"
+            fix = f'step it by single elements: [[optimizer.groups]] pattern = "{home.weight.name}", name = "adamw"'
+            yield Fault(text, fix, "optimizer.name")
+
+
+def _precision_faults(job: Job, space: Space) -> Iterator[Fault]:
+    """Sums are kept in a dtype of their own only where they are shards; elsewhere they stay where backward leaves them."""
+    roles = job.precision.resolved
+    whole = [home for home in space.homes if home.weight.trainable and not home.flat]
+    if whole and roles.gradients != roles.parameters:
+        which = f"those of {len(whole)} parameters ({whole[0].weight.name}...)"
+        text = f"gradients in {roles.gradients}, and {which} are not cut into shards: they stay in {roles.parameters}"
+        yield Fault(text, "remove precision.gradients, or cut weights into shards over several ranks", "precision.gradients")
+    if space.led and roles.scales_loss:
+        text = "the loss is scaled for float16, and one rank alone would know of an overflow: it steps for the others"
+        yield Fault(text, 'use compute = "bfloat16"', "precision.compute")
 
 
 def _used(space: Space, axis: str) -> bool:

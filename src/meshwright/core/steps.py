@@ -19,6 +19,9 @@ from meshwright.core.program import Action, Hold, Program
 from meshwright.core.space import Bundle, Space
 
 ROLE = "stage0"
+LEAN = "F_LEAN"
+FORWARDS = ("F", LEAN)  # kinds that the model's own forward reaches, block by block
+USES = (*FORWARDS, "RERUN", "B")  # kinds that need the weights of their block
 FACTS = "facts"  # the subject of the GATHER that tells how many rows each rank has, and sums of what is the same on all
 NORM = "norm"  # the subject of the BROADCAST of the gradient norm
 
@@ -48,16 +51,23 @@ def output_gradient(name: str) -> str:
 
 
 def stream(visit: str, micro: int) -> str:
-    """The name under which the activations of a visit are held from its F to its B."""
+    """The name under which what a visit hands on is held from its F to its B."""
     return f"stream({visit}, {micro})"
+
+
+def inside(visit: str, micro: int | None) -> str:
+    """The name under which what a visit computes within, and its backward needs, is held until then."""
+    return f"inside({visit}, {micro})"
 
 
 def _forward(space: Space, job: Job, micro: int, micro_batch: int) -> list[Action]:
     anatomy, width = space.anatomy, NBYTES[job.precision.compute]
     actions = []
+    within = dict(zip(anatomy.visits, anatomy.inside_numel, strict=False))
     for visit, numel, flops in zip(anatomy.visits, anatomy.stream_numel, anatomy.flops, strict=True):
-        held = Hold(stream(visit, micro), numel * micro_batch * width)
-        actions.append(Action("F", visit, micro, flops=flops * micro_batch, takes=(held,)))
+        held = [Hold(stream(visit, micro), numel * micro_batch * width)]
+        held += [Hold(inside(visit, micro), within[visit] * micro_batch * width)] if visit in within else []
+        actions.append(Action("F", visit, micro, flops=flops * micro_batch, takes=tuple(held)))
     actions.append(Action("LOSS", micro=micro, waits=(f"F({anatomy.visits[-1]}, {micro})", "COUNT()")))
     return actions
 
@@ -70,7 +80,7 @@ def _backward(space: Space, job: Job, micro: int, micro_batch: int) -> list[Acti
     actions = []
     for visit, flops in zip(reversed(anatomy.visits), reversed(anatomy.flops), strict=True):
         waits = (f"F({visit}, {micro})", f"LOSS({micro})")
-        frees = (stream(visit, micro),)
+        frees = (stream(visit, micro), *((inside(visit, micro),) if anatomy.inside_numel else ()))
         actions.append(
             Action("B", visit, micro, "compute", waits, (), None, 2 * flops * micro_batch, tuple(appearing[visit]), frees)
         )

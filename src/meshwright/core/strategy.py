@@ -46,6 +46,9 @@ class Runtime(Protocol):
     def norm(self, action: Action) -> None:
         """Start adding it up over the ranks."""
 
+    def rerun(self, action: Action) -> None:
+        """Run a visit once more that kept only what it took in, so that its backward finds a graph."""
+
 
 Handler = Callable[[Action], None]
 
@@ -79,7 +82,7 @@ class Strategy(ABC):
         return {"name": self.name, **{item.name: getattr(self, item.name) for item in fields(self)}}
 
     def __str__(self) -> str:
-        said = ", ".join(f"{key} {value}" for key, value in self.as_dict().items() if key != "name")
+        said = ", ".join(f"{key} {value}" for key, value in self.as_dict().items() if key != "name" and value != "")
         return f"{self.name} ({said})"
 
 

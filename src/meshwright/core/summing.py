@@ -40,7 +40,8 @@ class Sums:
     def __init__(self, space: Space, job: Job, axis: str, across: str, *, every: bool) -> None:
         self.axis, self.across, self.every = axis, across, every
         self.bundles, self.arenas, self.visits = space.bundles(), space.arenas(), space.anatomy.visits
-        self.dtype, self.wire = job.precision.parameters, job.precision.reduce
+        precision = job.precision.resolved
+        self.dtype, self.kept, self.wire = precision.parameters, precision.gradients, precision.reduce
 
     def added(self, actions: list[Action]) -> list[Action]:
         """`actions` with the gradients of every bundle summed before CLIP."""
@@ -57,8 +58,8 @@ class Sums:
 
     @property
     def _in_place(self) -> bool:
-        """Whether gradients stay in the buffer that is sent: once per step, in their own dtype."""
-        return not self.every and self.wire == self.dtype
+        """Whether gradients stay in the buffer that is sent: once per step, in the dtype in which backward makes them."""
+        return not self.every and self.wire == self.kept == self.dtype
 
     def _reduce(self, bundle: Bundle, micro: int | None, waits: Sequence[str]) -> Action:
         nbytes = self.arenas[bundle.name].numel * NBYTES[self.wire]
@@ -86,8 +87,8 @@ class Sums:
 
     def _across(self, complete: Action) -> list[Action]:
         bundle = next(bundle for bundle in self.bundles if _names(bundle) == complete.tensors)
-        nbytes = self.arenas[bundle.name].shard * NBYTES[self.dtype]
-        transfer, name = Transfer("all_reduce", (self.across,), nbytes, dtype=self.dtype), f"{bundle.name}, across"
+        nbytes = self.arenas[bundle.name].shard * NBYTES[self.kept]
+        transfer, name = Transfer("all_reduce", (self.across,), nbytes, dtype=self.kept), f"{bundle.name}, across"
         ready = Action("READY", name, waits=(complete.name,), tensors=complete.tensors)
         return [ready, Action("REDUCE", name, None, "wire", (ready.name,), complete.tensors, transfer)]
 
@@ -98,7 +99,7 @@ class Sums:
             backwards = self._backwards(actions, bundle)
             first, last = backwards[0], backwards[-1]
             names = _names(bundle)
-            held = Hold(self._kept(bundle), self._nbytes(bundle))
+            held = Hold(self._sum(bundle), self._nbytes(bundle))
             waits = (actions[first].name,)
             pack = Action("PACK", bundle.name, waits=waits, tensors=names, takes=(held,), frees=(gradient(bundle),))
             behind.setdefault(first, []).append(pack)
@@ -141,9 +142,9 @@ class Sums:
         pack = Action("PACK", bundle.name, micro, waits=waits, tensors=_names(bundle), takes=(buffer.hold,), frees=frees)
         reduce = self._reduce(bundle, micro, (pack.name,))
         first = micro in (0, None)
-        shard = Hold(self._kept(bundle), self.arenas[bundle.name].shard * NBYTES[self.dtype])
+        shard = Hold(self._sum(bundle), self.arenas[bundle.name].shard * NBYTES[self.kept])
         adds = None
-        if self.wire != self.dtype or not first:
+        if self.wire != self.kept or not first:
             waits = (reduce.name, *(() if first else (self._sum_of(bundle, (micro or 0) - 1),)))
             adds = Action("ADD", bundle.name, micro, waits=waits, tensors=_names(bundle))
         reduce = replace(reduce, takes=(shard,) if first else ())
@@ -153,7 +154,7 @@ class Sums:
 
     def _sum_of(self, bundle: Bundle, micro: int) -> str:
         """The action after which the shard holds the sum of the micro-batches up to `micro`."""
-        casts = self.wire != self.dtype
+        casts = self.wire != self.kept
         return Action("ADD" if micro or casts else "REDUCE", bundle.name, micro).name
 
     @staticmethod
@@ -179,7 +180,7 @@ class Sums:
             return action
         whole = {gradient(bundle) for bundle in self.bundles}
         frees = tuple(name for name in action.frees if name not in whole)
-        return replace(action, frees=(*frees, *map(self._kept, self.bundles)))
+        return replace(action, frees=(*frees, *map(self._sum, self.bundles)))
 
     def _buffer_names(self, actions: Sequence[Action]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(hold.name for action in actions if action.kind == "PACK" for hold in action.takes))
@@ -197,7 +198,7 @@ class Sums:
         return self.arenas[bundle.name].numel * NBYTES[self.wire]
 
     @staticmethod
-    def _kept(bundle: Bundle) -> str:
+    def _sum(bundle: Bundle) -> str:
         return f"summed gradient({bundle.name})"
 
 

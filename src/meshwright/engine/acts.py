@@ -6,6 +6,7 @@ how many tokens. With it every rank knows, before its first backward, the one gl
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import isfinite
 from typing import Any
 
 import torch
@@ -16,18 +17,18 @@ from meshwright.core.program import Action
 from meshwright.core.steps import ROLE
 from meshwright.core.strategy import Handler
 from meshwright.engine.buckets import Bucket
+from meshwright.engine.draws import Draws
 from meshwright.engine.evaluation import Evaluation, evaluate
 from meshwright.engine.exchange import Exchange
 from meshwright.engine.loss import Batch
-from meshwright.engine.optimizers import Optimizers, forget_scale, scale_in_step
 from meshwright.engine.rows import micro_batches, undivided
 from meshwright.engine.spikes import Spike, Spiked, Spikes
 from meshwright.engine.state import Metrics, State
 from meshwright.engine.store import Store
 from meshwright.engine.suspects import find_suspects
+from meshwright.engine.update import Update
 from meshwright.model.dice import Dice
-from meshwright.model.drive import Drive, Visit, backward, backward_from
-from meshwright.model.dropout import StatelessDropout
+from meshwright.model.drive import Drive, Reach, Visit, backward, backward_from
 from meshwright.model.paths import pieces, refuse_divided
 from meshwright.model.values import tensors
 
@@ -35,18 +36,17 @@ from meshwright.model.values import tensors
 class Acts:
     """Handlers over one rank's state."""
 
-    def __init__(self, plan: Plan, state: State, store: Store, optimizers: Optimizers, drive: Drive, dice: Dice | None) -> None:
-        self.plan, self.state, self.store, self.optimizers = plan, state, store, optimizers
+    def __init__(self, plan: Plan, state: State, store: Store, update: Update, drive: Drive, dice: Dice | None) -> None:
+        self.plan, self.state, self.store, self.update = plan, state, store, update
         self.spikes = None if plan.job.guard.action == "off" else Spikes(plan.job.guard)
         self.spike: Spike | None = None
+        self.overflow = False  # of this step
         self._drive, self._dice = drive, dice
         self._step, self._rows, self._stop, self._checked, self._under_way = 0, 0, False, False, False
         self._counted: Sequence[float] | None = None
         self._trained = list(state.subject.trainable.values())
         self._tallies = [action.name for action in plan.program.actions(ROLE) if action.kind == "TALLY"]
-        stepped, clips = store.owned(), (action for action in plan.program.actions(ROLE) if action.kind == "CLIP")
-        self._meant = {action.name: [stepped[name] for name in action.tensors if name in stepped] for action in clips}
-        self._stateless = None if dice is None else StatelessDropout(dice)
+        self.draws = Draws(plan, state, dice)
         self._carriers = {name: act for act in plan.program.actions(ROLE) if act.transfer for name in act.tensors}
         self.handlers: dict[str, Handler] = {
             "COUNT": self.count,
@@ -56,7 +56,7 @@ class Acts:
             "UNPACK": lambda action: state.buckets[action.subject].unpack(),
             "TALLY": self.tally,
             "CLIP": self.clip,
-            "STEP": self.update,
+            "STEP": self.step,
         }
         self._leads = plan.leads(state.world.rank)
         meets = any(action.kind == "GATHER" for action in plan.program.actions(ROLE))
@@ -75,7 +75,8 @@ class Acts:
         self.state.num_rows = rows
         if self._exchange is not None:
             self._exchange.begin()
-        self._step, self._rows, self._stop, self.spike = step, rows, stop, None
+        self._step, self._rows, self._stop, self.spike, self.overflow = step, rows, stop, None, False
+        self.draws.step = step
         if self._under_way:  # the last step did not come to its end: what it left must not be added to this one
             self._end()
         self._under_way = True
@@ -106,12 +107,13 @@ class Acts:
             self._counted = None  # known once the others' have been added
             self.start(action, state.header)
 
-    def forward(self, micro: int, reach: Callable[[str], None], leave: Callable[[], None] | None = None) -> None:
+    def forward(self, micro: int, reach: Reach, leave: Callable[[], None] | None = None) -> None:
         """Run the model's own forward on one micro-batch; `reach` is called before each block, `leave` after it."""
         state = self.state
         inputs = {key: value for key, value in state.micros[micro].items() if key not in state.loss.targets}
-        with self._autocast(), self._randomness(micro):
-            outputs, closing, seen = self._drive.forward(self._announcing(reach), lambda: state.subject.module(**inputs), leave)
+        with self._autocast(), self.draws.during(micro):
+            reached = self.draws.announcing(reach)
+            outputs, closing, seen = self._drive.forward(reached, lambda: state.subject.module(**inputs), leave)
         state.passes[micro] = seen
         state.closings[micro] = (outputs, closing)
 
@@ -129,9 +131,9 @@ class Acts:
             self._check_paths(total, micro, outputs, closing)
         state.tally += total.detach()
         del outputs
-        with self._no_draws():
+        with self.draws.none():
             if total.requires_grad:  # unless this forward passed no trained parameter
-                backward_from(total, 1.0 / (self.totals()[0] or 1.0))
+                backward_from(total, self._seed())
             backward(closing)
 
     def _loss_of_all(self, exchange: Exchange, micro: int) -> None:
@@ -143,10 +145,14 @@ class Acts:
             self._check_paths(total, micro, outputs, closing)
         if total is not None and exchange.counts_here:
             state.tally += total.detach()
-        with self._no_draws():
+        with self.draws.none():
             if total is not None and total.requires_grad:
-                backward_from(total, 1.0 / (self.totals()[0] or 1.0))
+                backward_from(total, self._seed())
             exchange.give_back()
+
+    def _seed(self) -> float:
+        """What the loss of a micro-batch is multiplied by."""
+        return self.update.factor / (self.totals()[0] or 1.0)
 
     def backward(self, action: Action) -> None:
         """Run the backward of one visit; one that the forward did not reach has none."""
@@ -156,7 +162,7 @@ class Acts:
         visit = self.state.passes[action.micro or 0].visits.pop(action.subject, None)
         if visit is None:
             return
-        with self._no_draws():
+        with self.draws.none():
             backward(visit)
 
     def pack(self, action: Action) -> None:
@@ -177,27 +183,16 @@ class Acts:
 
     def clip(self, action: Action) -> None:
         """Take the norm of the gradients of the logical parameters, each counted once; scale them down to `train.clip`."""
-        if not self._leads:
-            return
-        grads, parameters = [], self._meant[action.name]
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            grads.append(parameter.grad)
-        norm = self.store.total_norm if self.store.arenas else torch.nn.utils.get_total_norm(grads)
-        self.state.grad_norm = norm.item()
-        limit = self.plan.job.train.clip
-        if limit and not self.state.grad_norm + 1e-6 <= limit:  # as torch.nn.utils.clip_grad_norm_ has it
-            scale_in_step(self.optimizers, parameters, norm, limit)
+        if self._leads:
+            self.update.clip(action)
 
-    def update(self, action: Action) -> None:
+    def step(self, action: Action) -> None:
         """Let the optimizers step, unless nothing counted or the step does harm; the gradients are gone afterwards.
 
         Raises Spiked for a harmful step that shall end the run.
         """
-        if self.totals()[0] and self._leads and not self._harmful():
-            for optimizer in self.optimizers:
-                optimizer.step()
+        if self.totals()[0] and self._leads and not self._overflowed() and not self._harmful():
+            self.update.step()
         self._end()
         if self.spike is not None and self.spikes is not None:
             hopeless = self.spikes.hopeless
@@ -206,30 +201,50 @@ class Acts:
 
     def evaluate(self, batches: Iterable[Batch | None]) -> Evaluation:
         """The loss over `batches` of all ranks; see `engine.evaluation`."""
-        return evaluate(self.plan, self.state, self._dice, self._autocast(), batches)
+        together = any(held.flat for held in self.store.arenas.values())
+        return evaluate(self.plan, self.state, self._dice, self._autocast(), batches, together=together)
+
+    def _overflowed(self) -> bool:
+        """Whether the gradients left the range of their dtype, as all ranks judge alike; the loss scale moves.
+
+        A loss that is not finite is for the guard, where there is one: no scale helps a forward.
+        """
+        scale, norm = self.update.scale, self.state.grad_norm
+        if scale is None or (self.spikes is not None and not isfinite(norm) and not isfinite(self._told_loss())):
+            return False
+        self.overflow = scale.overflowed(norm, self._step + 1)
+        return self.overflow
+
+    def _told_loss(self) -> float:
+        """The loss of the global batch, once TALLY has ended."""
+        for name in self._tallies:
+            if name in self.state.works:
+                self.state.works[name].wait()
+        return self._whole_loss()
 
     def _harmful(self) -> bool:
         """Whether this step would do harm, as all ranks judge alike; then it is looked into."""
         if self.spikes is None:
             return False
-        for name in self._tallies:
-            if name in self.state.works:
-                self.state.works[name].wait()
-        loss, norm, count = self._whole_loss(), self.state.grad_norm, self.totals()[0]
+        loss, norm, count = self._told_loss(), self.state.grad_norm, self.totals()[0]
         reasons = self.spikes.judge(loss, norm)
         if reasons:
             with self._drive.cutting():  # to see each block by itself
-                suspects = find_suspects(self.plan, self.state, lambda micro: self.forward(micro, lambda visit: None), count)
+                suspects = find_suspects(self.plan, self.state, self.forward, self._fetch_again, count)
             self.spike = Spike(self._step + 1, loss, norm, reasons, suspects)
         return bool(reasons)
+
+    def _fetch_again(self, block: str) -> None:
+        self.store.fetch(block, "GUARD")
 
     def metrics(self, step: int, lr: float) -> Metrics:
         """What the step did, from the header and the tally that all ranks share."""
         count, stop, rows, tokens = self.totals()
-        skipped = not count or self.spike is not None
+        skipped = not count or self.spike is not None or self.overflow
         norm = self.state.norm.item() if self.plan.space.led else self.state.grad_norm
-        more = {"samples": int(rows), "spike": self.spike, "noise_scale": self.state.noise_scale}
-        return Metrics(step, self._whole_loss(), norm, lr, int(tokens), stop=stop > 0, skipped=skipped, **more)
+        scale = None if self.update.scale is None else self.update.scale.value
+        said = (step, self._whole_loss(), norm, lr, int(tokens), stop > 0, skipped, self.spike, int(rows))
+        return Metrics(*said, self.state.noise_scale, self.overflow, scale)
 
     def _whole_loss(self) -> float:
         """The loss of the global batch; TALLY has ended."""
@@ -242,7 +257,7 @@ class Acts:
         return self._counted
 
     def _end(self) -> None:
-        forget_scale(self.optimizers)
+        self.update.forget()
         for parameter in self._trained:  # 10 us where the optimizer's own zero_grad takes 130
             parameter.grad = None
         self._under_way = False
@@ -254,34 +269,6 @@ class Acts:
         dtype = getattr(torch, precision.compute)
         # no cache: a cached cast would join the graphs of two blocks that share a weight
         return torch.autocast(self.state.world.device.type, dtype=dtype, cache_enabled=False)
-
-    def _randomness(self, micro: int) -> AbstractContextManager:
-        """Dropout by global sample: row k of this micro-batch has one number in the global batch under every plan."""
-        if self._dice is None:
-            return nullcontext()
-        plan, rows = self.plan, len(next(iter(self.state.micros[micro].values())))
-        first = plan.first_rows(plan.data_index(self.state.world.rank))[micro]
-        cursor = self._step * plan.job.train.batch + first
-        self._dice.begin(self._step, torch.arange(cursor, cursor + rows, device=self.state.world.device))
-        return self._stateless or nullcontext()
-
-    def _no_draws(self) -> AbstractContextManager:
-        """Refuse randomness in backward: a model that recomputes would meet other masks than its forward did."""
-        if self._dice is None:
-            return nullcontext()
-        self._dice.enter("a recomputation in backward, which redraws its dropout: turn off the model's own checkpointing")
-        return self._stateless or nullcontext()
-
-    def _announcing(self, reach: Callable[[str], None]) -> Callable[[str], None]:
-        if self._dice is None:
-            return reach
-        enter = self._dice.enter
-
-        def announced(visit: str) -> None:
-            reach(visit)
-            enter(visit)
-
-        return announced
 
     def _check_paths(self, loss: torch.Tensor, micro: int, outputs: Any, closing: Visit) -> None:
         if loss.shape != ():

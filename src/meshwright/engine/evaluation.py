@@ -10,6 +10,7 @@ once, at the end. The model runs in eval mode and without gradients; what it was
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain, repeat
 from math import exp, inf
 
 import torch
@@ -49,20 +50,27 @@ class Evaluation:
 
 
 def evaluate(
-    plan: Plan, state: State, dice: Dice | None, autocast: AbstractContextManager, batches: Iterable[Batch | None]
+    plan: Plan,
+    state: State,
+    dice: Dice | None,
+    autocast: AbstractContextManager,
+    batches: Iterable[Batch | None],
+    *,
+    together: bool = False,
 ) -> Evaluation:
     """The loss over this rank's rows in `batches` and those of all other ranks; every rank calls it.
 
-    Each batch holds this rank's rows of a global one (None: it has none), as for a step. Parameters, buffers, modes and
-    random streams are untouched. Raises PlanError when nothing counts in any batch of any rank, and for a loss of the
-    whole batch, which has no meaning over batches.
+    Each batch holds this rank's rows of a global one (None: it has none), as for a step. `together`: ranks meet within a
+    forward, so one that has run out of batches takes part in those of others, which costs 8 bytes per batch. Parameters,
+    buffers, modes and random streams are untouched. Raises PlanError when nothing counts in any batch of any rank, and for a
+    loss of the whole batch, which has no meaning over batches.
     """
     raise_faults(whole_batch_faults(state.loss))
     module = state.subject.module
     sums = torch.zeros(3, dtype=torch.float64, device=state.world.device)
     with torch.no_grad(), untouched(module), autocast, _no_draws(dice):
         module.eval()
-        for batch in batches:
+        for batch in _as_long_as_any(batches, state) if together else batches:
             micros, rows = micro_batches(batch, plan, state.subject.stand_in, state.world.device)
             for index, micro in enumerate(micros):
                 outputs = module(**{key: value for key, value in micro.items() if key not in state.loss.targets})
@@ -75,6 +83,17 @@ def evaluate(
         text = "no token of the evaluation counts: all labels are ignored, or there are no samples"
         raise PlanError(text, fix="point evaluate.source at samples with labels, or hold out others", where="evaluate")
     return Evaluation(total / count, int(tokens), per_token=state.loss.total is token_cross_entropy().total)
+
+
+def _as_long_as_any(batches: Iterable[Batch | None], state: State) -> Iterator[Batch | None]:
+    """`batches`, and then None until all ranks have had theirs."""
+    group = state.world.group(AXES)
+    for batch, here in chain(((batch, 1.0) for batch in batches), repeat((None, 0.0))):
+        ranks = torch.full((1,), here, dtype=torch.float64, device=state.world.device)
+        group.all_reduce(ranks, action="EVALUATE").wait()
+        if not ranks.item():
+            return
+        yield batch
 
 
 def whole_batch_faults(loss: Loss) -> Iterator[Fault]:

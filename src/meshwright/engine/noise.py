@@ -30,6 +30,7 @@ the guard left out, in which nothing counted, or in which only one part had data
 Paper: McCandlish et al. 2018, arXiv 1812.06162, equation 2.9 and appendix A.1.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 from math import isfinite
 
@@ -37,8 +38,10 @@ import torch
 
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
+from meshwright.core.steps import ROLE
 from meshwright.core.strategy import Handler
 from meshwright.engine.acts import Acts
+from meshwright.engine.precision import total_norm
 from meshwright.engine.state import State
 
 DECAY = 0.99  # of the averages, per step
@@ -51,7 +54,8 @@ class Noise:
         self.handlers: dict[str, Handler] = {"MEASURE": self.measure, "NOISE": self.add_up, "ESTIMATE": self.estimate}
         self._state, self._acts = state, acts
         self._used = plan.job.train.noise_scale
-        self._num_parts = plan.num_micro if plan.num_data > 1 else 1  # micro-batches behind the gradient that is measured
+        self._num_parts = plan.num_micro if plan.num_data > 1 else 1  # micro-batches behind a gradient that is measured once
+        self._part = {action.name: action.micro for action in plan.program.actions(ROLE) if action.kind == "MEASURE"}
         self._message = torch.zeros(3, dtype=torch.float64)
         self._averages = torch.zeros(2, dtype=torch.float64)
 
@@ -59,22 +63,30 @@ class Noise:
         """Take the squared norm of the gradients of `action.tensors`, as they are on this rank alone."""
         parameters = (self._state.subject.parameters[name] for name in action.tensors)
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        self._state.squares[action.name] = torch.nn.utils.get_total_norm(grads).double().to(self._state.world.device) ** 2
+        self._state.squares[action.name] = total_norm(grads).double().to(self._state.world.device) ** 2
 
     def add_up(self, action: Action) -> None:
-        """Start adding up over the ranks: this part's c/C |G_part|^2, its share c/C of the batch, and that it is one part."""
-        count = self._acts.totals()[0]
-        share = sum(self._state.weights[: self._num_parts]) / (count or 1.0)
-        square = torch.stack([*self._state.squares.values()]).sum() / (share or 1.0)
-        known = torch.tensor([share, float(share > 0)], dtype=torch.float64, device=square.device)
-        self._message = torch.cat([square.view(1), known])
+        """Start adding up over the ranks: this part's c/C |G_part|^2, its share c/C of the batch, and that it is one part.
+
+        Where each micro-batch was measured by itself, the rank has as many parts.
+        """
+        squares: dict[int | None, list[torch.Tensor]] = defaultdict(list)
+        for name, square in self._state.squares.items():
+            squares[self._part[name]].append(square)
+        count, weights = self._acts.totals()[0] or 1.0, self._state.weights
+        behind = {micro: weights[: self._num_parts] if micro is None else weights[micro : micro + 1] for micro in squares}
+        shares = {micro: sum(counted) / count for micro, counted in behind.items()}
+        total = torch.stack([torch.stack(squares[micro]).sum() / (share or 1.0) for micro, share in shares.items()]).sum()
+        known = [sum(shares.values()), float(sum(share > 0 for share in shares.values()))]
+        total = total / self._acts.update.factor**2
+        self._message = torch.cat([total.view(1), torch.tensor(known, dtype=torch.float64, device=total.device)])
         self._acts.start(action, self._message)
 
     def estimate(self, action: Action) -> None:
         """Take this step's estimates of |G|^2 and S into the averages, and say their ratio in the metrics."""
         squares, share, parts = (number.item() for number in self._message)
         rows = self._acts.totals()[2]
-        if share and self._acts.spike is None:
+        if share and self._acts.spike is None and not self._acts.overflow:
             found = estimates(squares / share, rows * share / parts, self._state.grad_norm**2, rows)
             if found is not None:
                 self._averages = DECAY * self._averages + (1 - DECAY) * torch.tensor(found, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Optimizers over logical parameters: torch's own fused ones, with groups by name, or the user's own; one or several.
+"""Optimizers over logical parameters: torch's own fused ones and those of engine/rules, with groups by name, or the user's own.
 
 Several optimizers share the parameters: each is stepped by exactly one. The state is saved and restored by logical name
 (`exp_avg/lm_head.weight`), so that it survives any change of layout.
@@ -9,46 +9,45 @@ through over all optimizers.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.core.anatomy import Weight
 from meshwright.core.errors import PlanError
-from meshwright.core.job import Optimizer
+from meshwright.core.job import Optimizer, RuleName
+from meshwright.core.rules import group_of, stepping_of
+from meshwright.engine.rules.cuts import Grains, check_grains
+from meshwright.engine.rules.made import made
 
 Groups = list[dict[str, Any]]
 Numbers = dict[str, int | float]
-Shapes = Mapping[str, tuple[int, ...]]
+Weights = Mapping[str, Weight]
 Optimizers = tuple[torch.optim.Optimizer, ...]
 MakeOptimizer = Callable[[Groups], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
-Stepper = tuple[Literal["adamw", "sgd"], float]  # which optimizer steps a parameter, and its momentum
+Stepper = tuple[RuleName, float]  # which rule steps a parameter, and its momentum
 
 
-def parameter_groups(spec: Optimizer, parameters: Mapping[str, nn.Parameter], shapes: Shapes | None = None) -> Groups:
+def parameter_groups(spec: Optimizer, parameters: Mapping[str, nn.Parameter], weights: Weights | None = None) -> Groups:
     """Groups of parameters with equal learning rate and weight decay, for torch.optim.
 
-    `parameters` are those stepped on this rank; where they are flat pieces, `shapes` are those of all trained weights, by
-    logical name. The first pattern of `spec.groups` that matches a parameter's logical name decides; without one, 1-D parameters
-    (norms, biases) take no decay. Raises PlanError for patterns that match nothing.
+    `parameters` are those stepped on this rank, `weights` all that are trained, by logical name; without them, nothing is known
+    of a parameter but its shape. Which rule steps it, and how fast, is said in core/rules.py. Raises PlanError for patterns that
+    match nothing.
     """
-    return [group for groups in _by_stepper(spec, parameters, shapes).values() for group in groups]
+    return [group for groups in _by_stepper(spec, parameters, weights).values() for group in groups]
 
 
-def _by_stepper(spec: Optimizer, parameters: Mapping[str, nn.Parameter], shapes: Shapes | None) -> dict[Stepper, Groups]:
-    shapes = shapes or {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+def _by_stepper(spec: Optimizer, parameters: Mapping[str, nn.Parameter], weights: Weights | None) -> dict[Stepper, Groups]:
+    weights = weights or {name: Weight(name, tuple(parameter.shape), ()) for name, parameter in parameters.items()}
     groups: dict[tuple[Stepper, float, float], dict[str, Any]] = {}
     unused = {group.pattern for group in spec.groups}
-    for name, shape in shapes.items():
-        lr, decay = spec.lr, spec.weight_decay if len(shape) > 1 else 0.0
-        stepper: Stepper = (spec.name, spec.momentum)
-        rule = next((group for group in spec.groups if fnmatchcase(name, group.pattern)), None)
-        if rule is not None:
-            unused.discard(rule.pattern)
-            lr = spec.lr * rule.lr_factor
-            decay = decay if rule.weight_decay is None else rule.weight_decay
-            stepper = stepper if rule.name is None else (rule.name, rule.momentum)
+    for name, weight in weights.items():
+        found, said = stepping_of(spec, weight), group_of(spec, name)
+        if said is not None:
+            unused.discard(said.pattern)
+        stepper, lr, decay = (found.rule, found.momentum), found.lr, found.weight_decay
         group = groups.setdefault((stepper, lr, decay), {"params": [], "lr": lr, "weight_decay": decay})
         if name in parameters:  # groups are the same on every rank, also where one has no piece of their weights
             group["params"].append(parameters[name])
@@ -57,43 +56,39 @@ def _by_stepper(spec: Optimizer, parameters: Mapping[str, nn.Parameter], shapes:
             f"the patterns {', '.join(sorted(unused))} match no trainable parameter (or an earlier pattern takes all of theirs)"
         )
         raise PlanError(
-            text, fix=f"write patterns such as '*.weight'; a name here is '{next(iter(shapes))}'", where="optimizer.groups"
+            text, fix=f"write patterns such as '*.weight'; a name here is '{next(iter(weights))}'", where="optimizer.groups"
         )
-    found: dict[Stepper, Groups] = {}
+    by_stepper: dict[Stepper, Groups] = {}
     for (stepper, _, _), group in groups.items():
-        found.setdefault(stepper, []).append(group)
-    return found
+        by_stepper.setdefault(stepper, []).append(group)
+    return by_stepper
 
 
 def make_optimizers(
     spec: Optimizer,
     parameters: Mapping[str, nn.Parameter],
     make: MakeOptimizer | None = None,
-    shapes: Shapes | None = None,
+    weights: Weights | None = None,
+    grains: Grains | None = None,
 ) -> Optimizers:
-    """The optimizers that together step all of `parameters`: what `make` makes, else what `spec` names, fused.
+    """The optimizers that together step all of `parameters`: what `make` makes, else what `spec` names.
 
-    Fused: one pass over memory per step. `shapes` as for `parameter_groups`. Raises PlanError when `make` leaves parameters
-    out or takes one twice, and when `spec` names another optimizer for some group and `make` is there to decide.
+    `weights` as for `parameter_groups`; `grains` tells of those that are cut into shards how finely. Raises PlanError when
+    `make` leaves parameters out, takes one twice, or makes an optimizer that cannot bear such cuts, and when `spec` names another
+    optimizer for some group and `make` is there to decide.
     """
     if make is None:
-        steppers = _by_stepper(spec, parameters, shapes).items()
-        return tuple(_torch_optimizer(stepper, spec, groups) for stepper, groups in steppers)
+        steppers = _by_stepper(spec, parameters, weights).items()
+        return tuple(made(rule, momentum, spec, groups) for (rule, momentum), groups in steppers)
     named = [group.pattern for group in spec.groups if group.name is not None]
     if named:
         text = f"the groups {', '.join(named)} name an optimizer, and one that was passed makes its own"
         raise PlanError(text, fix="remove `name` from the groups, or pass no optimizer", where="optimizer.groups")
-    made = make(parameter_groups(spec, parameters, shapes))
-    optimizers = (made,) if isinstance(made, torch.optim.Optimizer) else tuple(made)
+    given = make(parameter_groups(spec, parameters, weights))
+    optimizers = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given)
     check_optimizers(optimizers, parameters)
+    check_grains(optimizers, parameters, grains or {})
     return optimizers
-
-
-def _torch_optimizer(stepper: Stepper, spec: Optimizer, groups: Groups) -> torch.optim.Optimizer:
-    name, momentum = stepper
-    if name == "sgd":
-        return torch.optim.SGD(groups, lr=spec.lr, momentum=momentum, fused=True)
-    return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
 
 
 def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
@@ -183,7 +178,21 @@ def _as_tensor(entry: str, value: Any) -> tuple[str, torch.Tensor]:
 def scale_in_step(
     optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], norm: torch.Tensor, limit: float
 ) -> None:
-    """Have the gradients (of total `norm`) scaled down to `limit`, as torch.nn.utils.clip_grad_norm_ does.
+    """Have the gradients (of total `norm`) scaled down to `limit`, as torch.nn.utils.clip_grad_norm_ does."""
+    if not _divide_while_reading(optimizers, parameters, (norm + 1e-6) / limit):
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+
+
+def divide_in_step(optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], divisor: float) -> None:
+    """Have the gradients of `parameters` divided by `divisor` before they are stepped."""
+    if not _divide_while_reading(optimizers, parameters, torch.tensor(divisor)):
+        torch._foreach_div_([parameter.grad for parameter in parameters if parameter.grad is not None], divisor)
+
+
+def _divide_while_reading(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], divisor: torch.Tensor
+) -> bool:
+    """Have the optimizers divide all gradients by `divisor`; False when they cannot.
 
     A fused optimizer of torch divides while it reads them, by the factor that gradient scalers hand it: one pass over the
     gradients less, 8 of 440 ms on a 25 M model. It takes that factor in float32, which float64 gradients cannot use.
@@ -191,11 +200,10 @@ def scale_in_step(
     known = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # others may not look at it
     fused = all(type(optimizer) in known for optimizer in optimizers) and all(g.get("fused") for g in groups_of(optimizers))
     if fused and all(parameter.dtype != torch.float64 for parameter in parameters):
-        scale = ((norm + 1e-6) / limit).float()
         for optimizer in optimizers:
-            vars(optimizer)["grad_scale"] = scale
-    else:
-        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+            vars(optimizer)["grad_scale"] = divisor.float().to(parameters[0].device) if parameters else divisor.float()
+        return True
+    return False
 
 
 def forget_scale(optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -3,7 +3,7 @@
     list     COUNT  F0 F1 F2  LOSS  B2 PACK B1 PACK B0 PACK  TALLY  CLIP STEP
     wire     COUNT ......                  REDUCE  REDUCE  REDUCE  TALLY
 
-F actions are special in one way: the model's own forward, written by its user, decides when a block is reached. The
+Forwards (F, F_LEAN) are special in one way: the model's own forward, written by its user, decides when a block is reached. The
 player calls the model at a micro-batch's first F; each block, before it runs, plays the list up to its own F. All other
 actions are looked up in a table from kind to handler; strategies bring handlers for the kinds they introduced.
 """
@@ -16,9 +16,10 @@ import torch
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
-from meshwright.core.steps import ROLE
+from meshwright.core.steps import FORWARDS, LEAN, ROLE
 from meshwright.core.strategy import Handler
 from meshwright.engine.acts import Acts
+from meshwright.engine.again import Again
 from meshwright.engine.evaluation import Evaluation
 from meshwright.engine.loss import Batch
 from meshwright.engine.noise import Noise
@@ -32,9 +33,11 @@ from meshwright.engine.saved import Saved, model_tensors, moments, restore_model
 from meshwright.engine.schedule import factor
 from meshwright.engine.state import Metrics, State
 from meshwright.engine.store import Store
+from meshwright.engine.update import Update
 from meshwright.engine.watch import GLUE, Entry, Watch, wait, watched
 from meshwright.model.dice import Dice
-from meshwright.model.drive import Drive
+from meshwright.model.drive import Drive, Reach
+from meshwright.model.ondemand import under
 
 
 class Player:
@@ -51,19 +54,23 @@ class Player:
         self.plan, self.state = plan, state
         self.steps_done = 0
         self.store = Store(plan, state)
-        shapes = {weight.name: weight.shape for weight in plan.anatomy.trainable}
-        self.optimizers = make_optimizers(plan.job.optimizer, self.store.owned(), optimizer, shapes)
+        weights = {weight.name: weight for weight in plan.anatomy.trainable}
+        grains = {home.weight.name: home.grain for home in plan.space.homes if home.flat}
+        self.optimizers = make_optimizers(plan.job.optimizer, self.store.owned(), optimizer, weights, grains)
         self._base_lrs = [group["lr"] for group in groups_of(self.optimizers)]
         self._numbers = group_numbers(self.optimizers)
         self._drive = Drive(state.subject.blocks, in_place=plan.anatomy.in_place, cut=_parts_blocks(plan))
-        self._acts = Acts(plan, state, self.store, self.optimizers, self._drive, dice)
+        self._update = Update(plan, state, self.store, self.optimizers, made=optimizer is not None)
+        self._acts = Acts(plan, state, self.store, self._update, self._drive, dice)
         self._noise = Noise(plan, state, self._acts)
+        self._again = Again(state, self._drive, self._acts.draws)
         handlers: dict[str, Handler] = self._acts.handlers | self._noise.handlers
         for strategy in plan.strategies:
             handlers |= strategy.bind(self)
         handlers |= {kind: self._with_state(act) for kind, act in (extra or {}).items()}
         self._list = self._resolve(plan.program.actions(ROLE), handlers)
-        self._place = {(action.subject, action.micro): i for i, (action, _, _) in enumerate(self._list) if action.kind == "F"}
+        forwards = [(i, action) for i, (action, _, _) in enumerate(self._list) if action.kind in FORWARDS]
+        self._place = {(action.subject, action.micro): i for i, action in forwards}
         self._starts: dict[int, int] = {}  # where the first F of each micro-batch stands
         for (_, micro), place in self._place.items():
             self._starts.setdefault(micro or 0, place)
@@ -134,26 +141,35 @@ class Player:
         """Start adding it up over the ranks."""
         self._acts.start(action, self.store.squared)
 
+    def rerun(self, action: Action) -> None:
+        """Run a visit once more that kept only what it took in, so that its backward finds a graph."""
+        self._again.rerun(action)
+
     def tensors(self) -> dict[str, Saved]:
         """All that must be saved, by full name: parameters, persistent buffers, optimizer state, and what lasts of the rest.
 
-        The rest is what the guard knows, and the averages behind the noise scale. Of what is cut, this rank's share.
+        The rest is what the guard knows, the averages behind the noise scale, and the loss scale. Of what is cut, this rank's
+        share; of what has a master, the master.
         """
         subject = self.state.subject
         usual = {} if self._acts.spikes is None else self._acts.spikes.tensors()
         noise = {f"noise/{name}": value for name, value in self._noise.tensors().items()}
+        scale = {} if self._update.scale is None else self._update.scale.tensors()
         lasting = {f"guard/{name}": value for name, value in usual.items()} | noise
+        lasting |= {f"loss_scale/{name}": value for name, value in scale.items()}
         return model_tensors(subject, self.store) | moments(self.optimizers, subject, self.store, self._numbers) | lasting
 
     def restore(self, saved: Mapping[str, torch.Tensor], steps_done: int) -> None:
-        """Take up `saved`, whole tensors by full name, after `steps_done` global steps."""
+        """Take up `saved`, whole tensors by full name, after `steps_done` global steps; each is asked for once at most."""
         subject = self.state.subject
-        restore_model(subject, self.store, saved)
-        restore_moments(self.optimizers, subject, self.store, _under("optimizer/", saved))
-        usual = _under("guard/", saved)
+        dtypes = restore_model(subject, self.store, saved)
+        restore_moments(self.optimizers, subject, self.store, under("optimizer/", saved), dtypes)
+        if self._update.scale is not None:
+            self._update.scale.restore(under("loss_scale/", saved))
+        usual = under("guard/", saved)
         if usual and self._acts.spikes is not None:
             self._acts.spikes.restore(usual)
-        self._noise.restore(_under("noise/", saved))
+        self._noise.restore(under("noise/", saved))
         self.steps_done = steps_done
 
     def whole(self, action: str) -> AbstractContextManager:
@@ -161,18 +177,21 @@ class Player:
         self.store.refresh(action)
         return self._drive.fetching(lambda block: self.store.fetch(block, action))
 
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """Every logical parameter, whole, with its present value; all ranks call this, and nothing of it is in the ledger."""
+    def parameters(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
+        """Every logical parameter, whole, with its present value; all ranks call this, and nothing of it is in the ledger.
+
+        A rank that does not `keep` them only takes part, and holds one bundle at a time.
+        """
         with self.state.world.ledger.silent():
-            return dict(self.store.values("WHOLE"))
+            return {name: value for name, value in self.store.values("WHOLE") if keep}
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradient of every trained logical parameter, whole, as the optimizer is about to see it; likewise."""
         with self.state.world.ledger.silent():
-            return dict(self.store.gradients("WHOLE"))
+            return {name: each / self._update.factor for name, each in self.store.gradients("WHOLE")}
 
     def sizes(self) -> dict[str, int]:
-        """The bytes that this rank holds for the model, by category: parameters, gradients, moments, buckets.
+        """The bytes that this rank holds for the model, by category: parameters, gradients, moments, buckets, and masters if any.
 
         A gradient that is a piece of a bucket counts there. Gradients exist from a backward to the optimizer's step. With
         buckets are all buffers for messages.
@@ -185,11 +204,12 @@ class Player:
         apart = (p for name, p in whole.items() if p.requires_grad and name not in in_bucket)
         states = [held for optimizer in self.optimizers for held in optimizer.state.values()]
         kept = [value for held in states for value in held.values() if isinstance(value, torch.Tensor)]
-        return {
+        masters = {"master": cut["master"]} if cut["master"] else {}
+        return masters | {
             "parameters": sum(parameter.nbytes for parameter in whole.values()) + cut["parameters"],
             "gradients": sum(parameter.nbytes for parameter in apart) + cut["gradients"],
             "moments": sum(moment.nbytes for moment in kept),
-            "buckets": sum(bucket.flat.nbytes for bucket in buckets) + cut["buffers"],
+            "buckets": sum(bucket.flat.nbytes for bucket in buckets) + cut["buffers"] + self._update.nbytes,
         }
 
     def close(self) -> None:
@@ -202,10 +222,10 @@ class Player:
             group["lr"] = base * scale
         return self._base_lrs[0] * scale
 
-    def _reach(self, micro: int) -> Callable[[str], None]:
-        """What a block calls before it runs: play the list up to its F."""
+    def _reach(self, micro: int) -> Reach:
+        """What a block calls before it runs: play the list up to its F, and tell whether that is a lean one."""
 
-        def reach(visit: str) -> None:
+        def reach(visit: str) -> bool:
             target = self._place.get((visit, micro))
             if target is None or target < self._cursor:
                 known = " ".join(self.plan.anatomy.visits)
@@ -214,6 +234,7 @@ class Player:
                 fix = "a forward may leave blocks out; let it call them in the order of the trial run, or declare larger blocks"
                 raise PlanError(text, fix=fix, where="model")
             self._play_to(target + 1)
+            return self._list[target][0].kind == LEAN
 
         return reach
 
@@ -232,14 +253,14 @@ class Player:
     @staticmethod
     def _resolve(actions: tuple[Action, ...], handlers: Mapping[str, Handler]) -> list[Entry]:
         """Each action with its handler and the wire actions it waits for; compute actions end in list order anyway."""
-        unknown = sorted({action.kind for action in actions}.difference(handlers, ("F",)))
+        unknown = sorted({action.kind for action in actions}.difference(handlers, FORWARDS))
         if unknown:
             fix = "return a handler from the strategy's `bind` for each kind that its `rewrite` adds"
             raise PlanError(f"nobody plays {', '.join(unknown)}", fix=fix, where="program")
         on_wire = {action.name for action in actions if action.lane == "wire"}
         resolved = []
         for action in actions:
-            handler = None if action.kind == "F" else handlers[action.kind]
+            handler = None if action.kind in FORWARDS else handlers[action.kind]
             resolved.append(
                 (action, handler, tuple(name for name in action.waits if name in on_wire and action.lane == "compute"))
             )
@@ -250,9 +271,4 @@ def _parts_blocks(plan: Plan) -> bool:
     """Whether the plan does anything between the backwards of two blocks, so that the graph must be cut there."""
     kinds = [action.kind for action in plan.program.actions(ROLE)]
     first, last = kinds.index("B"), len(kinds) - kinds[::-1].index("B")
-    return plan.num_data > 1 or set(kinds[first:last]) != {"B"}
-
-
-def _under(prefix: str, saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What `saved` holds under `prefix`, by the rest of its name."""
-    return {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
+    return plan.num_data > 1 or LEAN in kinds or set(kinds[first:last]) != {"B"}

@@ -14,10 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from meshwright.core.arena import Piece
+from meshwright.core.arena import BLOCK, Piece
+from meshwright.core.errors import PlanError
 from meshwright.engine.optimizers import Numbers, restore_state, state_tensors
+from meshwright.engine.rules.cuts import keys_by_block
+from meshwright.engine.rules.rule import Rule
 from meshwright.engine.state import Subject
 from meshwright.engine.store import Store
+from meshwright.model.ondemand import OnDemand
 
 
 @dataclass(frozen=True)
@@ -45,55 +49,108 @@ def model_tensors(subject: Subject, store: Store) -> dict[str, Saved]:
         if piece is not None:
             found[f"model/{name}"] = Share(store.stored(piece), piece.begin, tuple(parameter.shape))
         elif not store.holds(name):
-            found[f"model/{name}"] = parameter.detach()
+            found[f"model/{name}"] = store.masters.value(name, parameter)
     return found | {f"buffer/{name}": buffer for name, buffer in _persistent_buffers(subject.module)}
 
 
 def moments(optimizers: Sequence[torch.optim.Optimizer], subject: Subject, store: Store, numbers: Numbers) -> dict[str, Saved]:
     """The state of the optimizers, as this rank holds it, and the `numbers` of their groups that have changed."""
     found: dict[str, Saved] = {}
-    for entry, value in state_tensors(optimizers, store.owned(), numbers).items():
-        name = entry.partition("/")[2]
+    owned, by_block = store.owned(), _by_block(optimizers)
+    for entry, value in state_tensors(optimizers, owned, numbers).items():
+        key, _, name = entry.partition("/")
         piece = store.piece(name)
-        whole = piece is None or entry.startswith("group.")
-        found[f"optimizer/{entry}"] = value if whole else _share(value, piece, tuple(subject.parameters[name].shape))
+        if piece is None or entry.startswith("group."):
+            found[f"optimizer/{entry}"] = value
+        elif key in by_block[id(owned[name])]:
+            num_blocks = -(-subject.parameters[name].numel() // BLOCK)
+            found[f"optimizer/{entry}"] = Share(value, piece.begin // BLOCK, (num_blocks,))
+        else:
+            found[f"optimizer/{entry}"] = _share(entry, value, piece, owned[name], subject.parameters[name])
     return found
 
 
-def restore_model(subject: Subject, store: Store, saved: Mapping[str, torch.Tensor]) -> None:
-    """Take up the parameters and buffers of `saved`, whole tensors by full name."""
+def restore_model(subject: Subject, store: Store, saved: Mapping[str, torch.Tensor]) -> dict[str, torch.dtype]:
+    """Take up the parameters and buffers of `saved`, whole tensors by full name, each cast to its dtypes here.
+
+    Those of which nothing is kept are not read. Returns the dtypes that the others were saved in, by logical name.
+    """
+    dtypes: dict[str, torch.dtype] = {}
     with torch.no_grad():
         for name, parameter in subject.parameters.items():
+            if store.holds(name) and not store.keeps(name):
+                continue
+            value = saved[f"model/{name}"]
+            dtypes[name] = value.dtype
             if store.holds(name):
-                store.take(name, saved[f"model/{name}"])
+                store.take(name, value)
             else:
-                parameter.copy_(saved[f"model/{name}"])
+                store.masters.take(name, parameter, value)
         for name, buffer in _persistent_buffers(subject.module):
             buffer.copy_(saved[f"buffer/{name}"])
+    return dtypes
 
 
 def restore_moments(
-    optimizers: Sequence[torch.optim.Optimizer], subject: Subject, store: Store, saved: Mapping[str, torch.Tensor]
+    optimizers: Sequence[torch.optim.Optimizer],
+    subject: Subject,
+    store: Store,
+    saved: Mapping[str, torch.Tensor],
+    dtypes: Mapping[str, torch.dtype],
 ) -> None:
     """Take up the state of the optimizers from `saved`, whole tensors by name, as far as this rank steps what it belongs to.
 
-    Raises PlanError for state of a parameter that is not trained.
+    A moment that was saved in the dtype of its weight (`dtypes`, see `restore_model`) gets that of what is stepped here. One
+    tensor at a time is read. Raises PlanError for state of a parameter that is not trained.
     """
-    mine: dict[str, torch.Tensor] = {}
-    for entry, tensor in saved.items():
-        name = entry.partition("/")[2]
+
+    owned, by_block = store.owned(), _by_block(optimizers)
+    alike = {id(p) for each in optimizers if _follows(each) for group in each.param_groups for p in group["params"]}
+
+    def part(entry: str) -> torch.Tensor:
+        tensor, (key, _, name) = saved[entry], entry.partition("/")
         piece = store.piece(name)
-        if piece is not None and not entry.startswith("step") and tensor.shape == subject.parameters[name].shape:
-            mine[entry] = tensor.reshape(-1)[piece.begin : piece.end]
-        elif piece is not None or not store.holds(name):
-            mine[entry] = tensor
-    restore_state(optimizers, store.owned(), mine)
+        by_element = key.partition(":")[0] != "step" and name in owned and tensor.shape == subject.parameters[name].shape
+        if by_element and id(owned[name]) in alike and tensor.dtype == dtypes.get(name):
+            tensor = tensor.to(owned[name].dtype)
+        if piece is None or name not in owned:  # what is not trained here is refused below
+            return tensor
+        if key in by_block[id(owned[name])]:
+            return tensor[piece.begin // BLOCK : -(-piece.end // BLOCK)]
+        return tensor.reshape(-1)[piece.begin : piece.end].view(owned[name].shape) if by_element else tensor
+
+    names = ((entry, entry.partition("/")[2]) for entry in saved)
+    mine = [entry for entry, name in names if not store.holds(name) or store.piece(name) is not None]
+    restore_state(optimizers, owned, OnDemand(mine, part))
 
 
-def _share(value: torch.Tensor, piece: Piece, shape: tuple[int, ...]) -> Share:
-    if value.ndim and value.numel() == piece.numel:
-        return Share(value.reshape(-1), piece.begin, shape)
+def _share(entry: str, value: torch.Tensor, piece: Piece, stepped: torch.Tensor, whole: torch.Tensor) -> Share:
+    """State of a piece of the weight `whole`, which the optimizer sees as `stepped`: by element, or a number, or all of anything.
+
+    Raises PlanError for what belongs to a part of a weight and is neither.
+    """
+    if value.ndim and value.shape == stepped.shape:
+        return Share(value.reshape(-1), piece.begin, tuple(whole.shape))
+    if value.ndim and piece.numel < whole.numel():
+        text = f"the optimizer keeps '{entry}' of shape {list(value.shape)} for elements {piece.begin} to {piece.end} of a weight"
+        fix = "keep one number, or one per element; or have no weight cut: optimizer.name = 'adafactor' cuts none"
+        raise PlanError(text, fix=fix, where="optimizer")
     return Share(value.reshape(-1), 0, tuple(value.shape))
+
+
+def _follows(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its moments have the dtype of what it steps."""
+    return not isinstance(optimizer, Rule) or optimizer.keeps is None
+
+
+def _by_block(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, frozenset[str]]:
+    """By the id of each parameter, the keys of its state that hold one element per block."""
+    return {
+        id(parameter): keys_by_block(optimizer)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
 
 
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

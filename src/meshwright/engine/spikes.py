@@ -28,6 +28,7 @@ FIX = 'lower optimizer.lr, clip (train.clip), or look at these samples; guard.ac
 class Suspect:
     """What one rank's own samples did: its share of the loss and the norm of its gradient, before anything was summed.
 
+    The norm is that of its micro-batches' gradients side by side, as if they were one long vector.
     `stage` and `block` say where a number first was not finite; else `parameter` is the one with the largest gradient.
     """
 

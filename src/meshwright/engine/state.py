@@ -20,7 +20,8 @@ class Metrics:
     """What a step did, the same on every rank. `tokens` and `samples` are global counts; `stop`: a rank asked to stop.
 
     A step in which nothing counted leaves the parameters as they were: `skipped`. So does one that would do harm, where
-    the job guards against that: `spike` says why. `noise_scale` is in samples (`engine.noise`); None: not measured, or not
+    the job guards against that: `spike` says why; and one whose gradients left the range of float16: `overflow`. `loss_scale` is
+    that of the next step; None: nothing is float16. `noise_scale` is in samples (`engine.noise`); None: not measured, or not
     known yet.
     """
 
@@ -34,17 +35,23 @@ class Metrics:
     spike: Spike | None = None
     samples: int = 0
     noise_scale: float | None = None
+    overflow: bool = False
+    loss_scale: float | None = None
 
 
 @dataclass
 class Subject:
-    """The model as the engine holds it: the user's module, its blocks, its logical parameters, and one example row."""
+    """The model as the engine holds it: the user's module, its blocks, its logical parameters, and one example row.
+
+    `blank` are the initial values, made when asked for, of parameters that have a shape and no memory: an arena gives it.
+    """
 
     module: nn.Module
     blocks: Mapping[str, nn.Module]
     parameters: dict[str, nn.Parameter]
     anatomy: Anatomy
     stand_in: Batch
+    blank: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:

@@ -5,49 +5,26 @@
 
 A parameter of the module is a view of its place in the whole, for good: a bundle always comes back to the same buffer, so what
 autograd has saved of a weight is right again once UNSHARD has filled it, and no storage is ever exchanged under a graph.
-The optimizer steps *pieces*: views of the shard in the dtype `master`, one parameter per weight that has elements here.
+The optimizer steps *pieces*: views of the shard, or of its master in a wider dtype, one parameter per weight with elements here.
 Gradients are packed into the places of the arena, in a buffer; this rank's sum of its shard is `gradient`.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from meshwright.comm.group import Group
 from meshwright.core.anatomy import ROOT
 from meshwright.core.arena import Arena, Piece
 from meshwright.core.layout import FLAT, Place
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
 from meshwright.core.steps import ROLE
+from meshwright.engine.held import Held
+from meshwright.engine.masters import Masters, Stepped
+from meshwright.engine.precision import total_norm
 from meshwright.engine.state import State
-
-
-@dataclass
-class Held:
-    """One arena in this rank's memory. Flat tensors: `whole` has arena.numel elements, `shard` and `gradient` arena.shard."""
-
-    arena: Arena
-    group: Group
-    shard: torch.Tensor
-    whole: torch.Tensor
-    views: dict[str, torch.Tensor]
-    visits: tuple[str, ...]
-    flat: bool = False
-    gradient: torch.Tensor | None = None
-    steps: dict[str, nn.Parameter] = field(default_factory=dict)
-
-    @property
-    def pieces(self) -> tuple[Piece, ...]:
-        """What lies in the shard."""
-        return self.arena.pieces(self.group.index)
-
-    @property
-    def mine(self) -> slice:
-        """Where the shard lies in a whole."""
-        return slice(self.group.index * self.arena.shard, (self.group.index + 1) * self.arena.shard)
 
 
 class Store:
@@ -55,8 +32,8 @@ class Store:
 
     def __init__(self, plan: Plan, state: State) -> None:
         self._plan, self._state = plan, state
-        precision = plan.job.precision
-        self._dtype, self._wire = getattr(torch, precision.parameters), getattr(torch, precision.reduce)
+        roles = {role: getattr(torch, dtype) for role, dtype in plan.job.precision.roles.items()}
+        self._dtype, self._wire, self._kept, self._master = (roles[r] for r in ("parameters", "reduce", "gradients", "master"))
         self._like = next(iter(state.subject.parameters.values()))  # buffers are of its kind: on its device, fake where it is
         self._buffers: dict[str, torch.Tensor] = {}
         self.arenas: dict[str, Held] = {}
@@ -71,20 +48,28 @@ class Store:
             self.arenas[name] = held
             self._of |= dict.fromkeys((weight for weight, _, _ in arena.weights), held)
             if self._homes[first].weight.trainable:
-                self._step_pieces(held)
+                held.steps = {p.name: nn.Parameter(held.value(p).detach().view(self._stepped_as(p))) for p in held.pieces}
+        self.masters = Masters(plan, state, self._of)
         sums = [action for action in plan.program.actions(ROLE) if action.kind in ("REDUCE", "ADD")]
         self._in_place = not any(action.kind == "ADD" or action.takes for action in sums)  # gradients stay where they are summed
+        packs = (action for action in plan.program.actions(ROLE) if action.kind == "PACK")
+        self._gathering = {hold.name for action in packs for hold in action.takes}  # buffers that gradients are packed into
         self._packed: dict[str, torch.Tensor] = {}  # what is under way, by the name of its PACK
 
     def owned(self) -> dict[str, nn.Parameter]:
         """What the optimizer steps on this rank, by logical name: pieces of what is cut, and whole parameters."""
-        found: dict[str, nn.Parameter] = {}
-        for name, parameter in self._state.subject.trainable.items():
-            if name not in self._of:
-                found[name] = parameter
+        found, apart = {}, self.masters.stepped
+        for name in self._state.subject.trainable:
+            if name in apart:
+                found[name] = apart[name]
             elif name in self._of[name].steps:
                 found[name] = self._of[name].steps[name]
         return found
+
+    def bundles(self) -> Iterator[Stepped]:
+        """What is stepped on this rank, one bundle after the other, with the gradients that the last backward and REDUCE left."""
+        yield from (held.bundle(held.gradient) for held in self.arenas.values() if held.gradient is not None)
+        yield from self.masters.bundles()
 
     def holds(self, name: str) -> bool:
         """Whether the weight `name` lies in an arena."""
@@ -95,17 +80,21 @@ class Store:
         held = self._of.get(name)
         return None if held is None else next((piece for piece in held.pieces if piece.name == name), None)
 
+    def keeps(self, name: str) -> bool:
+        """Whether anything of the weight `name`, which lies in an arena, is kept on this rank between its uses."""
+        return not self._of[name].flat or self.piece(name) is not None
+
     def stored(self, piece: Piece) -> torch.Tensor:
-        """The values of a piece, flat."""
-        return self._of[piece.name].shard[piece.at : piece.at + piece.numel]
+        """The values of a piece, flat: its master's, where it has one."""
+        return self._of[piece.name].value(piece)
 
     def take(self, name: str, values: torch.Tensor) -> None:
         """Take up the whole weight `name`: its piece, and all of it where it is stored whole."""
         held, piece = self._of[name], self.piece(name)
+        if piece is not None:
+            held.take(piece, values)
         if not held.flat:
             held.views[name].copy_(values)
-        elif piece is not None:
-            self.stored(piece).copy_(values.reshape(-1)[piece.begin : piece.end])
 
     def unshard(self, action: Action) -> None:
         """Start gathering a bundle from its shards."""
@@ -147,7 +136,7 @@ class Store:
             work = group.all_reduce(self._gradient(held), action=action.name)
         else:
             flat = self._packed_by(action)
-            direct = bool(action.takes) and self._wire == self._dtype
+            direct = bool(action.takes) and self._wire == self._kept
             output = self._gradient(held) if direct else flat[held.mine]
             work = group.reduce_scatter(output, flat, action=action.name)
         self._state.works[action.name] = work
@@ -166,7 +155,7 @@ class Store:
     def square(self) -> None:
         """Take the squared norm of this rank's shards; NORM adds it up."""
         shards = [held.gradient for held in self.arenas.values() if held.gradient is not None]
-        self.squared = torch.nn.utils.get_total_norm(shards).double().square().view(1)
+        self.squared = total_norm(shards).double().square().view(1)
 
     @property
     def total_norm(self) -> torch.Tensor:
@@ -174,15 +163,15 @@ class Store:
         return self.squared.sqrt()[0]
 
     def refresh(self, action: str) -> None:
-        """Bring weights that are stored whole up to date with what was stepped since; all ranks take part."""
+        """Bring weights up to date that stay whole: those stored so, and for a while those of the root; all ranks take part."""
         for held in self.arenas.values():
-            if not held.flat:
+            if not held.flat or ROOT in held.visits:
                 held.group.all_gather(held.whole, held.shard, action=action).wait()
 
     def fetch(self, block: str, action: str) -> None:
-        """Have the weights whole that a visit of `block` uses, and those of the root; all ranks take part."""
+        """Have the weights whole that a visit of `block` uses, but for the root's; all ranks take part."""
         for held in self.arenas.values():
-            if held.flat and any(visit.split("#")[0] in (block, ROOT) for visit in held.visits):
+            if held.flat and ROOT not in held.visits and any(visit.split("#")[0] == block for visit in held.visits):
                 held.group.all_gather(held.whole, held.shard, action=action).wait()
 
     def values(self, action: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -214,26 +203,32 @@ class Store:
 
     def _stored_whole(self, arena: Arena) -> Held:
         whole = self._like.new_zeros(arena.numel, dtype=self._dtype)
-        held = self._held(arena, whole)
+        held = self._with_master(self._held(arena, whole))
+        pieces = {piece.name: piece for piece in held.pieces}
         for name, view in held.views.items():
-            parameter = self._state.subject.parameters[name]
+            values = self._initial(name)
             with torch.no_grad():
-                view.copy_(parameter)
-            parameter.data = view
+                view.copy_(values)
+                if name in pieces:
+                    held.take(pieces[name], values)
+            self._state.subject.parameters[name].data = view
         return held
 
     def _stored_flat(self, arena: Arena, buffer: str, nbytes: int) -> Held:
-        whole = self._buffer(buffer, nbytes, self._dtype)[: arena.numel]
-        held = self._held(arena, whole)
-        held.shard, held.flat = self._like.new_zeros(arena.shard, dtype=self._dtype), True
-        parameters = self._state.subject.parameters
+        dtype = self._state.subject.parameters[arena.weights[0][0]].dtype
+        held = self._held(arena, self._buffer(buffer, nbytes, dtype)[: arena.numel])
+        held.shard, held.flat = self._like.new_zeros(arena.shard, dtype=dtype), True
+        held, parameters = self._with_master(held), self._state.subject.parameters
         with torch.no_grad():
             for piece in held.pieces:
-                values = parameters[piece.name].detach().reshape(-1)[piece.begin : piece.end]
-                held.shard[piece.at : piece.at + piece.numel].copy_(values)
+                held.take(piece, self._initial(piece.name))
         for name, view in held.views.items():
             parameters[name].data = view
         return held
+
+    def _initial(self, name: str) -> torch.Tensor:
+        blank = self._state.subject.blank
+        return blank[name] if name in blank else self._state.subject.parameters[name].detach()
 
     def _held(self, arena: Arena, whole: torch.Tensor) -> Held:
         group, shapes = self._state.world.group(arena.axes), self._state.subject.parameters
@@ -242,13 +237,19 @@ class Store:
         held.shard = whole[held.mine]
         return held
 
-    def _step_pieces(self, held: Held) -> None:
-        for piece in held.pieces:
-            held.steps[piece.name] = nn.Parameter(held.shard[piece.at : piece.at + piece.numel].detach())
+    def _with_master(self, held: Held) -> Held:
+        if self._master != self._dtype and self._homes[held.arena.weights[0][0]].weight.trainable:
+            held.master = held.shard.new_zeros(held.arena.shard, dtype=self._master)
+        return held
+
+    def _stepped_as(self, piece: Piece) -> tuple[int, ...]:
+        """The shape in which the optimizer sees a piece: flat, but for weights that are never cut."""
+        home = self._homes[piece.name]
+        return home.weight.shape if home.grain == "matrix" else (piece.numel,)
 
     def _gradient(self, held: Held) -> torch.Tensor:
         if held.gradient is None:
-            self._take_gradient(held, held.shard.new_empty(held.arena.shard))
+            self._take_gradient(held, held.shard.new_empty(held.arena.shard, dtype=self._kept))
         gradient = held.gradient
         if gradient is None:
             raise RuntimeError(f"{held.arena.name} has no gradient; put a REDUCE before its use")
@@ -257,22 +258,26 @@ class Store:
     @staticmethod
     def _take_gradient(held: Held, gradient: torch.Tensor) -> None:
         held.gradient = gradient
-        for piece in held.pieces:
-            held.steps[piece.name].grad = gradient[piece.at : piece.at + piece.numel]
+        for piece in held.pieces if gradient.dtype == held.stepped.dtype else ():  # else it is cast when it is read
+            held.steps[piece.name].grad = held.place(gradient, piece)
 
     def _buffer(self, name: str, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """The buffer of that name, made at its first use; it stays."""
+        """The buffer of that name, made at its first use, as elements of `dtype`; it stays, and may serve others in turn."""
         if name not in self._buffers:
-            self._buffers[name] = self._like.detach().new_empty(nbytes // dtype.itemsize, dtype=dtype)
-        return self._buffers[name]
+            self._buffers[name] = self._like.detach().new_empty(nbytes, dtype=torch.uint8)
+        return self._buffers[name][: nbytes - nbytes % dtype.itemsize].view(dtype)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes by category: weights (shards, or wholes that hold them), summed gradients, buffers."""
-        held = self.arenas.values()
-        inside = set(map(id, self._buffers.values()))
+        """Bytes by category: weights (shards, or wholes that hold them), masters, summed gradients, buffers.
+
+        A buffer in which gradients stay is one of gradients.
+        """
+        held, sizes = self.arenas.values(), {name: buffer.nbytes for name, buffer in self._buffers.items()}
         kept = sum(0 if each.gradient is None or self._in_place else each.gradient.nbytes for each in held)
+        stays = sum(sizes.pop(name) for name in list(sizes) if self._in_place and name in self._gathering)
         return {
             "parameters": sum((each.shard if each.flat else each.whole).nbytes for each in held),
-            "gradients": kept,
-            "buffers": sum(buffer.nbytes for buffer in self._buffers.values()) if inside else 0,
+            "master": sum(0 if each.master is None else each.master.nbytes for each in held) + self.masters.nbytes,
+            "gradients": kept + stays,
+            "buffers": sum(sizes.values()),
         }

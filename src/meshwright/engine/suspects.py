@@ -3,13 +3,17 @@
 The parameters have not changed and dropout is stateless, so the second playing has the numbers of the first, before
 anything was summed over ranks. It costs one more forward and backward, and only when a step is harmful. The ranks then
 tell each other what they found in one small message, GUARD, which is in no program: good steps do not send it.
+
+Weights that are stored in shards are brought together once more for each block, forward and backward, in the plan's order of
+blocks: so all ranks meet, also one that has no rows or whose forward leaves a block out. No whole gradient outlives its block.
 """
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from math import isfinite
 
 import torch
-from torch import nn
 
 from meshwright.core.mesh import AXES
 from meshwright.core.plan import Plan
@@ -22,21 +26,25 @@ STAGES: tuple[Stage, ...] = ("", "forward", "loss", "backward")
 WIDTH = 5  # numbers that each rank tells: loss, norm, stage, block, parameter
 
 
-def find_suspects(plan: Plan, state: State, forward: Callable[[int], None], count: float) -> tuple[Suspect, ...]:
+Forward = Callable[[int, Callable[[str], None]], None]
+
+
+def find_suspects(plan: Plan, state: State, forward: Forward, fetch: Callable[[str], None], count: float) -> tuple[Suspect, ...]:
     """What the samples of each rank did in this step, by rank; every rank calls it and gets the same.
 
-    `forward(micro)` runs the model's forward and leaves its pass in `state`; `count` is what the loss is divided by.
-    The gradients of this rank alone are left in the parameters.
+    `forward(micro, reach)` runs the model's forward, calls `reach(visit)` before each block, and leaves its pass in `state`;
+    `fetch(block)` has the weights of a block whole, and all ranks call it; `count` is what the loss is divided by.
     """
     for parameter in state.subject.trainable.values():
         parameter.grad = None
     loss, stage, block = 0.0, "", ""
+    replay = _Replay(plan, state, fetch)
     with untouched(state.subject.module):
-        for micro in range(state.num_real):
-            share, found, where = _play(plan, state, forward, micro, count)
+        for micro in range(len(state.micros)):
+            share, found, where = replay.play(forward, micro, count) if micro < state.num_real else replay.stand_in()
             loss += share
             stage, block = (stage, block) if stage else (found, where)
-    norms = _norms(state.subject.trainable)
+    norms = {name: replay.squares[name] ** 0.5 for name in state.subject.trainable}
     names, visits = list(norms), plan.anatomy.visits
     odd = [name for name in names if not isfinite(norms[name])]
     if stage == "backward":
@@ -53,37 +61,77 @@ def find_suspects(plan: Plan, state: State, forward: Callable[[int], None], coun
     return tuple(_suspect(rank, row, visits, names) for rank, row in enumerate(told))
 
 
-def _play(plan: Plan, state: State, forward: Callable[[int], None], micro: int, count: float) -> tuple[float, Stage, str]:
-    """The share of one micro-batch in the loss, and where a number first was not finite: the stage and the block."""
-    forward(micro)
-    outputs, closing = state.closings.pop(micro)
-    visits = state.passes.pop(micro).visits
-    stage: Stage = ""
-    block = next((name for name, visit in visits.items() if any(_odd(leaf) for _, leaf in visit.outputs)), "")
-    total = state.loss.total(outputs, state.micros[micro])
-    if block:
-        stage = "forward"
-    elif _odd(total):
-        stage = "loss"
-    share = total.item() / (count or 1.0)
-    if total.requires_grad:
-        backward_from(total, 1.0 / (count or 1.0))
-    backward(closing)
-    for name in reversed(list(visits)):
-        backward(visits[name])
-        grads = (state.subject.parameters[weight.name].grad for weight in plan.anatomy.of(name))
-        if not stage and any(grad is not None and _odd(grad) for grad in grads):
-            stage, block = "backward", name
-    return share, stage, block
+class _Replay:
+    """Micro-batches played again; `squares` adds up the squared norm of each gradient, taken in float64 so as not to overflow."""
+
+    def __init__(self, plan: Plan, state: State, fetch: Callable[[str], None]) -> None:
+        self._plan, self._state, self._fetch = plan, state, fetch
+        self._visits = plan.anatomy.visits
+        self._completed: dict[str | None, list[str]] = defaultdict(list)  # by the visit whose backward completes them
+        for weight in plan.anatomy.trainable:
+            self._completed[plan.anatomy.last_backward([weight])].append(weight.name)
+        self.squares: dict[str, float] = defaultdict(float)
+
+    def play(self, forward: Forward, micro: int, count: float) -> tuple[float, Stage, str]:
+        """The share of one micro-batch in the loss, and where a number first was not finite: the stage and the block."""
+        state = self._state
+        with self._in_order(self._visits) as reach:
+            forward(micro, reach)
+        outputs, closing = state.closings.pop(micro)
+        visits = state.passes.pop(micro).visits
+        stage: Stage = ""
+        block = next((name for name, visit in visits.items() if any(_odd(leaf) for _, leaf in visit.outputs)), "")
+        total = state.loss.total(outputs, state.micros[micro])
+        if block:
+            stage = "forward"
+        elif _odd(total):
+            stage = "loss"
+        share = total.item() / (count or 1.0)
+        if total.requires_grad:
+            backward_from(total, 1.0 / (count or 1.0))
+        backward(closing)
+        with self._in_order(self._visits[::-1]) as reach:
+            for name in reversed(list(visits)):
+                reach(name)
+                backward(visits[name])
+                grads = (state.subject.parameters[weight.name].grad for weight in self._plan.anatomy.of(name))
+                if not stage and any(grad is not None and _odd(grad) for grad in grads):
+                    stage, block = "backward", name
+                self._take(self._completed[name])
+        self._take(state.subject.trainable)
+        return share, stage, block
+
+    def stand_in(self) -> tuple[float, Stage, str]:
+        """Take part in a micro-batch for which this rank has no rows."""
+        for order in (self._visits, self._visits[::-1]):
+            with self._in_order(order):
+                pass
+        return 0.0, "", ""
+
+    @contextmanager
+    def _in_order(self, visits: Sequence[str]) -> Iterator[Callable[[str], None]]:
+        """What to call before a visit: weights are fetched for all `visits` up to it; in the end, for those that are left."""
+        left = list(visits)
+
+        def reach(visit: str) -> None:
+            while visit in left:
+                self._fetch(left.pop(0).split("#")[0])
+
+        yield reach
+        for visit in left:
+            self._fetch(visit.split("#")[0])
+
+    def _take(self, names: Iterable[str]) -> None:
+        """Take the squared norms of the gradients of `names`, which are complete, and let go of them."""
+        for name in names:
+            parameter = self._state.subject.parameters[name]
+            if parameter.grad is not None:
+                self.squares[name] += parameter.grad.double().square().sum().item()
+                parameter.grad = None
 
 
 def _odd(tensor: torch.Tensor) -> bool:
     return not bool(tensor.isfinite().all())
-
-
-def _norms(parameters: dict[str, nn.Parameter]) -> dict[str, float]:
-    """The norm of each gradient, taken in float64 so that it does not overflow where the gradient did not."""
-    return {name: 0.0 if p.grad is None else p.grad.double().norm().item() for name, p in parameters.items()}
 
 
 def _exchanged(state: State, mine: list[float]) -> list[list[float]]:

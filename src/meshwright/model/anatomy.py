@@ -4,7 +4,7 @@ Blocks are found from the module tree. The topmost lists of modules (`ModuleList
 chains: each of their members is a block. A module beside or above a chain that has parameters and holds no chain is a
 block too (embedding, final norm, head). A module that holds a chain is a container; parameters that it owns directly,
 and parameters that glue uses without calling their module, belong to the root. A model without a chain is one block,
-and that is said.
+and that is said. A layer with its adapter (`model.adapters`) counts as the layer.
 
     LlamaForCausalLM                      block
       model          holds a chain
@@ -20,6 +20,7 @@ from itertools import combinations
 from torch import nn
 
 from meshwright.core.errors import Fault, nearest, raise_faults
+from meshwright.model.adapters import wraps
 
 WHOLE = "(model)"
 _CHAINS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -64,7 +65,10 @@ def _walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _holds_chain(module: nn.Module) -> bool:
-    return any(isinstance(inner, _CHAINS) and _has_parameters(inner) for inner in module.modules())
+    """Whether `module` is a chain, or has one inside; the dicts in which a layer keeps its adapters are none."""
+    if wraps(module):
+        return False
+    return (isinstance(module, _CHAINS) and _has_parameters(module)) or any(map(_holds_chain, module.children()))
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -9,7 +9,8 @@ does to them (`model.recorder`, `model.tape`). Afterwards any parameter can be m
     print_.materialize(module, ["layers.3"], device=..., dtype=...)
 
 Initial values depend on the seed, the parameter's name and the element's index, and on nothing else. They are rounded
-to float32 and then cast, so that a float64 run and a bfloat16 run of one job start from the same numbers. The values
+to float32 and then cast, so that a float64 run and a bfloat16 run of one job start from the same numbers. A frozen parameter
+that was made in another dtype than the trained ones, and whatever is not floating, keeps its dtype. The values
 differ from those that torch's generator would have given; their distributions and their constants do not.
 
 *Logical parameter*: names that share one `nn.Parameter` are one, under the first name that `named_parameters` gives;
@@ -20,7 +21,7 @@ before it is registered (`nn.Parameter(torch.randn(3) * 0.02)`) keeps its value,
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,7 +61,7 @@ def blueprint(build: Callable[[], nn.Module], seed: int) -> "Blueprint":
             for name, param in owner._parameters.items():
                 if param is not None and not tape.holds(param):
                     owner.register_parameter(name, param)
-    names = _logical_names(module)
+    names = logical_names(module)
     params = {first: module.get_parameter(first) for first in names}
     raise_faults(_faults(module, params, tape))
     tape.name_random_entries((name, storage_of(param)) for name, param in params.items())
@@ -87,6 +88,7 @@ class Blueprint:
         self._tape = tape
         self._seed = seed
         self._first = {alias: name for name, entry in logical.items() for alias in (name, *entry.aliases)}
+        self._trained_in = {entry.dtype for entry in logical.values() if entry.requires_grad}
 
     @property
     def origin(self) -> Origin | None:
@@ -94,7 +96,11 @@ class Blueprint:
         return None if self._weights is None else self._weights.origin
 
     def with_weights(self, weights: "Weights") -> "Blueprint":
-        """This blueprint with the stored values of `weights` as initial values, as far as they go."""
+        """This blueprint with the stored values of `weights` as initial values, as far as they go.
+
+        Raises PlanError for parameters that are not stored and were computed from others that are: from values now replaced.
+        """
+        raise_faults(self._stale(weights))
         module = self.instance()
         for path, owner in module.named_modules():
             for leaf, buffer in owner._buffers.items():
@@ -102,6 +108,21 @@ class Blueprint:
                 if buffer is not None and name in weights:
                     owner._buffers[leaf] = weights.read(name, buffer.dtype)
         return Blueprint(module, self.logical, self._windows, self._tape, self._seed, weights)
+
+    def keeps_dtype(self, name: str) -> bool:
+        """Whether the parameter `name` has the dtype that its constructor gave it, whatever that of the job.
+
+        So has one that is not floating, and a frozen one in another dtype than all that are trained: it was made so on purpose.
+        """
+        entry = self.logical[self._first_name(name)]
+        apart = not entry.requires_grad and bool(self._trained_in) and entry.dtype not in self._trained_in
+        return apart or not entry.dtype.is_floating_point
+
+    def made_in(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """What the parameter `name` is made in by a job of `dtype`; in float64, a comparison, all floats are that."""
+        own = self.logical[self._first_name(name)].dtype
+        widened = dtype == torch.float64 and own.is_floating_point
+        return own if self.keeps_dtype(name) and not widened else dtype
 
     def instance(self) -> nn.Module:
         """A fresh copy of the module: meta parameters, ties kept, buffers of its own with their values."""
@@ -115,20 +136,21 @@ class Blueprint:
     def value(self, name: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> torch.Tensor:
         """The initial value of the parameter `name` (or of its alias), whole, on `device`.
 
-        A floating parameter is cast to `dtype`, one that is drawn by way of float32; others keep their own dtype.
+        It is in the dtype that `made_in` tells; one that is drawn is cast to it by way of float32.
 
         Raises PlanError when the recipe leaves a NaN: an element that was never written, or a faulty initialisation.
         """
-        first = self._first_name(name)
+        first, dtype = self._first_name(name), self.made_in(name, dtype)
         if self._weights is not None and first in self._weights:
             return self._weights.read(first, dtype, device)
         value = self._tape.replay(self._windows[first], self._seed, torch.device(device))
         if not value.is_floating_point():
             return value
+        value = value.to(torch.float32)
         if value.numel() and bool(value.min().isnan()):  # the minimum carries a NaN on, without a mask as large as the weight
             fix = "initialise every element, for example with torch.nn.init"
             raise PlanError("the initial value holds NaN: elements that were never written, or 0/0", fix=fix, where=first)
-        return value.to(torch.float32).to(dtype)
+        return value.to(dtype)
 
     def materialize(
         self,
@@ -137,19 +159,25 @@ class Blueprint:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        blank: Container[str] = (),
     ) -> None:
         """Replace meta parameters of `module` (an instance) by real ones with their initial values, one at a time.
 
         `names` are parameters, aliases, or submodules, whose parameters and buffers are all meant; None means the
         whole module. A tied parameter is replaced under all its names. Buffers move to `device`; floating ones become
         float64 when `dtype` is float64 and otherwise keep their dtype, because rounded position tables are wrong ones.
+        Parameters whose first name is in `blank` have shape, dtype and device, one element of memory, and no value.
 
         Raises PlanError for a name that is neither a parameter nor a submodule.
         """
         wanted, owners = self._resolve(module, names)
         for first in wanted:
             entry = self.logical[first]
-            param = nn.Parameter(self.value(first, dtype, device), requires_grad=entry.requires_grad)
+            if first in blank:
+                value = torch.zeros((), dtype=self.made_in(first, dtype), device=device).expand(entry.shape)
+            else:
+                value = self.value(first, dtype, device)
+            param = nn.Parameter(value, requires_grad=entry.requires_grad)
             for alias in (first, *entry.aliases):
                 path, _, leaf = alias.rpartition(".")
                 module.get_submodule(path)._parameters[leaf] = param
@@ -174,13 +202,25 @@ class Blueprint:
                 wanted.append(self._first_name(name))
         return list(dict.fromkeys(wanted)), owners
 
+    def _stale(self, weights: "Weights") -> Iterator[Fault]:
+        names = {window.storage: name for name, window in self._windows.items()}
+        for name, window in self._windows.items():
+            if name not in weights:
+                read = {storage for n in self._tape.recipe(window.storage) for storage in self._tape.entries[n].reads}
+                sources = sorted(names[storage] for storage in read if names.get(storage, name) in weights)
+                if sources:
+                    text = f"its initial value is computed from {sources[0]}, which is loaded from weights afterwards"
+                    fix = "initialise it without looking at others (no DoRA, no PiSSA), or store it with them: model.weights"
+                    yield Fault(text, fix, name)
+
     def _first_name(self, name: str) -> str:
         if name not in self._first:
             raise PlanError(f"there is no parameter '{name}'", fix=nearest(name, self._first), where="model")
         return self._first[name]
 
 
-def _logical_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
+def logical_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """The first name of every parameter of `module`, and its tied names."""
     by_object: dict[int, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         by_object.setdefault(id(param), []).append(name)

@@ -17,9 +17,11 @@ leaves a block behind its outputs (a hook of one's own, an attribute) is refused
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+Blank = dict[str, Any]
 HOME, COLLECTOR = "transformers.utils.output_capturing", "_active_collector"
 
 
@@ -43,10 +45,40 @@ class Mark:
 
 def marks() -> tuple[Mark, ...]:
     """A mark in every list that transformers is filling on this thread; none when nothing is captured."""
-    home = sys.modules.get(HOME)
-    collector = None if home is None else vars(home).get(COLLECTOR)
-    lists = None if collector is None else collector.get()
+    lists = _filled()
     return tuple(_marks(lists)) if lists else ()
+
+
+def blank() -> Blank | None:
+    """What transformers is filling on this thread, with lists as long that hold nothing; None when nothing is captured."""
+    lists = _filled()
+    if not lists:
+        return None
+    return {channel: [None] * len(found) if isinstance(found, list) else found for channel, found in lists.items()}
+
+
+@contextmanager
+def collecting(into: Blank | None) -> Iterator[tuple[Mark, ...]]:
+    """Have transformers fill `into` meanwhile, and nothing else; None: it captures nothing. Marks tell what was added."""
+    collector = _collector()
+    if collector is None:
+        yield ()
+        return
+    before = collector.set(into)
+    try:
+        yield tuple(_marks(into or {}))
+    finally:
+        collector.reset(before)
+
+
+def _collector() -> Any:
+    home = sys.modules.get(HOME)
+    return None if home is None else vars(home).get(COLLECTOR)
+
+
+def _filled() -> dict[str, Any] | None:
+    collector = _collector()
+    return None if collector is None else collector.get()
 
 
 def _marks(lists: dict[str, Any]) -> Iterator[Mark]:

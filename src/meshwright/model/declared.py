@@ -9,6 +9,8 @@ from typing import Any, cast
 
 from torch import nn
 
+from meshwright.model.adapters import is_adapted
+
 # transformers' words for a split, and the roles that they are here; a word of a later version is shown as it is
 STYLES = {
     "colwise": "columns",
@@ -36,8 +38,8 @@ def is_pretrained(module: nn.Module) -> bool:
 
 
 def config_of(module: nn.Module) -> Any:
-    """The transformers config that `module` carries; None for other modules."""
-    config = vars(module).get("config")
+    """The transformers config that `module`, or its base if it is adapted, carries; None for other modules."""
+    config = vars(_bare(module)).get("config")
     return config if "PreTrainedConfig" in {kind.__name__ for kind in type(config).__mro__} else None
 
 
@@ -60,7 +62,8 @@ def declared_styles(module: nn.Module) -> dict[str, str]:
 
 def head_of(module: nn.Module) -> nn.Module | None:
     """The module that makes logits, if the model says which one it is."""
-    return cast(Any, module).get_output_embeddings() if is_pretrained(module) else None
+    bare: Any = _bare(module)
+    return bare.get_output_embeddings() if is_pretrained(bare) else None
 
 
 def attention_of(module: nn.Module) -> str:
@@ -69,6 +72,11 @@ def attention_of(module: nn.Module) -> str:
     kinds = {type(inner) for inner in module.modules() if is_pretrained(inner)}
     exchanged = any(kind._supports_attention_backend for kind in cast(Any, kinds))
     return str(config._attn_implementation) if config is not None and exchanged else ""
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    """The model inside the wrapper that holds adapters."""
+    return cast(Any, module).get_base_model() if is_adapted(module) else module
 
 
 def _of_class(kind: type, name: str) -> Mapping[str, str]:

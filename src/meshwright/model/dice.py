@@ -20,7 +20,8 @@ at a batch size that occurs nowhere else in the model settles nearly all sites; 
 Cost per element: one splitmix64, about ten integer operations; temporary memory of a few chunks of `model.random`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -85,6 +86,15 @@ class Dice:
         self._step = step
         self._samples = sample_ids.to(torch.int64)
         self.enter("")
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Meanwhile, another forward or visit may begin; afterwards, the dice are where they were."""
+        before = self._step, self._samples, self._visit, self._count
+        try:
+            yield
+        finally:
+            self._step, self._samples, self._visit, self._count = before
 
     def begin_trial(self, batch: int | None) -> None:
         """Say that a trial forward on `batch` samples comes; None ends the trials."""

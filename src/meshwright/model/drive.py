@@ -13,10 +13,13 @@ Backward walks the visits in reverse: first the block, from the gradients of its
 tensors first seen at that block. A leaf's gradient is complete by the time its block is reached, because all that used
 it came later in the forward; so skips, several inputs and encoder-decoders need nothing special. Glue keeps its buffers
 (`retain_graph`), since two glue tensors may share a part of their graph.
+
+A visit for which `reach` returns True is lean: it keeps its inputs, and `again` runs it once more before its backward
+(model/lean.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,28 +30,31 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.core.errors import PlanError
 from meshwright.model.captured import Mark, marks
+from meshwright.model.lean import Kept, given_out
 from meshwright.model.values import swap, tensors
 
 # Where the model's graph takes a gradient, and the leaf that stands for it beyond the border. For glue it is an edge, not
 # the tensor: glue may write into the tensor later, and that must not change what the leaf stood for.
 Cut = tuple[GradientEdge, torch.Tensor]
 Output = tuple[torch.Tensor, torch.Tensor]
+Reach = Callable[[str], bool | None]  # told the visit that is reached; True: it shall be lean
 
 
 @dataclass(slots=True)
 class Visit:
-    """One call of one block: what it gave out, and the glue first seen on the way in."""
+    """One call of one block: what it gave out, and the glue first seen on the way in. `kept`: it is to be run again."""
 
     name: str
     outputs: list[Output] = field(default_factory=list)
     glue: list[Cut] = field(default_factory=list)
+    kept: Kept | None = None
 
 
 @dataclass(slots=True)
 class Pass:
     """One forward of the whole model: its visits by name, and the leaf of each glue tensor (and version) seen so far."""
 
-    reach: Callable[[str], None]
+    reach: Reach
     leave: Callable[[], None] | None = None
     visits: dict[str, Visit] = field(default_factory=dict)
     seen: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -61,15 +67,15 @@ LARGER = "declare a larger block that holds both: Model(blocks=[...]), where '(m
 
 
 class _Alias(torch.autograd.Function):
-    """The same values as a tensor that is no leaf: glue or a block may then write into it in place."""
+    """`values` as a tensor that is no leaf, whose gradient is that of `leaf`: glue or a block may then write into it in place."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
+    def forward(ctx: Any, leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return values.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return grad
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None
 
 
 class Drive:
@@ -123,10 +129,10 @@ class Drive:
                 block.__dict__["forward"] = own
         self._blocks = {}
 
-    def forward(
-        self, reach: Callable[[str], None], call: Callable[[], Any], leave: Callable[[], None] | None = None
-    ) -> tuple[Any, Visit, Pass]:
+    def forward(self, reach: Reach, call: Callable[[], Any], leave: Callable[[], None] | None = None) -> tuple[Any, Visit, Pass]:
         """Run `call` (the model's forward), calling `reach(visit)` before each block and `leave()`, if any, after it.
+
+        A visit for which `reach` returns True is lean.
 
         Returns the model's outputs as leaves, the closing visit that holds the glue behind the last block, and the pass.
         """
@@ -138,7 +144,7 @@ class Drive:
         closing = Visit("(outputs)")
         taken = self._take(current, outputs, closing) if self.cut else {}
         if taken:
-            outputs = swap(outputs, taken)
+            outputs = swap(outputs, self._handed_out(taken))
         current.seen.clear()  # identities are needed while the forward runs; kept, they would keep activations
         return outputs, closing, current
 
@@ -150,18 +156,41 @@ class Drive:
             return forward(*args, **kwargs)
         count = current.calls[name] = current.calls.get(name, 0) + 1
         visit = Visit(name if count == 1 else f"{name}#{count}")
-        current.reach(visit.name)
+        lean = current.reach(visit.name)
         if not self.cut:
             return self._inside(current, forward, args, kwargs)
         taken = self._take(current, (args, kwargs), visit)
+        if lean:
+            visit.kept = self._keep(visit, name, forward, (args, kwargs), taken)
         if taken:
-            args, kwargs = swap((args, kwargs), taken)
+            args, kwargs = swap((args, kwargs), self._handed_out(taken))
         capturing = marks()
-        outputs = self._inside(current, partial(self._watch, visit, forward) if self._in_place else forward, args, kwargs)
+        run = partial(self._watch, visit, forward) if self._in_place else forward
+        with nullcontext() if visit.kept is None else visit.kept.lean((args, kwargs)):
+            outputs = self._inside(current, run, args, kwargs)
         current.visits[visit.name] = visit
-        if capturing:
-            return self._give_all(outputs, capturing, visit, current)
-        return self._give(outputs, visit)
+        outputs = self._give_all(outputs, capturing, visit, current) if capturing else self._give(outputs, visit)
+        if visit.kept is not None:
+            visit.kept.leaves, visit.outputs = [leaf for _, leaf in visit.outputs], []
+        return outputs
+
+    def _keep(self, visit: Visit, name: str, run: Callable[..., Any], given: Any, taken: Mapping[int, torch.Tensor]) -> Kept:
+        """What a lean visit keeps of what it is given; in place, leaves may be written into by way of their aliases."""
+        return Kept.of(visit.name, self._blocks[name], run, given, taken, copies=self._in_place)
+
+    def again(self, visit: Visit) -> None:
+        """Run a lean visit once more, so that there is a graph for its backward. Of any other visit nothing is done.
+
+        Raises PlanError when it does not give what it gave at first.
+        """
+        if visit.kept is None:
+            return
+        under_way, self._pass = self._pass, None  # blocks inside it are parts of it
+        try:
+            visit.outputs = visit.kept.again(_Alias.apply)
+        finally:
+            self._pass = under_way
+        visit.kept = None
 
     @staticmethod
     def _inside(current: Pass, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -202,25 +231,25 @@ class Drive:
                 if key not in current.seen:
                     current.seen[key] = (tensor, tensor.detach().requires_grad_())
                     visit.glue.append((get_gradient_edge(tensor), current.seen[key][1]))
-                new[id(tensor)] = self._hand_out(current.seen[key][1])
+                new[id(tensor)] = current.seen[key][1]
         return new
 
     def _give(self, value: Any, visit: Visit) -> Any:
         """`value` with the block's outputs replaced by leaves."""
         new: dict[int, torch.Tensor] = {}
-        for tensor in tensors(value):
-            if tensor.requires_grad and not tensor.is_leaf and id(tensor) not in new:
-                leaf = tensor.detach().requires_grad_()
-                visit.outputs.append((tensor, leaf))
-                new[id(tensor)] = self._hand_out(leaf)
-        return swap(value, new) if new else value
+        for tensor in given_out(value):
+            new[id(tensor)] = tensor.detach().requires_grad_()
+            visit.outputs.append((tensor, new[id(tensor)]))
+        return swap(value, self._handed_out(new)) if new else value
 
-    def _hand_out(self, leaf: torch.Tensor) -> torch.Tensor:
-        return _Alias.apply(leaf) if self._in_place else leaf
+    def _handed_out(self, leaves: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        return {key: _Alias.apply(leaf, leaf) for key, leaf in leaves.items()} if self._in_place else leaves
 
 
 def backward(visit: Visit) -> None:
     """Gradients of one visit: its parameters', and those of the leaves it took in. Forgets the visit's graph."""
+    if visit.kept is not None:
+        raise RuntimeError(f"the backward of {visit.name} has no graph: it kept its inputs alone; put a RERUN before it")
     outputs, glue = visit.outputs, visit.glue
     visit.outputs, visit.glue = [], []
     _flow(outputs, keep=False)

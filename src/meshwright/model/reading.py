@@ -6,7 +6,7 @@ forward looks at values is made once, whole, on the CPU.
 A model is run in training mode. One that comes in training mode keeps what it set itself: a part in eval mode stays so.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from meshwright.model.configs import use_experts_on_trial, use_plain_experts
 from meshwright.model.dice import Dice, Sites
 from meshwright.model.dropout import trial
 from meshwright.model.handed import Judge, columns, handed
+from meshwright.model.sockets import hidden_matrices
 from meshwright.model.sources import Loaded
 from meshwright.model.trial import PROBE_BATCH, Findings, depends_on_values, fake_copy, observe, visits_of
 from meshwright.model.wide import widen
@@ -53,18 +54,19 @@ class Reading:
     unused: tuple[str, ...] = ()
 
     def make(
-        self, device: torch.device | str, dtype: torch.dtype, fake: FakeTensorMode | None = None
+        self, device: torch.device | str, dtype: torch.dtype, fake: FakeTensorMode | None = None, blank: Container[str] = ()
     ) -> tuple[nn.Module, dict[str, nn.Module], dict[str, nn.Parameter]]:
         """A module with initial values on `device`, in training mode; its blocks; its logical parameters by first name.
 
-        With `fake` it has parameters and buffers of that mode instead: shapes on the CPU, without values or memory.
+        With `fake` it has parameters and buffers of that mode instead: shapes on the CPU, without values or memory. Parameters
+        in `blank` have neither, too; `blueprint.value` gives theirs.
         """
         module = self.blueprint.instance()
         if fake is not None:
-            fake_copy(module, fake, dtype)
+            fake_copy(module, fake, lambda name: self.blueprint.made_in(name, dtype))
             use_experts_on_trial(module)
             return _training(module), _blocks(module, self.block_names), dict(module.named_parameters())
-        self.blueprint.materialize(module, dtype=dtype, device=device)
+        self.blueprint.materialize(module, dtype=dtype, device=device, blank=blank)
         if dtype == torch.float64:
             use_plain_experts(module)
             widen(module)
@@ -93,8 +95,17 @@ def read(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Judg
         found, sites, outputs = _trial(plan, names, inputs, look, other=other)
     held = owners(module, _blocks(module, names))
     holders = {name: held.get(id(parameter), []) for name, parameter in module.named_parameters()}
+    hidden = hidden_matrices(module)
     weights = tuple(
-        Weight(name, entry.shape, visits_of(holders[name], found.users[name], found.visits), entry.requires_grad, entry.aliases)
+        Weight(
+            name,
+            entry.shape,
+            visits_of(holders[name], found.users[name], found.visits),
+            entry.requires_grad,
+            entry.aliases,
+            str(entry.dtype).removeprefix("torch.") if plan.keeps_dtype(name) else "",
+            name in hidden,
+        )
         for name, entry in plan.logical.items()
     )
     numel, flops = tuple(found.stream_numel), tuple(found.flops)
@@ -102,6 +113,7 @@ def read(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Judg
     anatomy = Anatomy(loaded.name, tuple(found.visits), weights, numel, flops, bool(sites.allowed), found.in_place, notes)
     batch = columns(inputs), columns({key: value for key, value in example.items() if key in targets})
     anatomy = replace(anatomy, inputs=batch[0], targets=batch[1], outputs=outputs, whole_batch=other, origin=plan.origin)
+    anatomy = replace(anatomy, inside_numel=tuple(found.inside_numel))
     row = {key: value.detach()[:1].clone() for key, value in example.items()}
     unused = tuple(name for name, entry in plan.logical.items() if entry.requires_grad and not found.users[name])
     attends = tuple(dict.fromkeys(found.attends))

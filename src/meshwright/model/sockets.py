@@ -79,6 +79,25 @@ def find_sockets(module: nn.Module, declared: Mapping[str, str] | None = None) -
     return tuple(found)
 
 
+def hidden_matrices(module: nn.Module) -> frozenset[str]:
+    """The names of the matrices of linear layers inside of the model: neither of the embedding nor of the head.
+
+    The head is what the model declares as such, else its last linear layer. A weight that one of these shares is not inside.
+    """
+    sockets = find_sockets(module)
+    linears = [socket.name for socket in sockets if socket.kind == "linear"]
+    ends = {socket.name for socket in sockets if socket.kind in ("embedding", "head")}
+    ends |= set(linears[-1:]) if head_of(module) is None else set()
+    inside = [socket.name for socket in sockets if socket.kind in ("linear", "attention", "router") and socket.name not in ends]
+    shared = {id(weight) for name in ends for weight in module.get_submodule(name)._parameters.values()}
+    return frozenset(
+        _joined(name, leaf)
+        for name in inside
+        for leaf, weight in module.get_submodule(name)._parameters.items()
+        if weight is not None and weight.dim() == 2 and id(weight) not in shared
+    )
+
+
 def _kind(owner: nn.Module) -> str:
     for types, kind in _KINDS:
         if isinstance(owner, types):

@@ -25,7 +25,8 @@ from torch import nn
 
 from meshwright.core.errors import Fault, PlanError, nearest, raise_faults
 from meshwright.core.sources import ModelSource
-from meshwright.model.blueprint import Blueprint, blueprint
+from meshwright.model.adapters import base_of, is_adapted, repair
+from meshwright.model.blueprint import Blueprint, blueprint, logical_names
 from meshwright.model.configs import config_factory, is_quantised, text_limits
 from meshwright.model.hub import is_hub_id, located
 from meshwright.model.sockets import check_roles, find_sockets
@@ -78,17 +79,19 @@ def load_model(source: ModelSource, seed: int) -> Loaded:
 
 
 def with_weights(loaded: Loaded, path: Path, skip: Sequence[str] = ()) -> Loaded:
-    """`loaded` with the weights in `path`, a folder or a safetensors file, as its initial values.
+    """`loaded` with the weights in `path`, a folder or a safetensors file, as its initial values; of an adapted model, its base.
 
     Names that match a pattern of `skip` are not loaded. Raises PlanError when the weights, or the tokenizer that lies
     beside them, do not fit the model.
     """
-    module = loaded.blueprint.instance()
+    module, names = loaded.blueprint.instance(), None
+    if is_adapted(module):
+        module, names = base_of(module)
     if is_quantised(module):
         text = f"the config of '{loaded.name}' says that its weights are quantised (quantization_config)"
         raise PlanError(text, fix="give weights in floating point, and a config without that field", where="model.weights")
-    logical = {name: entry.aliases for name, entry in loaded.blueprint.logical.items()}
-    weights = find_weights(path, module, logical, skip)
+    weights = find_weights(path, module, logical_names(module), skip)
+    weights = weights if names is None else weights.under(names)
     check_vocabulary(path, text_limits(module).vocabulary)
     return replace(loaded, blueprint=loaded.blueprint.with_weights(weights))
 
@@ -160,7 +163,7 @@ def _called(factory: Callable[[], nn.Module | Model], name: str) -> object:
     except PlanError:
         raise
     except Exception as error:
-        fix = "repair the construction (the traceback above is its own); it must work without arguments"
+        fix = repair(error, "repair the construction (the traceback above is its own); it must work without arguments")
         raise PlanError(f"constructing '{name}' raised {type(error).__name__}: {error}", fix=fix, where=WHERE) from error
 
 
@@ -217,7 +220,7 @@ def _imported(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        fix = "repair the file (the traceback above is its own); it must import without side effects"
+        fix = repair(error, "repair the file (the traceback above is its own); it must import without side effects")
         raise PlanError(f"importing {path} raised {type(error).__name__}: {error}", fix=fix, where=WHERE) from error
     return module
 

@@ -10,6 +10,7 @@ ones.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -29,6 +30,7 @@ from meshwright.core.anatomy import ROOT
 from meshwright.core.errors import PlanError
 from meshwright.model.drive import LARGER, Drive
 from meshwright.model.flops import Flops
+from meshwright.model.inside import Inside
 from meshwright.model.paths import pieces
 from meshwright.model.values import tensors
 
@@ -56,6 +58,7 @@ class Findings:
     visits: list[str] = field(default_factory=list)
     flops: list[int] = field(default_factory=list)
     stream_numel: list[int] = field(default_factory=list)
+    inside_numel: list[int] = field(default_factory=list)
     users: dict[str, set[str]] = field(default_factory=dict)
     stateful: list[str] = field(default_factory=list)
     in_place: bool = False
@@ -80,22 +83,23 @@ def observe(
         return _observe(module, blocks, enter, call, in_place=True)
 
 
-def fake_copy(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> None:
+def fake_copy(module: nn.Module, mode: FakeTensorMode, dtype_of: Callable[[str], torch.dtype] | None = None) -> None:
     """Give `module` fake CPU parameters and buffers, in place, ties kept: the shapes of everything, the storage of nothing.
 
-    Floating parameters become `dtype`; None leaves each its own.
+    A parameter becomes `dtype_of` its first name; None leaves each its own dtype.
     """
-    parameters = {id(parameter): parameter for parameter in module.parameters()}
     with mode:
-        fakes = {key: _blank(parameter, dtype) for key, parameter in parameters.items()}
+        fakes = {
+            id(parameter): _blank(parameter, parameter.dtype if dtype_of is None else dtype_of(name))
+            for name, parameter in module.named_parameters()
+        }
         buffers = {id(buffer): mode.from_tensor(buffer) for buffer in module.buffers()}
     for owner in module.modules():
         owner._parameters.update({name: fakes[id(p)] for name, p in owner._parameters.items() if p is not None})
         owner._buffers.update({name: buffers[id(b)] for name, b in owner._buffers.items() if b is not None})
 
 
-def _blank(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter:
-    dtype = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+def _blank(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device="cpu"), parameter.requires_grad)
 
 
@@ -119,19 +123,26 @@ def _observe(
         enter(visit)
 
     drive = Drive(blocks, in_place=in_place)
+    inside = Inside(lambda: "" if drive.in_glue or not found.visits else found.visits[-1])
+    seeing = [block.register_forward_pre_hook(partial(_given, inside), with_kwargs=True) for block in blocks.values()]
     before = _versions(module)
     enter("")
     try:
-        with counter, _Watched(drive, found):
+        with counter, _Watched(drive, found), inside.watching():
             outputs, closing, passed = drive.forward(reach, call)
             totals.append(counter.total)
     finally:
         drive.detach()
+        for handle in seeing:
+            handle.remove()
     after = _versions(module)
     found.outputs = outputs
     found.stateful = [name for name in after if after[name] != before.get(name)]
     found.flops = [(end - start) // PROBE_BATCH for start, end in pairwise(totals)]
     found.stream_numel = [sum(leaf.numel() for _, leaf in visit.outputs) // PROBE_BATCH for visit in passed.visits.values()]
+    inside.leave_out([*module.parameters(), *module.buffers()])
+    inside.leave_out(leaf for visit in passed.visits.values() for _, leaf in visit.outputs)
+    found.inside_numel = [numel // PROBE_BATCH for numel in inside.numel(found.visits)]
     found.captured = dict(Counter(passed.side.values()))
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     users = pieces(passed, closing).users
@@ -165,6 +176,10 @@ class _Watched(TorchFunctionMode):
         if func in ATTENTION and not self._drive.in_glue:
             self._found.attends.append(self._found.visits[-1])
         return func(*args, **(kwargs or {}))
+
+
+def _given(inside: Inside, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    inside.leave_out(tensors((args, kwargs)))
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:

@@ -3,12 +3,14 @@
 A tensor in any other object is not seen. It keeps its graph, and passes borders between blocks uncut.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
@@ -62,10 +64,64 @@ def swap(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
     return value
 
 
+def copied(value: Any) -> Any:
+    """`value` with new lists, dicts and dataclasses, and the same tensors in them: who writes into one leaves the other."""
+    if isinstance(value, (list, dict)):
+        fresh = copy(value)
+        for key, item in list(enumerate(value) if isinstance(value, list) else value.items()):
+            fresh[key] = copied(item)
+        return fresh
+    if isinstance(value, tuple):
+        return _remade(value, [copied(item) for item in value])
+    if not _is_record(value):
+        return value
+    fresh = copy(value)
+    for name, item in _items(value).items():
+        object.__setattr__(fresh, name, copied(item))
+    return fresh
+
+
+def hidden(value: Any) -> list[torch.Tensor]:
+    """The tensors in other objects inside `value`, such as a cache of keys: those that `tensors` does not see."""
+    found: list[torch.Tensor] = []
+    known: set[int] = set()
+    todo = [(value, False)]
+    while todo:
+        one, inside = todo.pop()
+        if type(one) in _PLAIN or id(one) in known or isinstance(one, (nn.Module, type)):
+            continue
+        known.add(id(one))
+        if isinstance(one, torch.Tensor):
+            found += [one] if inside else []
+        else:
+            todo += [(item, inside or not _is_open(one)) for item in _contents(one)]
+    return found
+
+
+def _is_open(value: Any) -> bool:
+    return isinstance(value, (tuple, list, dict)) or _is_record(value)
+
+
+def _contents(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, (tuple, list)):
+        yield from value
+    elif _is_record(value):
+        yield from _items(value).values()
+    elif "__dict__" in dir(value) and not callable(value):
+        yield from vars(value).values()
+
+
 def _swap_tuple(value: tuple[Any, ...], new: Mapping[int, torch.Tensor]) -> tuple[Any, ...]:
     items = [swap(item, new) for item in value]
     if all(fresh is item for fresh, item in zip(items, value, strict=True)):
         return value
+    return _remade(value, items)
+
+
+def _remade(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    """A tuple of the kind of `value` with other items."""
     is_named = "_fields" in dir(value)  # a namedtuple takes its items one by one
     return type(value)(*items) if is_named else type(value)(items)
 

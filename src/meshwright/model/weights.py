@@ -10,6 +10,7 @@ its parameters and, for as long as one of them takes, the pieces that this one i
 Persistent buffers (the statistics of a batch norm) are small; they are read at once.
 """
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -40,6 +41,12 @@ class Weights:
 
     def __contains__(self, name: str) -> bool:
         return name in self._homes
+
+    def under(self, names: Mapping[str, str]) -> "Weights":
+        """These weights by other names: each of `names` leads to one that they have here, several perhaps to the same."""
+        other = copy.copy(self)
+        other._homes = {name: self._homes[own] for name, own in names.items() if own in self._homes}
+        return other
 
     def read(
         self, name: str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", rows: range | None = None

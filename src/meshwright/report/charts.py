@@ -29,6 +29,7 @@ COLOURS = {
     "other": "#d4d4d8",
     "parameters": "#3b82f6",
     "gradients": "#10b981",
+    "master": "#6366f1",
     "moments": "#8b5cf6",
     "buckets": "#f59e0b",
     "activations": "#ec4899",

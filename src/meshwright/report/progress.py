@@ -4,7 +4,8 @@
      20/400   4.1234      1.234  3.00e-04   412 MiB    12,345   38.2 %  0:02:05
 
 `mfu` is the share of the devices' peak that the model's own operations make up (core/hardware.py). Where the peak is not
-known, the operations themselves stand there, in GFLOP/s.
+known, the operations themselves stand there, in GFLOP/s. Where something is float16, `scale` follows, by which the loss of the
+next step is multiplied.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,16 +19,17 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from meshwright.core.units import size
 
-WIDTHS = {"step": 7, "loss": 7, "grad_norm": 9, "lr": 8, "memory": 8, "tokens/s": 8, "mfu": 7, "GFLOP/s": 8, "ETA": 8}
+WIDTHS = {"step": 7, "loss": 7, "grad_norm": 9, "lr": 8, "memory": 8, "tokens/s": 8, "mfu": 7, "GFLOP/s": 8, "ETA": 8, "scale": 7}
 LINES = 20  # of a run that is not watched on a terminal
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What is shown of a step; `memory` in bytes. Speeds are of all ranks; None: not known."""
+    """What is shown of a step; `memory` in bytes. Speeds are of all ranks; None: not known, or no loss scale."""
 
     step: int
     loss: float
@@ -37,6 +39,7 @@ class Figures:
     tokens_per_s: float
     flops_per_s: float | None = None
     mfu: float | None = None
+    loss_scale: float | None = None
 
     def cells(self) -> dict[str, str]:
         """The figures in words, by name."""
@@ -52,6 +55,10 @@ class Figures:
         elif self.flops_per_s is not None:
             said["GFLOP/s"] = f"{self.flops_per_s / 1e9:,.1f}"
         return said
+
+    def scale(self) -> dict[str, str]:
+        """The loss scale in words, where there is one."""
+        return {} if self.loss_scale is None else {"scale": f"{self.loss_scale:g}"}
 
 
 Show = Callable[[Figures], None]
@@ -71,7 +78,7 @@ def training_view(console: Console, steps: int, first: int) -> Iterator[Show]:
         step = figures.step
         if step % often == 0 or step in (first + 1, steps):
             left = (perf_counter() - started) / (step - first) * (steps - step)
-            cells = {"step": f"{step}/{steps}", **figures.cells(), "ETA": duration(left)}
+            cells = {"step": f"{step}/{steps}", **figures.cells(), "ETA": duration(left), **figures.scale()}
             rows = [in_line(cells)] if headed else [in_line({name: name for name in cells}), in_line(cells)]
             console.print("\n".join(rows), markup=False, soft_wrap=True)
             headed = True
@@ -99,7 +106,8 @@ def _moving(console: Console, steps: int, first: int) -> Iterator[Show]:
         def show(figures: Figures) -> None:
             bar.update(task, completed=figures.step)
             step = {"step": f"{figures.step}/{steps}"}
-            live.update(Group(_table({**step, **figures.cells()}), bar))
+            scale = [Text(f" loss {name} {said}") for name, said in figures.scale().items()]
+            live.update(Group(_table({**step, **figures.cells()}), *scale, bar))
 
         yield show
 

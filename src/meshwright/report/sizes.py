@@ -1,9 +1,9 @@
 """Memory and bytes of a run: what the program says, beside what each rank measured.
 
 Memory of the program is what its actions take and have not freed, at the moment when all of it together is largest, beside
-what a rank holds all the time. Its activations are what the blocks hand on; what a block keeps inside for its backward is
-not in the plan. Bytes are those that leave the busiest rank in a step, by the formula of the collective or the rounds of its
-algorithm.
+what a rank holds all the time. Its activations are what the blocks hand on, and what they keep inside for their backward, as
+the trial run has found it. Bytes are those that leave the busiest rank in a step, by the formula of the collective or the
+rounds of its algorithm.
 """
 
 from collections import Counter
@@ -16,8 +16,12 @@ from meshwright.comm.collective import moved_bytes
 from meshwright.core.program import Action, Program
 from meshwright.report.reading import Record
 
-CATEGORIES = {"gradient": "gradients", "stream": "activations", "bucket": "buckets"}  # by the first word of a hold's name
-ORDER = ("parameters", "gradients", "moments", "buckets", "activations")
+CATEGORIES = {  # by the first words of a hold's name
+    **{"gradient": "gradients", "summed gradient": "gradients"},
+    **{"stream": "activations", "inside": "activations"},
+    **{"bucket": "buckets", "weight buffer": "buckets", "gradient buffer": "buckets"},
+}
+ORDER = ("parameters", "master", "gradients", "moments", "buckets", "activations")
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,16 @@ def planned_memory(program: Program, held: Mapping[str, int]) -> tuple[dict[str,
         now: Counter[str] = Counter()
         sizes: dict[str, tuple[str, int]] = {}
         for action in actions:
+            again = {hold.name for hold in action.takes} & set(sizes)  # a buffer that is freed and taken in one act
+            for category, nbytes in (sizes.pop(name) for name in again):
+                now[category] -= nbytes
             for hold in action.takes:
-                word = hold.name.split("(")[0]
+                word = hold.name.split("(")[0].rstrip(" 0123456789")
                 sizes[hold.name] = (CATEGORIES.get(word, word), hold.nbytes)
                 now[sizes[hold.name][0]] += hold.nbytes
             most |= now
             fullest = Counter(now) if now.total() > fullest.total() else fullest
-            for name in action.frees:
+            for name in (name for name in action.frees if name not in again):
                 category, nbytes = sizes.pop(name, ("", 0))
                 now[category] -= nbytes
     return _ordered({**held, **fullest}), _ordered({**held, **most})

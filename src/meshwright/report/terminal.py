@@ -12,17 +12,20 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from meshwright.comm.collective import FROM_ONE, TO_ONE, moved_bytes
-from meshwright.core.anatomy import NBYTES
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
-from meshwright.core.steps import ROLE
+from meshwright.core.steps import ROLE, USES
 from meshwright.core.units import size
+from meshwright.report.roles import roles_table, roles_words
+from meshwright.report.states import sent_table, states_table, states_words
 from meshwright.verifier.trace import Traced
 from meshwright.verifier.verdict import Verdict
 
 MEANINGS = {
     "COUNT": "count the tokens of this step",
     "F": "forward of",
+    "F_LEAN": "forward, keeping inputs alone, of",
+    "RERUN": "forward, once more, of",
     "LOSS": "loss and its gradient",
     "B": "backward of",
     "PACK": "gradients into one buffer",
@@ -47,6 +50,8 @@ MEANINGS = {
 
 # kinds that are told apart by their subject
 SUBJECTS = ("PACK", "MEASURE", "REDUCE", "UNPACK", "GATHER", "SCATTER", "BROADCAST", "ADD", "UNSHARD", "READY", "RESHARD")
+STRETCHES = {"F": "forward", "F_LEAN": "forward", "B": "backward", "RERUN": "backward", "PACK": "backward"}
+BESIDE = ("UNSHARD", "RESHARD", "READY", "ADD", "MEASURE")  # what a stretch has for each block, and a REDUCE that scatters
 
 
 def work(flops: float) -> str:
@@ -59,8 +64,9 @@ def work(flops: float) -> str:
 
 
 def plan_view(plan: Plan, *, every: bool = False) -> RenderableType:
-    """The summary and the action table of `plan`; `every` draws each action in a row of its own."""
-    return Group(_summary(plan), "", _actions(plan, every=every))
+    """The summary of `plan`, its dtypes, what a rank holds and sends, and its actions; `every` draws each in a row of its own."""
+    tables = [table for table in (roles_table(plan), states_table(plan), sent_table(plan)) if table is not None]
+    return Group(_summary(plan), *(part for table in tables for part in ("", table)), "", _actions(plan, every=every))
 
 
 def _summary(plan: Plan) -> Table:
@@ -72,23 +78,9 @@ def _summary(plan: Plan) -> Table:
     return table
 
 
-def held_nbytes(plan: Plan) -> dict[str, int]:
-    """The bytes that a rank holds all the time, by category: parameters and moments."""
-    width = NBYTES[plan.job.precision.parameters]
-    trained = sum(weight.numel for weight in plan.anatomy.trainable)
-    return {"parameters": plan.anatomy.numel * width, "moments": trained * width * _num_moments(plan)}
-
-
-def _num_moments(plan: Plan) -> int:
-    spec = plan.job.optimizer
-    return {"adamw": 2, "sgd": 1 if spec.momentum else 0}[spec.name]
-
-
 def plan_words(plan: Plan) -> dict[str, str]:
     """What `plan` trains, on what and how, each in a few words."""
-    job, precision = plan.job, plan.job.precision
-    numel, width = plan.anatomy.numel, NBYTES[precision.parameters]
-    moments = _num_moments(plan)
+    job, numel = plan.job, plan.anatomy.numel
     ranks = "1 rank" if plan.num_data == 1 else f"{plan.num_data} ranks"
     micros = "1 micro-batch" if plan.num_micro == 1 else f"{plan.num_micro} micro-batches"
     each = "" if job.data.source == "example" else f"; {job.data.sequence} tokens each"
@@ -97,8 +89,8 @@ def plan_words(plan: Plan) -> dict[str, str]:
         "mesh": f"{plan.mesh} ({plan.mesh.world} ranks)" if plan.mesh.world > 1 else "one device",
         "strategies": ", ".join(map(str, plan.strategies)) or "none",
         "global batch": f"{job.train.batch} samples = {ranks} x {micros} of {plan.micro_batch}{each}",
-        "precision": f"weights, gradients, moments {precision.parameters}; compute {precision.compute}; wire {precision.reduce}",
-        "states per rank": f"{size(numel * width * (2 + moments))} (parameters, gradients, {moments} moments)",
+        "precision": roles_words(plan),
+        "states per rank": states_words(plan),
         **_origin_words(plan),
         "sent per rank and step": _sent(plan),
         "plan": plan.hash,
@@ -125,7 +117,7 @@ def _origin_words(plan: Plan) -> dict[str, str]:
     origin = plan.anatomy.origin
     if origin is None:
         return {}
-    nbytes = plan.anatomy.numel * NBYTES[plan.job.precision.parameters] + origin.held
+    nbytes = plan.anatomy.nbytes(plan.job.precision.parameters) + origin.held
     return {
         "weights": f"{origin.source}: {size(origin.nbytes)}, digest {origin.digest[:16]}",
         "host memory to load": f"{size(nbytes)} per rank (parameters, and {size(origin.held)} while one is read)",
@@ -152,12 +144,12 @@ def _actions(plan: Plan, *, every: bool) -> Table:
 def _details(run: list[Action], lanes: Mapping[str, str]) -> Iterator[str]:
     first, last = run[0], run[-1]
     blocks = first.subject if len(run) == 1 else f"{first.subject} .. {last.subject}"
-    yield f"{MEANINGS[first.kind]} {blocks}" if first.kind in ("F", "B") else MEANINGS[first.kind]
+    yield f"{MEANINGS[first.kind]} {blocks}" if first.kind in USES else MEANINGS[first.kind]
     if first.transfer is not None:
-        move = first.transfer
-        yield f"{move.collective} {size(move.nbytes)} {move.dtype} over {', '.join(move.axes)} ({move.algorithm})"
+        move, nbytes = first.transfer, sum(action.transfer.nbytes for action in run if action.transfer)
+        yield f"{move.collective} {size(nbytes)} {move.dtype} over {', '.join(move.axes)} ({move.algorithm})"
     flops = sum(action.flops for action in run)
-    taken = sum(hold.nbytes for action in run for hold in action.takes)
+    taken = sum({hold.name: hold.nbytes for action in run for hold in action.takes}.values())  # a buffer is taken in turn
     if flops:
         yield work(flops)
     if taken:
@@ -168,13 +160,26 @@ def _details(run: list[Action], lanes: Mapping[str, str]) -> Iterator[str]:
 
 
 def _runs(actions: tuple[Action, ...], *, every: bool) -> Iterator[list[Action]]:
-    """The actions of each row: forwards, or backwards and then the packing between them, on consecutive blocks."""
-    stretches = {"F": "forward", "B": "backward", "PACK": "backward"}
-    keys = [i if every or a.transfer else stretches.get(a.kind, i) for i, a in enumerate(actions)]
-    for _, stretch in groupby(zip(keys, actions, strict=True), key=lambda pair: pair[0]):
+    """The actions of each row: forwards, or backwards, and then what stands between them, on consecutive blocks."""
+    for _, stretch in groupby(zip(_stretches(actions, every=every), actions, strict=True), key=lambda pair: pair[0]):
         in_rows = sorted((action for _, action in stretch), key=lambda action: action.kind)
         for _, row in groupby(in_rows, key=lambda action: (action.kind, action.micro)):
             yield list(row)
+
+
+def _stretches(actions: tuple[Action, ...], *, every: bool) -> Iterator[str | int]:
+    """For each action what it is drawn with; a number: nothing."""
+    now: str | int = ""
+    for i, action in enumerate(actions):
+        scatters = action.transfer is not None and action.transfer.collective == "reduce_scatter"
+        if not every and action.kind in STRETCHES:
+            now = STRETCHES[action.kind]
+            yield now
+        elif not every and now and (action.kind in BESIDE or scatters):
+            yield now
+        else:
+            now = now if action.transfer is not None else ""
+            yield i
 
 
 def verdict_view(verdict: Verdict) -> RenderableType:

@@ -21,12 +21,12 @@ from meshwright.core.program import Action, Program
 from meshwright.report.reading import Record
 
 PARTS = {
-    "forward": ("F", "glue"),
+    "forward": ("F", "F_LEAN", "RERUN", "glue"),
     "backward": ("LOSS", "B"),
-    "packing": ("PACK", "UNPACK"),
-    "communication": ("COUNT", "REDUCE", "TALLY", "NOISE", "issue"),
-    "waiting": ("wait",),
-    "optimizer": ("MEASURE", "CLIP", "STEP", "ESTIMATE"),
+    "packing": ("PACK", "UNPACK", "ADD"),
+    "communication": ("COUNT", "REDUCE", "UNSHARD", "RESHARD", "NORM", "TALLY", "NOISE", "issue"),
+    "waiting": ("wait", "READY"),
+    "optimizer": ("MEASURE", "SQUARE", "CLIP", "STEP", "ESTIMATE"),
     "data": ("data",),
     "evaluate": ("evaluate",),
     "save": ("save",),

@@ -26,7 +26,8 @@ class Line:
 
     `seconds` are those of the whole step, `data_s` what of them went into waiting for data, `save_s` what saving took since
     the line before. `flops_per_s` counts all ranks, `mfu` is its share of their peak; None where that is not known.
-    `noise_scale` is the gradient noise scale in samples, where the job asks for it and it is known.
+    `noise_scale` is the gradient noise scale in samples, where the job asks for it and it is known. Where something is float16,
+    `loss_scale` is that of the next step, and `overflow` tells that this one was left out because gradients left its range.
     """
 
     step: int
@@ -43,6 +44,8 @@ class Line:
     flops_per_s: float | None = None
     mfu: float | None = None
     noise_scale: float | None = None
+    overflow: bool = False
+    loss_scale: float | None = None
 
 
 @dataclass(frozen=True)

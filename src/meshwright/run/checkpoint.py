@@ -29,10 +29,20 @@ import torch
 
 from meshwright.comm.group import Group
 from meshwright.engine.saved import Saved
+from meshwright.model.ondemand import OnDemand
 from meshwright.run.folders import listed, partial_folder, prune, publish, remove, step_folder
 from meshwright.run.manifest import FILE_NAME, MAX_NBYTES, CheckpointError, Entry, Json, Manifest, Shard
 from meshwright.run.parts import Parts, shares_of
-from meshwright.run.shards import TAGS, check_sums, dtype_name, read_entries, read_manifest, write_all, write_shard
+from meshwright.run.shards import (
+    TAGS,
+    check_sums,
+    dtype_name,
+    read_entries,
+    read_entry,
+    read_manifest,
+    write_all,
+    write_shard,
+)
 from meshwright.run.vote import Vote
 
 Wanted = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -92,11 +102,12 @@ def save(
     return place
 
 
-def load(path: Path, wanted: Wanted | None = None) -> tuple[dict[str, torch.Tensor], Mapping[str, Json]]:
+def load(path: Path, wanted: Wanted | None = None) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Json]]:
     """The tensors of the checkpoint in folder `path`, on the CPU, and its `meta`.
 
-    `wanted` names the tensors to read with the shape and dtype each must have; None reads all. Only files that are needed
-    are read. Raises CheckpointError when a file is damaged, or a wanted tensor is missing or of another shape or dtype.
+    Checksums are looked at here, and each tensor is read when it is asked for, into memory of its own: who keeps none holds one
+    at a time. `wanted` names the tensors with the shape and dtype each must have; None stands for all. Only files that are
+    needed are read. Raises CheckpointError when a file is damaged, or a wanted tensor is missing or of another shape or dtype.
     """
     manifest = read_manifest(path)
     chosen = {name: entry for name, entry in manifest.entries.items() if wanted is None or name in wanted}
@@ -104,7 +115,7 @@ def load(path: Path, wanted: Wanted | None = None) -> tuple[dict[str, torch.Tens
         _refuse(differences(chosen, wanted), path)
     needed = {box.file for entry in chosen.values() for box in entry.slices}
     check_sums(path, {name: shard for name, shard in manifest.files.items() if name in needed})
-    return dict(read_entries(path, chosen)), manifest.meta
+    return OnDemand(chosen, lambda name: read_entry(path, name, chosen[name])), manifest.meta
 
 
 def newest_good(

@@ -18,7 +18,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,13 @@ from torch import nn
 
 from meshwright.core.errors import PlanError
 from meshwright.core.sources import ModelSource
+from meshwright.model.adapters import is_adapted
 from meshwright.model.blueprint import Blueprint
 from meshwright.model.declared import is_pretrained
 from meshwright.model.naming import Conversion, saving
 from meshwright.model.sources import load_model
 from meshwright.model.stored import DTYPES, INDEX, SINGLE
+from meshwright.run.export_adapters import merged, write_adapter
 from meshwright.run.roundtrip import RoundTrip, check_import, compare_files, compare_logits
 from meshwright.run.shards import PIECE, write_all
 
@@ -48,12 +50,14 @@ BESIDE = (
 class Trained:
     """A model and its values: `value(name)` gives a logical parameter (by its first name) or a persistent buffer, whole.
 
-    `beside` is the folder that its config came from, whose tokenizer goes along; None when there is none.
+    `beside` is the folder that its config came from, whose tokenizer goes along; None when there is none. `base` is where the
+    base of an adapter lies, if the blueprint does not know.
     """
 
     blueprint: Blueprint
     value: Callable[[str], torch.Tensor]
     beside: Path | None = None
+    base: str = ""
 
     @classmethod
     def saved(cls, blueprint: Blueprint, tensors: Mapping[str, torch.Tensor]) -> "Trained":
@@ -79,16 +83,25 @@ class _Slot:
 
 
 def export(
-    trained: Trained, folder: Path, dtype: torch.dtype | None = None, max_shard_nbytes: int = MAX_SHARD_NBYTES
+    trained: Trained,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    max_shard_nbytes: int = MAX_SHARD_NBYTES,
+    *,
+    merge: bool = False,
 ) -> Exported:
     """Write the model into `folder`, new or empty, its floating tensors in `dtype` (None: as they are), and compare.
 
-    No file is larger than `max_shard_nbytes`, unless one tensor is. When the comparison fails nothing stays: look at
+    Of an adapted model, its adapter (`run.export_adapters`), unless it is to `merge` that into its base first. No file is
+    larger than `max_shard_nbytes`, unless one tensor is; an adapter is one file. When the comparison fails nothing stays: look at
     `round_trip.passed`. Raises PlanError for a folder that is not empty or cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PlanError(f"{folder} exists and is not an empty folder", fix="name another folder", where="export")
     partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
+    if merge:
+        blueprint, value = merged(trained.blueprint, _first_named(trained))
+        trained = replace(trained, blueprint=blueprint, value=value)
     try:
         partial.mkdir(parents=True)
         return _exported(trained, folder, partial, dtype, max_shard_nbytes)
@@ -120,7 +133,11 @@ def round_trip(source: ModelSource, seed: int, folder: Path) -> tuple[RoundTrip,
 def _exported(trained: Trained, folder: Path, partial: Path, dtype: torch.dtype | None, max_shard_nbytes: int) -> Exported:
     module = trained.blueprint.instance()
     value = _first_named(trained)
-    state = _state(module, value, dtype)
+    if is_adapted(module):
+        origin = trained.blueprint.origin
+        base = trained.base or ("" if origin is None else origin.source)
+        return _ended(folder, partial, *write_adapter(trained.blueprint, value, partial, dtype, base))
+    state = _state(trained.blueprint, module, value, dtype)
     conversions = saving(module, state)
     slots = _slots([made for each in conversions for made in each.apply(module, state.__getitem__).items()], max_shard_nbytes)
     begins = _write_headers(partial, slots)
@@ -133,10 +150,14 @@ def _exported(trained: Trained, folder: Path, partial: Path, dtype: torch.dtype 
         verdict = compare_logits(trained.blueprint, value, partial, dtype)
     else:
         verdict = compare_files(partial, {name: tensor.dtype for name, tensor in state.items()}, value)
+    return _ended(folder, partial, sum(slot.tensor.nbytes for slot in slots.values()), verdict)
+
+
+def _ended(folder: Path, partial: Path, nbytes: int, verdict: RoundTrip) -> Exported:
     files = tuple(sorted(path.name for path in partial.iterdir()))
     if verdict.passed:
         _publish(partial, folder)
-    return Exported(folder, files, sum(slot.tensor.nbytes for slot in slots.values()), verdict)
+    return Exported(folder, files, nbytes, verdict)
 
 
 def _first_named(trained: Trained) -> Callable[[str], torch.Tensor]:
@@ -144,7 +165,9 @@ def _first_named(trained: Trained) -> Callable[[str], torch.Tensor]:
     return lambda name: trained.value(first.get(name, name)).detach()
 
 
-def _state(module: nn.Module, value: Callable[[str], torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+def _state(
+    blueprint: Blueprint, module: nn.Module, value: Callable[[str], torch.Tensor], dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
     """The tensors to store by name, without values, in the dtype that they will have; a tie is stored once.
 
     Buffers keep their own dtype: rounded statistics would be wrong ones.
@@ -158,12 +181,12 @@ def _state(module: nn.Module, value: Callable[[str], torch.Tensor], dtype: torch
         known: dict[int, str] = {}
         live = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
         named = {name: tensor for name, tensor in named.items() if known.setdefault(id(live[name]), name) == name}
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    sample = next((value(name).dtype for name in named if name in parameters and named[name].is_floating_point()), None)
+    parameters = {name for name, p in module.named_parameters(remove_duplicate=False) if p.is_floating_point()}
+    sample = next((value(name).dtype for name in named if name in parameters and not blueprint.keeps_dtype(name)), None)
     state = {}
     for name, tensor in named.items():
-        cast = name in parameters and tensor.is_floating_point()
-        kept = (dtype or sample) if cast and sample is not None else tensor.dtype
+        cast = name in parameters and sample is not None
+        kept = dtype or blueprint.made_in(name, sample) if cast and sample is not None else tensor.dtype
         state[name] = torch.empty(tensor.shape, dtype=kept, device="meta")
     return state
 

@@ -34,7 +34,7 @@ ITEMSIZE = {
 }
 MAX_NBYTES = 1 << 50  # of one file or tensor: 1 PiB; larger numbers are damage or malice
 MAX_DIMS = 64  # torch's own limit
-MAX_SLICES = 4096  # of one entry
+MAX_SLICES = 1 << 16  # of one entry; a rank has at most three boxes of a matrix, so this is enough for 20,000 of them
 MAX_NAME = 1000
 PLAIN_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")  # no separator, drive, "..", or hidden file fits
 SHA256 = re.compile(r"[0-9a-f]{64}")

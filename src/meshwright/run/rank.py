@@ -70,17 +70,18 @@ class Engine:
         meta = {"plan_hash": self.plan.hash, "torch": torch.__version__}
         return save_held(Path(folder), self.player, meta, self.world)
 
-    def export(self, folder: Path | str, dtype: torch.dtype | None = None) -> Exported | None:
+    def export(self, folder: Path | str, dtype: torch.dtype | None = None, *, merge: bool = False) -> Exported | None:
         """Write the model as a folder that transformers loads and compare it; nothing stays unless `round_trip.passed`.
 
         Rank 0 does, all ranks call it, and the others return None. Floating weights are stored in `dtype`, or as they are.
+        Of a peft model the adapter is written, as peft does; with `merge`, the model that it makes of its base.
         """
-        parameters = self.player.parameters()
+        parameters = self.player.parameters(keep=self.world.rank == 0)
         if self.world.rank:
             return None
         buffers = {name: held for name, held in self.player.tensors().items() if isinstance(held, torch.Tensor)}
         saved = buffers | {f"model/{name}": value for name, value in parameters.items()}
-        return export(Trained.saved(self._blueprint, saved), Path(folder), dtype)
+        return export(Trained.saved(self._blueprint, saved), Path(folder), dtype, merge=merge)
 
     def load(self, checkpoint: Path | str) -> int:
         """Take up the checkpoint in the folder that `save` returned, saved under this or another plan; returns its step.

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from meshwright.core.errors import PlanError
 from meshwright.core.sources import ModelSource
+from meshwright.model.adapters import peft
 from meshwright.model.blueprint import Blueprint
 from meshwright.model.declared import is_pretrained
 from meshwright.model.hub import located
@@ -62,7 +63,7 @@ def compare_logits(blueprint: Blueprint, value: Value, folder: Path, dtype: torc
         rounded = {name: value(name) for name in blueprint.logical}
         pairs = ((_rounded(mine, dtype).float(), theirs[name].float()) for name, mine in rounded.items())
         return RoundTrip("all parameters", max((_distance(mine, other) for mine, other in pairs), default=0.0), 0.0)
-    _fill(module, blueprint, value)
+    fill(module, blueprint, value)
     exact = _outputs(module, inputs)
     mine, rounding = exact, None
     if dtype is not None and dtype.itemsize < 4:
@@ -74,6 +75,39 @@ def compare_logits(blueprint: Blueprint, value: Value, folder: Path, dtype: torc
     kind = type(module)
     del module
     other = _outputs(_theirs(kind, folder), inputs)
+    scale = max(1.0, mine.abs().max().item()) if mine.numel() else 1.0
+    bound = BOUND * scale if isfinite(scale) else 0.0
+    return RoundTrip(f"the outputs for {ROWS} x {TOKENS} tokens", _distance(mine, other), bound, rounding)
+
+
+def compare_adapter(
+    blueprint: Blueprint, value: Value, folder: Path, dtype: torch.dtype | None, names: Mapping[str, str]
+) -> RoundTrip:
+    """The adapted model of `blueprint` with the values `value(name)` beside its base with the adapter that peft loads.
+
+    `names` are those of the adapter's tensors, in the file and here. The base's own are what they are here, but for those that
+    the adapter brings along: of these nothing is left in the base.
+    """
+    module: Any = blueprint.instance()
+    inputs = probe(module.get_base_model()) if is_pretrained(module.get_base_model()) else None
+    brought = set(names.values())
+    mine = rounding = None
+    if inputs is not None:
+        fill(module, blueprint, value)
+        exact = _outputs(module, inputs)
+        fill(module, blueprint, lambda name: _rounded(value(name), dtype if name in brought else None))
+        mine = _outputs(module, inputs)
+        rounding = None if dtype is None or dtype.itemsize >= 4 else _distance(exact, mine)
+    del module
+    bare: Any = blueprint.instance()
+    fill(bare, blueprint, lambda name: torch.zeros_like(value(name)) if name in brought else value(name))
+    adapter = next(iter(bare.peft_config))
+    theirs = peft().PeftModel.from_pretrained(bare.unload(), str(folder), adapter, torch_device="cpu")
+    if mine is None or inputs is None:
+        state = theirs.state_dict()
+        pairs = ((_rounded(value(name), dtype).float(), state[name].float()) for name in brought)
+        return RoundTrip("the tensors of the adapter", max((_distance(*pair) for pair in pairs), default=0.0), 0.0)
+    other = _outputs(theirs, inputs)
     scale = max(1.0, mine.abs().max().item()) if mine.numel() else 1.0
     bound = BOUND * scale if isfinite(scale) else 0.0
     return RoundTrip(f"the outputs for {ROWS} x {TOKENS} tokens", _distance(mine, other), bound, rounding)
@@ -128,7 +162,7 @@ def probe(module: nn.Module) -> dict[str, torch.Tensor] | None:
     return None
 
 
-def _fill(module: nn.Module, blueprint: Blueprint, value: Value) -> None:
+def fill(module: nn.Module, blueprint: Blueprint, value: Value) -> None:
     """Give `module` (an instance) the values, in float32."""
     for first, entry in blueprint.logical.items():
         mine = value(first)

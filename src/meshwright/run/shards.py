@@ -160,6 +160,11 @@ def read_entries(folder: Path, entries: Mapping[str, Entry]) -> Iterator[tuple[s
             yield name, whole
 
 
+def read_entry(folder: Path, name: str, entry: Entry) -> torch.Tensor:
+    """The tensor `name` of the checkpoint in `folder`, likewise."""
+    return next(tensor for _, tensor in read_entries(folder, {name: entry}))
+
+
 def _slice(folder: Path, box: Slice, files: dict[str, safe_open], stack: ExitStack) -> torch.Tensor:
     """The stored tensor of `box`; its file is opened once, kept in `files`, and closed by `stack`."""
     try:

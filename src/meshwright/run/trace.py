@@ -34,6 +34,8 @@ FOLDER = "trace"
 PARTS = ("data", "forward", "backward", "exposed communication", "optimizer", "evaluate", "save", "other")
 PART_OF = {
     "F": "forward",
+    "F_LEAN": "forward",
+    "RERUN": "forward",
     GLUE: "forward",
     "LOSS": "backward",
     "B": "backward",

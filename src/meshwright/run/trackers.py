@@ -146,5 +146,5 @@ class Desk:
 
 def numbers_of(line: Line) -> dict[str, float]:
     """The metrics of a step by name; those that are not known are left out."""
-    said = {key: value for key, value in asdict(line).items() if key not in ("step", "skipped") and value is not None}
+    said = {key: value for key, value in asdict(line).items() if key not in ("step", "skipped", "overflow") and value is not None}
     return {f"train/{key}": float(value) for key, value in said.items()}

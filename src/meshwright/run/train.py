@@ -49,7 +49,7 @@ class Ended:
     """How a run ended: the last step, its loss, whether it was stopped, and what the replayed steps showed.
 
     `so_far` is what evaluations showed, `reason` why they ended the run early ("": they did not), `skipped` the harmful
-    steps that the guard left out.
+    steps that the guard left out, `overflows` those whose gradients left the range of float16.
     """
 
     step: int
@@ -60,6 +60,7 @@ class Ended:
     so_far: SoFar = field(default_factory=SoFar)
     reason: str = ""
     skipped: int = 0
+    overflows: int = 0
 
 
 def train(
@@ -153,7 +154,7 @@ class _Course:
         self.reason = "" if evaluating is None else self.so_far.ended(plan.job.evaluate)
         self.wish: Wish = None
         self.loss: float | None = None
-        self.stopped, self.skipped, self._warned = False, 0, False
+        self.stopped, self.skipped, self.overflows, self._warned = False, 0, 0, False
         self._idle = 0  # steps in a row in which nothing counted
         self._num_samples = None if isinstance(feed.data, Stream) else len(feed.data)
         self.saved = step_folder(Path(plan.run.folder) / CHECKPOINTS, player.steps_done) if player.steps_done else None
@@ -185,7 +186,8 @@ class _Course:
         """Write and tell what a step did. Raises PlanError when nothing has counted in a whole epoch."""
         self.loss, self.stopped = metrics.loss, metrics.stop
         self._write(asdict(line))
-        self._idle = self._idle + 1 if metrics.skipped and metrics.spike is None else 0
+        self.overflows += metrics.overflow
+        self._idle = self._idle + 1 if metrics.skipped and metrics.spike is None and not metrics.overflow else 0
         batch, num = self.plan.job.train.batch, self._num_samples
         first = (line.step - self._idle) * batch  # the place in the data from which on nothing counted
         if num is not None and self._idle and (-(-first // num) + 1) * num <= line.step * batch:  # a whole epoch lies behind it
@@ -193,7 +195,7 @@ class _Course:
         if metrics.spike is not None:
             self.skipped += 1
             self._note_spike(metrics.spike)
-        elif self._journal is not None and not (isfinite(line.loss) and isfinite(line.grad_norm)) and not self._warned:
+        elif self._journal is not None and not (_finite(line) or metrics.overflow or self._warned):
             self._warned = True
             logger.warning(
                 "step %d: the loss is %s and the gradient norm %s; the parameters are lost from here on. Go on from an earlier "
@@ -233,7 +235,8 @@ class _Course:
         """How it ended."""
         replay = self._journal.replay if self._journal else Replay()
         step = self.player.steps_done
-        return Ended(step, self.loss, self.stopped, replay, self.saved, self.so_far, self.reason, self.skipped)
+        said = (self.loss, self.stopped, replay, self.saved, self.so_far, self.reason)
+        return Ended(step, *said, self.skipped, self.overflows)
 
     def close(self) -> None:
         """Close the journal."""
@@ -254,13 +257,17 @@ class _Course:
         return ids
 
 
+def _finite(line: Line) -> bool:
+    return isfinite(line.loss) and isfinite(line.grad_norm)
+
+
 def _line(metrics: Metrics, account: Account, memory: int) -> Line:
     m, data_s, save_s = metrics, account.spent("data"), account.spent("save")
     seconds = data_s + account.spent("step")
     flops_per_s, mfu = account.speed(m.samples, seconds)
     speed = m.tokens / seconds
-    known = {"flops_per_s": flops_per_s, "mfu": mfu, "noise_scale": m.noise_scale}
-    return Line(m.step, m.loss, m.grad_norm, m.lr, m.tokens, seconds, speed, memory, m.skipped, data_s, save_s, **known)
+    told = (m.step, m.loss, m.grad_norm, m.lr, m.tokens, seconds, speed, memory, m.skipped, data_s, save_s)
+    return Line(*told, flops_per_s, mfu, m.noise_scale, m.overflow, m.loss_scale)
 
 
 def _memory(process: psutil.Process, device: torch.device) -> int:

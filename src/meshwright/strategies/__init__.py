@@ -6,5 +6,8 @@ from meshwright.strategies.data.master import Master
 from meshwright.strategies.data.naive import Naive
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.data.zero import Zero
+from meshwright.strategies.memory.recompute import Recompute
 
-STRATEGIES: dict[str, type[Strategy]] = {strategy.name: strategy for strategy in (Batch, Master, Naive, Replicate, Zero)}
+STRATEGIES: dict[str, type[Strategy]] = {
+    strategy.name: strategy for strategy in (Batch, Master, Naive, Replicate, Zero, Recompute)
+}

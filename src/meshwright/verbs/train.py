@@ -28,6 +28,7 @@ from meshwright.run.train import Ended
 from meshwright.run.train import train as train_loop
 from meshwright.run.workers import ahead
 from meshwright.strategies import STRATEGIES
+from meshwright.verbs.lighter import telling
 from meshwright.verbs.plan import Resolved, resolve, write_plan
 from meshwright.verbs.ranks import Launcher
 from meshwright.verbs.watching import terminal_of, watching
@@ -79,7 +80,10 @@ def train_rank(
             _write_run_plan(resolved)
         run = plan.run
         joining = joined(ranked, plan.mesh, run.limits, check_collectives=run.check_collectives, shared=run.shared_memory)
-        with joining as world, ready.engine(world) as engine, ExitStack() as stack:
+        with joining as world, ExitStack() as stack:
+            players = stack.enter_context(telling(ready.reading, plan, ranked.rank, world.device))
+            engine = stack.enter_context(ready.engine(world))
+            players.append(engine.player)
             same_plan(world, plan)
             feed = stack.enter_context(ahead(ready.feed(plan, ranked.rank), plan.run.workers))
             progress.phase = "resuming"
@@ -140,7 +144,9 @@ def _telling(console: Console) -> Callback:
 
     def on_step_end(moment: Moment) -> None:
         if moment.line is not None and moment.line.skipped:
-            why = moment.spike or "no token of it counts"
+            line = moment.line
+            lost = f"its gradients left the range of float16; the loss scale is now {line.loss_scale:g}" if line.overflow else ""
+            why = moment.spike or lost or "no token of it counts"
             console.print(f"step {moment.step} was left out: {why}", style="yellow", markup=False, soft_wrap=True)
 
     return Callback(on_step_end=on_step_end, on_evaluate=on_evaluate)
@@ -164,6 +170,9 @@ def _conclude(ready: Prepared, available: int | None, first: int, ended: Ended, 
     )
     if ended.skipped:
         console.print(f"{ended.skipped} of these steps were left out (guard.action = skip)", style="yellow")
+    if ended.overflows:
+        text = f"{ended.overflows} of these steps were left out because gradients left the range of float16"
+        console.print(text, style="yellow", soft_wrap=True)
     if ended.stopped:
         console.print("the same command goes on from here")
     elif available is not None and available < steps and not ended.reason:

@@ -10,7 +10,8 @@ import torch
 from rich.console import Console
 
 from meshwright.report.progress import Figures, Show, training_view
-from meshwright.report.terminal import held_nbytes, plan_words
+from meshwright.report.states import held_nbytes
+from meshwright.report.terminal import plan_words
 from meshwright.run.about import write_about
 from meshwright.run.adapters import ADAPTERS
 from meshwright.run.callbacks import Callback, Moment
@@ -50,4 +51,5 @@ def terminal_of(ranked: Ranked, console: Console) -> Callable[[str], None] | Non
 def _show(show: Show, moment: Moment) -> None:
     line = moment.line
     if line is not None:
-        show(Figures(line.step, line.loss, line.grad_norm, line.lr, line.memory, line.tokens_per_s, line.flops_per_s, line.mfu))
+        speeds = (line.tokens_per_s, line.flops_per_s, line.mfu)
+        show(Figures(line.step, line.loss, line.grad_norm, line.lr, line.memory, *speeds, line.loss_scale))

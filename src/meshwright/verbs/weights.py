@@ -22,7 +22,7 @@ from meshwright.run.export import Exported, Trained, export
 from meshwright.run.folders import listed
 from meshwright.run.manifest import FILE_NAME, Manifest
 from meshwright.run.roundtrip import RoundTrip, check_import
-from meshwright.run.shards import check_sums, read_entries, read_manifest
+from meshwright.run.shards import check_sums, read_entry, read_manifest
 from meshwright.run.train import CHECKPOINTS
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -30,8 +30,10 @@ UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, 
 SCRIPT = Path(__file__).parents[1] / "run" / "foreign.py"
 
 
-def export_checkpoint(path: Path, out: Path, dtype: str, max_shard_size: str) -> tuple[Path, Exported]:
+def export_checkpoint(path: Path, out: Path, dtype: str, max_shard_size: str, *, merge: bool = False) -> tuple[Path, Exported]:
     """The checkpoint at `path` (a run's folder: its newest good one) written to `out`, and what was written.
+
+    Of an adapted model, its adapter; with `merge`, the model that it makes of its base.
 
     Raises PlanError for a path without a checkpoint, one of a model that cannot be built here, and wrong words.
     """
@@ -39,7 +41,7 @@ def export_checkpoint(path: Path, out: Path, dtype: str, max_shard_size: str) ->
         raise PlanError(f"there is no dtype '{dtype}' to export in", fix=nearest(dtype, FLOATS), where="--dtype")
     checkpoint, manifest = _checkpoint(path)
     trained = _trained(checkpoint, manifest)
-    return checkpoint, export(trained, out, FLOATS.get(dtype), _nbytes(max_shard_size))
+    return checkpoint, export(trained, out, FLOATS.get(dtype), _nbytes(max_shard_size), merge=merge)
 
 
 def import_weights(source: str, revision: str) -> tuple[ModelSource, RoundTrip, int]:
@@ -95,9 +97,10 @@ def _trained(checkpoint: Path, manifest: Manifest) -> Trained:
 
     def value(name: str) -> torch.Tensor:
         key = f"model/{name}" if name in loaded.blueprint.logical else f"buffer/{name}"
-        return next(tensor for _, tensor in read_entries(checkpoint, {key: manifest.entries[key]}))
+        return read_entry(checkpoint, key, manifest.entries[key])
 
-    return Trained(loaded.blueprint, value, _beside(asked))
+    base = asked.weights if not asked.weights or is_hub_id(asked.weights) else str(Path(asked.weights).absolute())
+    return Trained(loaded.blueprint, value, _beside(asked), base)
 
 
 def _source(checkpoint: Path, manifest: Manifest) -> tuple[ModelSource, int]:

@@ -218,7 +218,8 @@ class _Watch:
         scales: dict[str, float] = {}
         for name, tensor in wanted.items():
             block = self._reference.block_of[name]
-            largest = tensor.abs().max().item() if tensor.numel() else 0.0
+            # whole numbers are compared by themselves: a table of them would make every other error in its block look small
+            largest = tensor.abs().max().item() if tensor.numel() and tensor.is_floating_point() else 0.0
             scales[block] = max(scales.get(block, 1e-30), largest)
         return scales
 
@@ -245,9 +246,14 @@ def _with_probe(plan: Plan) -> Plan:
 
 
 def _distance(mine: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference of two elements; infinite when the shapes differ, NaN when an element is NaN."""
+    """The largest difference of two elements; infinite when the shapes differ, NaN when an element is NaN.
+
+    Of whole numbers, which are exact: infinite when any differs.
+    """
     if mine.shape != wanted.shape:
         return inf
+    if not wanted.is_floating_point():
+        return 0.0 if mine.dtype == wanted.dtype and torch.equal(mine, wanted) else inf
     return (mine - wanted).abs().max().item() if mine.numel() else 0.0
 
 

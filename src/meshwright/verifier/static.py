@@ -1,9 +1,9 @@
 """What can be proved of a program without running it.
 
 Reads the list of every role and reports, all at once: names that are not unique, waits for actions that do not exist or
-come later, lists in which somebody waits for ever, a backward before its forward, a gradient that no transfer brings to
-where the optimizer wants it (or too early, or after the clip), a weight that CLIP or STEP leaves out, and memory taken
-and not returned.
+come later, lists in which somebody waits for ever, a backward before its forward or its rerun, a gradient that no transfer
+brings to where the optimizer wants it (or too early, or after the clip), a weight that CLIP or STEP leaves out, and memory
+taken and not returned.
 """
 
 from collections import defaultdict
@@ -14,6 +14,7 @@ from meshwright.core.clock import Stuck, full_name, play
 from meshwright.core.errors import Fault
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action, Program
+from meshwright.core.steps import FORWARDS, LEAN, USES
 
 _FIX = "a strategy's rewrite broke the list: run `meshwright plan` without one strategy after the other to find which"
 
@@ -53,11 +54,15 @@ def _order_faults(program: Program, role: str, actions: Sequence[Action]) -> Ite
                 yield f"{action.name} waits for {wait}, which stands later in the list"
         passed.add(full_name(role, action.name))
     for action in actions:
-        forward = f"F({action.subject}, {action.micro})"
-        if action.kind == "B" and at.get(forward, len(actions)) > at[action.name]:
+        where = f"({action.subject}, {action.micro})"
+        if action.kind == "B" and min(at.get(f"{kind}{where}", len(actions)) for kind in FORWARDS) > at[action.name]:
             yield f"{action.name} comes before its forward, or without one"
-        if action.kind == "F" and f"B({action.subject}, {action.micro})" not in at:
+        if action.kind in FORWARDS and f"B{where}" not in at:
             yield f"{action.name} has no backward"
+        if action.kind == LEAN and not at[action.name] < at.get(f"RERUN{where}", -1) < at.get(f"B{where}", -1):
+            yield f"{action.name} keeps only what it took in, and no RERUN stands between it and its backward"
+        if action.kind == "RERUN" and f"{LEAN}{where}" not in at:
+            yield f"{action.name} runs a forward again that has kept all it computed, or that there is none of"
 
 
 def _memory_faults(actions: Sequence[Action]) -> Iterator[str]:
@@ -153,7 +158,7 @@ def _use_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
         elif action.kind == "RESHARD":
             for name in action.tensors:
                 whole.pop(name, None)
-        elif action.kind in ("F", "B"):
+        elif action.kind in USES:
             waited = set(action.waits)
             for name in (*users[action.subject], *users[ROOT]):
                 if name not in whole:

@@ -134,6 +134,29 @@ def test_bytes_in_the_plan_are_bytes_in_the_ledger_in_every_dtype(reading: Readi
         assert trace(reading, plan, [0, 2], fake=False).passed
 
 
+def test_the_leader_steps_masters_of_wider_dtype_and_hands_out_rounded_weights(reading: Reading):
+    """What one rank steps for all is what each would have stepped for itself."""
+    mixed = Precision("bfloat16", "bfloat16", "bfloat16", master="float32")
+
+    def body(world: World, plan: Plan) -> tuple[dict[str, list[float]], int]:
+        with build(reading, plan, world=world) as engine:
+            for _ in range(3):
+                engine.step(share(rows(12), plan, world.rank))
+            weights = {name: value.float().flatten().tolist() for name, value in engine.player.parameters().items()}
+            return weights, engine.player.sizes().get("master", 0)
+
+    alone = plan_of(reading, 1, (), job=tiny_job(precision=mixed))
+    led = on_threads(lambda world: body(world, led_plan(reading, precision=mixed)), Mesh(dp_replicate=3))
+    wanted, nbytes = on_threads(lambda world: body(world, alone), alone.mesh)[0]
+    assert [held for _, held in led] == [nbytes, 0, 0]
+    for weights, _ in led:
+        assert weights == led[0][0]
+        for name, values in weights.items():
+            assert values == pytest.approx(wanted[name], rel=0.05, abs=0.02)
+    with pytest.raises(PlanError, match=r"scaled for float16, and one rank alone would know of an overflow"):
+        led_plan(reading, precision=Precision(compute="float16"))
+
+
 def test_a_contrastive_loss_may_be_taken_by_the_master():
     bare = replace(CONTRASTIVE, total=lambda outputs, batch: CONTRASTIVE.total((*outputs[:2], torch.ones(())), batch))
     reading = reading_of_towers(bare)

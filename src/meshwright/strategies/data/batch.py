@@ -33,7 +33,7 @@ from meshwright.core.job import Job
 from meshwright.core.layout import P, R, S
 from meshwright.core.program import Action, Program, Transfer, index_of_last, with_waits
 from meshwright.core.space import Home, Space
-from meshwright.core.steps import FACTS
+from meshwright.core.steps import FACTS, FORWARDS
 from meshwright.core.strategy import Phase, Strategy
 
 NBYTES = {"COUNT": 32, "TALLY": 8}  # weight, wishes to stop, rows, tokens; the loss: float64
@@ -73,7 +73,7 @@ class Batch(Strategy):
         for column in (*anatomy.targets, *used):
             if column.rows:
                 sizes[column.name] = rows * column.nbytes(job.precision.parameters)
-        forward = actions[index_of_last(actions, "F") or 0].name
+        forward = next(action.name for action in reversed(actions) if action.kind in FORWARDS)
         gathers = [
             Action("GATHER", name, lane="wire", waits=(forward,), transfer=Transfer("all_gather", (), nbytes, dtype="uint8"))
             for name, nbytes in sizes.items()

@@ -36,7 +36,7 @@ from meshwright.core.layout import I
 from meshwright.core.mesh import AXES
 from meshwright.core.program import Action, Program, Transfer, index_of_last, with_waits
 from meshwright.core.space import Space
-from meshwright.core.steps import NORM, output_gradient
+from meshwright.core.steps import FORWARDS, NORM, output_gradient
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
 from meshwright.strategies.data.replicate import replica_faults
 
@@ -82,7 +82,7 @@ class Master(Strategy):
         """`actions`, of one micro-batch, with the exchanges of rows round the forward and the loss."""
         actions = [action for action in actions if action.kind != "GATHER"]  # to the master, not to all
         used = [column for column in space.anatomy.outputs if column.used]
-        first, at = next(i for i, action in enumerate(actions) if action.kind == "F"), index_of_last(actions, "LOSS") or 0
+        first, at = next(i for i, action in enumerate(actions) if action.kind in FORWARDS), index_of_last(actions, "LOSS") or 0
         forward, loss = actions[at - 1].name, actions[at]
 
         def moved(how: str, column: Column) -> Transfer:

@@ -135,7 +135,9 @@ def replica_faults(name: str, axis: str, algorithm: str, space: Space) -> Iterat
         yield Fault(text, f'add [[strategies]] name = "batch", axis = "{axis}"', f"strategies.{name}")
     elif any(home.flat for home in space.homes):
         text = f"{name} keeps whole copies along {axis}, and zero cuts the weights into shards"
-        yield Fault(text, f'remove {name}, and write across = "{axis}" in the strategy zero', f"strategies.{name}")
+        cut = any(axis in home.flat for home in space.homes)
+        more = "" if cut else f', and write across = "{axis}" in the strategy zero'
+        yield Fault(text, f"remove {name}{more}", f"strategies.{name}")
     else:
         yield from _apart_faults(name, axis, space)
     ranks = space.mesh.size(axis) if axis in DATA_AXES else 1

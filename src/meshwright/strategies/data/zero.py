@@ -35,13 +35,14 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import ClassVar
 
-from meshwright.core.anatomy import NBYTES, ROOT
+from meshwright.core.anatomy import NBYTES_OWN, ROOT
 from meshwright.core.errors import Fault, nearest
 from meshwright.core.job import Job
 from meshwright.core.layout import FLAT, I, S
 from meshwright.core.program import Action, Hold, Program, Transfer, with_waits
 from meshwright.core.residence import Join, Use, buffers, stays
 from meshwright.core.space import Bundle, Home, Space
+from meshwright.core.steps import FORWARDS, USES
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
 from meshwright.core.summing import Sums
 from meshwright.strategies.data.batch import DATA_AXES
@@ -70,7 +71,7 @@ class Zero(Strategy):
         where = "strategies.zero"
         if self.stage not in STAGES:
             text = f"stage {self.stage}; needed is 1 (moments), 2 (and gradients) or 3 (and weights)"
-            yield Fault(text, "write stage = 3, or 0 ranks to shard over: mesh.dp_shard = 1", f"{where}.stage")
+            yield Fault(text, "write stage = 3; to cut nothing into shards, use replicate", f"{where}.stage")
         if self.gather not in GATHERS:
             yield Fault(f"gather = '{self.gather}'", nearest(self.gather, GATHERS), f"{where}.gather")
         if not 0 <= self.keep_mb < inf or self.ahead < 0:
@@ -86,12 +87,24 @@ class Zero(Strategy):
         if unused and self.stage in (1, 2):
             text = f"{' and '.join(unused)} with stage {self.stage}, which keeps weights whole"
             yield Fault(text, f"remove {' and '.join(unused)}, or set stage = 3", where)
+        yield from self._dtype_faults(space)
         if self.axis == self.across:
             yield Fault(f"axis and across are both {self.axis}", "shard along one axis, replicate along the other", where)
         taken = [axis for axis in (self.axis, self.across) if axis and any(axis not in h.grad.axes("P") for h in _trained(space))]
         if taken and set(taken) <= set(space.data_axes):
             text = f"another strategy stores the weights along {' and '.join(taken)} already"
-            yield Fault(text, f'keep one of them; zero replicates by itself: across = "{taken[0]}"', where)
+            other = [axis for axis in taken if axis != self.axis]
+            more = f'; zero replicates by itself: across = "{other[0]}"' if other else ""
+            yield Fault(text, f"keep one of them{more}", where)
+
+    def _dtype_faults(self, space: Space) -> Iterator[Fault]:
+        for weight in (home.weight for home in space.homes):
+            if weight.dtype and weight.trainable:
+                text = f"{weight.name} is trained in {weight.dtype}, and shards are stepped in the dtype of the job"
+                yield Fault(text, "make it a parameter of real floats, or freeze it", weight.name)
+            elif weight.dtype and weight.dtype not in NBYTES_OWN and self.stage == 3:
+                text = f"{weight.name} is of {weight.dtype}, which is not cut into shards"
+                yield Fault(text, f"use stage = 2, which keeps weights whole, or one of {', '.join(NBYTES_OWN)}", weight.name)
 
     def place(self, space: Space) -> Space:
         def shard(home: Home) -> Home:
@@ -113,8 +126,8 @@ class Zero(Strategy):
         return replace(home, stored=home.stored.with_place(self.axis, S(FLAT))) if self.stage == 3 else home
 
     def _gather_of(self, bundle: Bundle, space: Space, job: Job, what: str, micro: int | None) -> Action:
-        dtype = job.precision.parameters
-        nbytes = space.arenas()[bundle.name].shard * NBYTES[dtype]
+        first, parameters = bundle.weights[0], job.precision.parameters
+        dtype, nbytes = first.held_in(parameters), space.arenas()[bundle.name].shard * first.width(parameters)
         names = tuple(weight.name for weight in bundle.weights)
         transfer = Transfer("all_gather", (self.axis,), nbytes, dtype=dtype)
         return Action("UNSHARD", f"{bundle.name}{what}", micro, "wire", tensors=names, transfer=transfer)
@@ -123,23 +136,23 @@ class Zero(Strategy):
         """`actions` with what the last step has stepped handed out once, each bundle ahead of its first use."""
         bundles = sorted(space.bundles(), key=lambda bundle: min(_places(bundle, space)))
         gathers = {bundle.name: self._gather_of(bundle, space, job, "", None) for bundle in bundles}
-        first = next(i for i, action in enumerate(actions) if action.kind == "F")
+        first = next(i for i, action in enumerate(actions) if action.kind in FORWARDS)
         waiting = [self._waiting(action, bundles, {b: g.name for b, g in gathers.items()}) for action in actions[first:]]
         ready = [_ready(gathers[bundle.name]) for bundle in bundles if ROOT in bundle.visits]
         return [*actions[:first], *gathers.values(), *ready, *waiting]
 
     @staticmethod
     def _waiting(action: Action, bundles: Sequence[Bundle], names: Mapping[str, str]) -> Action:
-        if action.kind not in ("F", "B"):
+        if action.kind not in USES:
             return action
         return with_waits(action, [names[bundle.name] for bundle in bundles if action.subject in bundle.visits])
 
     def _stay(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
         """`actions` with an UNSHARD ahead of each stay of a bundle and a RESHARD behind it."""
         bundles = {bundle.name: bundle for bundle in (*space.bundles(), *space.bundles(frozen=True))}
-        width = NBYTES[job.precision.parameters]
-        nbytes = {name: arena.numel * width for name, arena in space.arenas().items()}
-        at = [i for i, action in enumerate(actions) if action.kind in ("F", "B")]
+        widths = {name: bundle.weights[0].width(job.precision.parameters) for name, bundle in bundles.items()}
+        nbytes = {name: arena.numel * widths[name] for name, arena in space.arenas().items()}
+        at = [i for i, action in enumerate(actions) if action.kind in USES]
         uses = [Use(_needed(actions[i], list(bundles.values())), actions[i].micro or 0) for i in at]
         found = stays(uses, nbytes, self.gather, self.keep_mb * 2**20, self.ahead)
         number, sizes = buffers(found, nbytes)

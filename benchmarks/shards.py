@@ -1,0 +1,102 @@
+"""Small Llamas under plans that shard them, and one rank of such a plan: what `zero_states` and `zero_bytes` measure."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from meshwright.api import make_dice, make_plan, make_subject, read
+from meshwright.comm.group import World
+from meshwright.core.job import Job, Precision, Train
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import Plan
+from meshwright.core.program import Action
+from meshwright.core.sources import DataSource, ModelSource
+from meshwright.core.strategy import Strategy
+from meshwright.engine.loss import token_cross_entropy
+from meshwright.engine.player import Player
+from meshwright.engine.state import State
+from meshwright.model.reading import Reading
+from meshwright.strategies.data.batch import Batch
+from meshwright.strategies.data.zero import Zero
+
+VOCABULARY, TOKENS = 256, 8
+SIZES = {"tiny": (64, 172, 3), "small": (256, 688, 6)}  # hidden, intermediate, layers: 0.2 M and 4.9 M parameters
+
+
+@dataclass(frozen=True)
+class Case:
+    """A Llama of `SIZES`, cut by `zero` over `shard` ranks times `replicas`, in `num_micro` micro-batches of one sample."""
+
+    zero: Zero
+    shard: int
+    replicas: int = 1
+    num_micro: int = 1
+    precision: Precision = field(default_factory=Precision)
+    model: str = "tiny"
+    tied: bool = False
+
+    @property
+    def mesh(self) -> Mesh:
+        """The grid of its ranks."""
+        return Mesh(dp_replicate=self.replicas, dp_shard=self.shard)
+
+    @property
+    def rows(self) -> int:
+        """The samples of one step, of all ranks."""
+        return self.num_micro * self.mesh.world
+
+    def plan(self) -> Plan:
+        """What its ranks play."""
+        split: tuple[Strategy, ...] = (Batch(), Batch("dp_shard")) if self.replicas > 1 else (Batch("dp_shard"),)
+        job = Job(ModelSource("llama"), DataSource("example", sequence=TOKENS), Train(batch=self.rows), precision=self.precision)
+        return make_plan(reading_of(self.model, tied=self.tied), job, self.mesh, (*split, self.zero), 1)
+
+    def __str__(self) -> str:
+        how = f"stage {self.zero.stage}" + (f", gather {self.zero.gather}" if self.zero.stage == 3 else "")
+        ranks = f"{self.replicas} x {self.shard} ranks" if self.replicas > 1 else f"{self.shard} ranks"
+        return f"{how}, {ranks}, {self.num_micro} micro{', tied' if self.tied else ''}, {precision_words(self.precision)}"
+
+
+def precision_words(precision: Precision) -> str:
+    """The dtypes of `precision` that differ from its parameters', behind theirs."""
+    said = {key: dtype for key, dtype in vars(precision).items() if isinstance(dtype, str) and dtype != precision.parameters}
+    return ", ".join([precision.parameters, *(f"{key} {dtype}" for key, dtype in said.items() if dtype)])
+
+
+def llama(model: str, *, tied: bool = False) -> nn.Module:
+    """The model of that size, with transformers' own initial values."""
+    hidden, intermediate, layers = SIZES[model]
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=tied,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def rows(count: int) -> dict[str, torch.Tensor]:
+    """`count` samples of random tokens."""
+    tokens = torch.randint(VOCABULARY, (count, TOKENS + 1), generator=torch.Generator().manual_seed(count))
+    return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+
+@cache
+def reading_of(model: str, *, tied: bool = False) -> Reading:
+    """What the model of that size is made of."""
+    return read(lambda: llama(model, tied=tied), rows(2))
+
+
+def player_of(case: Case, plan: Plan, world: World, extra: Mapping[str, Callable[[Action, State], None]] | None = None) -> Player:
+    """One rank of `plan`, made from `case.plan()`."""
+    reading = reading_of(case.model, tied=case.tied)
+    subject = make_subject(reading, world.device, getattr(torch, plan.job.precision.parameters))
+    return Player(plan, State(subject, world, token_cross_entropy()), dice=make_dice(reading, plan), extra=extra)

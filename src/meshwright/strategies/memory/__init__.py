@@ -1,0 +1,1 @@
+"""Memory of a step: what is computed again instead of kept."""

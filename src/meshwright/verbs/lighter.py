@@ -1,0 +1,190 @@
+"""What a rank says that runs out of memory: what was planned, what was live, and which changes of the plan take less.
+
+    planned   states to the byte, buffers, and activations as the trial run has found them
+    live      what this rank held of them when it failed, and the whole process
+    changes   in the order of what they cost in time: shards of moments, and of gradients; half the micro-batch; shards of the
+              weights; recompute
+
+The first change that comes below the limit is named, where there is a limit: the memory of the device, or what the system
+grants the process. What the plan does not know of is taken to shrink with the micro-batch, and else to stay.
+"""
+
+import re
+import resource
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import psutil
+import torch
+
+from meshwright.api import make_plan
+from meshwright.core.errors import PlanError
+from meshwright.core.plan import Plan
+from meshwright.core.strategy import Strategy
+from meshwright.core.units import size
+from meshwright.engine.player import Player
+from meshwright.model.reading import Reading
+from meshwright.planner.memory import state_bytes
+from meshwright.report.sizes import planned_memory
+from meshwright.strategies import STRATEGIES
+from meshwright.strategies.data.replicate import Replicate
+from meshwright.strategies.data.zero import Zero
+
+WORDS = re.compile(r"out of memory|(can't|cannot|could not) allocate memory|not enough memory", re.IGNORECASE)
+ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
+UNITS = {"BYTES": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+SHOWN = 4  # changes in a message
+
+
+class OutOfMemory(RuntimeError):
+    """A rank could not allocate: what was planned, what was live, and which changes take less."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another plan of the same job, in words, and what it takes of what is planned, in bytes."""
+
+    words: str
+    plan: Plan
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Bytes of a rank: of the process before the model was made and when it failed, what it may have, and what was live."""
+
+    before: int
+    used: int
+    limit: int | None
+    live: Mapping[str, int]
+
+    def expected(self, change: Change, plan: Plan, words: str) -> float:
+        """What the process would need under `change`: what nobody planned shrinks with the micro-batch."""
+        unplanned = max(0, self.used + asked_nbytes(words) - self.before - sum(self.live.values()))
+        return self.before + change.nbytes + unplanned * change.plan.micro_batch / plan.micro_batch
+
+
+def asked_nbytes(words: str) -> int:
+    """The bytes that an allocator says it was asked for; 0 where it does not say."""
+    found = ASKED.search(words)
+    return 0 if found is None else int(float(found[1]) * UNITS[found[2].upper()])
+
+
+def exhausted(error: BaseException) -> bool:
+    """Whether `error` says that memory was asked for and not given."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, (RuntimeError, OSError)) and WORDS.search(str(error)) is not None
+
+
+def planned_nbytes(plan: Plan, rank: int) -> dict[str, int]:
+    """What `rank` of `plan` holds by category, when what the program takes beside the states is largest."""
+    states = state_bytes(plan, rank)
+    fullest, _ = planned_memory(
+        plan.program, {"parameters": states.parameters, "master": states.master, "moments": states.moments}
+    )
+    return fullest
+
+
+def changes(reading: Reading, plan: Plan, rank: int) -> Iterator[Change]:
+    """The plans of the same job and mesh that take less than `plan`, those first that cost least in time."""
+    now = sum(planned_nbytes(plan, rank).values())
+    tried = [*_shards(plan, (1, 2)), *_smaller(plan), *_shards(plan, (3,)), *_again(plan)]
+    for words, strategies, micro_batch in tried:
+        try:
+            other = make_plan(reading, plan.job, plan.mesh, strategies, micro_batch, plan.run)
+        except PlanError:  # that technique does not go with this model or job
+            continue
+        nbytes = sum(planned_nbytes(other, rank).values())
+        if nbytes < now or other.micro_batch < plan.micro_batch:
+            yield Change(words, other, nbytes)
+
+
+@contextmanager
+def telling(reading: Reading, plan: Plan, rank: int, device: torch.device) -> Iterator[list[Player]]:
+    """The body of a rank, which puts its player into the list once there is one.
+
+    Raises OutOfMemory where memory was asked for and not given.
+    """
+    players: list[Player] = []
+    before = process_nbytes(device)
+    try:
+        yield players
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not exhausted(error):
+            raise
+        live = players[0].sizes() if players else {}
+        seen = Seen(before, process_nbytes(device), memory_limit(device), live)
+        raise OutOfMemory(told(error, plan, rank, seen, list(changes(reading, plan, rank)))) from error
+
+
+def told(error: BaseException, plan: Plan, rank: int, seen: Seen, others: Sequence[Change]) -> str:
+    """The message: what was asked for, what was planned and what was live by category, and the changes."""
+    planned = planned_nbytes(plan, rank)
+    limit, words = seen.limit, str(error).strip() or type(error).__name__
+    within = "" if limit is None else f" of {size(limit)}"
+    lines = [f"rank {rank} ran out of memory: {words.splitlines()[0]}"]
+    lines.append(f"  planned    {_parts(planned)}")
+    lines.append(f"  live       {_parts(seen.live) or 'nothing yet: the model was being made'}; in all {size(seen.used)}{within}")
+    fits = None if limit is None else next((each for each in others if seen.expected(each, plan, words) < limit), None)
+    for each in others[:SHOWN]:
+        word = "this fits: " if each == fits else "takes less:"
+        lines.append(f"  {word} {each.words}: {size(each.nbytes)} planned instead of {size(sum(planned.values()))}")
+    if not others:
+        lines.append("  no change of this plan takes less: use more ranks (mesh.dp_shard), or a smaller model")
+    elif fits is None and limit is not None:
+        lines.append(f"  none of them is sure to fit into {size(limit)}: combine them, or use more ranks (mesh.dp_shard)")
+    return "\n".join(lines)
+
+
+def memory_limit(device: torch.device) -> int | None:
+    """The bytes that a process can have: those of the device, or what the system grants; None where nothing is said."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    granted = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if granted == resource.RLIM_INFINITY else granted
+
+
+def process_nbytes(device: torch.device) -> int:
+    """The bytes that count: allocated on a device, else resident, or where the address space is limited all of that."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    said = psutil.Process().memory_info()
+    return said.rss if memory_limit(device) is None else said.vms
+
+
+def _parts(nbytes: Mapping[str, int]) -> str:
+    found = [f"{name} {size(each)}" for name, each in nbytes.items() if each]
+    return f"{size(sum(nbytes.values()))} ({', '.join(found)})" if found else ""
+
+
+Tried = tuple[str, tuple[Strategy, ...], int]
+
+
+def _shards(plan: Plan, stages: Iterable[int]) -> Iterator[Tried]:
+    """Whole copies turned into shards, shards of one stage into those of the next."""
+    for stage in stages:
+        for old in plan.strategies:
+            if isinstance(old, Zero) and old.stage < stage:
+                new = replace(old, stage=stage)
+            elif isinstance(old, Replicate):
+                new = Zero(axis=old.axis, stage=stage)
+            else:
+                continue
+            others = tuple(new if strategy == old else strategy for strategy in plan.strategies)
+            yield f'[[strategies]] name = "{new.name}", axis = "{new.axis}", stage = {stage}', others, plan.micro_batch
+
+
+def _smaller(plan: Plan) -> Iterator[Tried]:
+    """The next smaller micro-batch that divides what a rank plays."""
+    divisors = [n for n in range(1, plan.micro_batch // 2 + 1) if plan.local_batch % n == 0]
+    if divisors:
+        yield f"micro_batch = {divisors[-1]}", plan.strategies, divisors[-1]
+
+
+def _again(plan: Plan) -> Iterator[Tried]:
+    """Activations recomputed in backward, where that is known and not done yet."""
+    technique = STRATEGIES.get("recompute")
+    if technique is not None and not any(isinstance(strategy, technique) for strategy in plan.strategies):
+        yield '[[strategies]] name = "recompute"', (*plan.strategies, technique()), plan.micro_batch

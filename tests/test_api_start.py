@@ -1,0 +1,76 @@
+"""How a rank of a sharded plan starts: with its share of the initial values, and never with the whole model in memory."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.api import build, make_plan
+from meshwright.comm.group import World
+from meshwright.core.mesh import Mesh
+from meshwright.strategies.data.batch import Batch
+from meshwright.strategies.data.zero import Zero
+from meshwright.testing.spawn import on_threads
+from tests.tiny import reading_of, tiny_job
+
+SHARD = Batch(axis="dp_shard")
+PEAK = """
+import resource, sys
+import torch
+from torch import nn
+from meshwright.api import build, make_plan, read
+from meshwright.comm.fake import FakeWorld
+from meshwright.core.mesh import Mesh
+from meshwright.strategies.data.batch import Batch
+from meshwright.strategies.data.zero import Zero
+from tests.tiny import tiny_job
+from dataclasses import replace
+from meshwright.core.job import Precision
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1000, 1000, bias=False) for _ in range(50))
+        self.labels = None
+
+    def forward(self, input_ids):
+        x = input_ids.float()
+        for layer in self.layers:
+            x = layer(x)
+        return x.unsqueeze(1)
+
+torch.set_num_threads(1)
+data = {"input_ids": torch.ones(2, 1000), "labels": torch.zeros(2, 1, dtype=torch.long)}
+reading = read(Deep, data)
+job = replace(tiny_job(batch=16), precision=Precision())
+plan = make_plan(reading, job, Mesh(dp_shard=8), (Batch(axis="dp_shard"), Zero(stage=int(sys.argv[1]))))
+reading.blueprint.value("layers.0.weight")  # what the first initial value sets up
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+engine = build(reading, plan, world=FakeWorld(plan.mesh, 5))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_each_rank_has_its_share_of_the_values_that_one_device_begins_with(stage: int):
+    reading = reading_of(tied=True, frozen=True, spare=True)
+    whole = {name: reading.blueprint.value(name, torch.float64) for name in reading.blueprint.logical}
+    plan = make_plan(reading, tiny_job(), Mesh(dp_shard=3), (SHARD, Zero(stage=stage)))
+
+    def rank(world: World) -> dict[str, torch.Tensor]:
+        with build(reading, plan, world=world) as engine:
+            return {name: value.clone() for name, value in engine.player.parameters().items()}
+
+    for found in on_threads(rank, plan.mesh):
+        assert {name: value.tolist() for name, value in found.items()} == {name: value.tolist() for name, value in whole.items()}
+
+
+@pytest.mark.parametrize(("stage", "most"), [(3, 80), (2, 260)])
+def test_a_rank_never_holds_more_than_it_keeps_and_a_weight_or_two(stage: int, most: float):
+    """The model takes 191 MiB: a rank of 8 keeps 24 MiB of it in stage 3 and all of it in stage 2, and never twice."""
+    words = [sys.executable, "-c", PEAK, str(stage)]
+    done = subprocess.run(words, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < most

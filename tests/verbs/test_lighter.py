@@ -1,0 +1,113 @@
+"""A rank that runs out of memory: what was planned, what was live, and the cheapest change that fits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshwright.api import build, make_plan
+from meshwright.comm.fake import FakeWorld
+from meshwright.core.job import Optimizer
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import Plan
+from meshwright.run.guard import kind_of
+from meshwright.strategies.data.batch import Batch
+from meshwright.strategies.data.replicate import Replicate
+from meshwright.strategies.data.zero import Zero
+from meshwright.verbs.lighter import Change, OutOfMemory, Seen, asked_nbytes, changes, exhausted, planned_nbytes, telling, told
+from tests.tiny import reading_of, tiny_job
+
+CPU = torch.device("cpu")
+READING = reading_of()
+JOB = tiny_job(optimizer=Optimizer("adamw"))
+SHARD = Batch(axis="dp_shard")
+ALLOCATOR = (
+    "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error"
+)
+
+
+def copies(micro_batch: int = 0) -> Plan:
+    return make_plan(READING, JOB, Mesh(dp_replicate=3), (Batch(), Replicate()), micro_batch)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (RuntimeError(ALLOCATOR), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"), True),
+        (MemoryError(), True),
+        (OSError(12, "Cannot allocate memory"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_an_error_is_one_of_memory_by_its_type_or_its_words(error: Exception, is_one: bool):
+    assert exhausted(error) is is_one
+
+
+def test_what_was_asked_for_is_read_from_the_words_of_the_allocator():
+    assert asked_nbytes(ALLOCATOR) == 4096
+    assert asked_nbytes("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0") == 2.5 * 2**30
+    assert asked_nbytes("out of memory") == 0
+
+
+def test_the_changes_come_in_the_order_of_what_they_cost_and_each_takes_less():
+    plan = copies()
+    found = list(changes(READING, plan, 0))
+    words = [change.words for change in found]
+    shards = [f'[[strategies]] name = "zero", axis = "dp_replicate", stage = {stage}' for stage in (1, 2, 3)]
+    assert [word for word in words if "zero" in word] == [word for word in shards if word in words]
+    assert words.index(shards[0]) < words.index("micro_batch = 2") < words.index(shards[2])
+    now = sum(planned_nbytes(plan, 0).values())
+    for change in found:
+        assert change.nbytes == sum(planned_nbytes(change.plan, 0).values())
+        assert change.nbytes < now or change.plan.micro_batch < plan.micro_batch
+
+
+def test_shards_of_one_stage_become_those_of_the_next_and_the_last_has_none():
+    plan = make_plan(READING, JOB, Mesh(dp_shard=3), (SHARD, Zero(stage=2)), 1)
+    words = [change.words for change in changes(READING, plan, 0)]
+    assert [word for word in words if "zero" in word] in ([], ['[[strategies]] name = "zero", axis = "dp_shard", stage = 3'])
+    assert not any("micro_batch" in word for word in words), "it is 1 already"
+
+
+def test_the_message_says_what_was_planned_what_was_live_and_the_first_change_that_fits():
+    plan = copies()
+    found = list(changes(READING, plan, 1))
+    planned = sum(planned_nbytes(plan, 1).values())
+    fitting = found[1]
+    limit = 1000 + max(fitting.nbytes, 1) + 1  # as if the process took 1,000 bytes before
+    smaller = [replace(change, nbytes=planned) if i < 1 else change for i, change in enumerate(found)]
+    text = told(RuntimeError(ALLOCATOR), plan, 1, Seen(1000, 1000, limit, {"parameters": 4096, "gradients": 0}), smaller)
+    lines = text.splitlines()
+    assert lines[0].startswith("rank 1 ran out of memory: [enforce fail")
+    assert lines[1].startswith("  planned ")
+    assert "moments" in lines[1]
+    assert "live       4 KiB (parameters 4 KiB); in all" in lines[2]
+    assert f"this fits:  {fitting.words}: " in text
+    assert text.count("this fits") == 1
+
+
+def test_where_nothing_takes_less_or_fits_that_is_said():
+    plan, seen = copies(), Seen(0, 10**9, 10, {})
+    assert "no change of this plan takes less: use more ranks" in told(MemoryError(), plan, 0, seen, [])
+    assert "none of them is sure to fit into 10 B" in told(MemoryError(), plan, 0, seen, [Change("less", plan, 100)])
+
+
+def test_a_rank_that_cannot_allocate_ends_with_that_message_and_its_own_error_as_the_cause():
+    plan = make_plan(READING, JOB, Mesh(dp_shard=3), (SHARD, Zero(stage=1)))
+
+    def rank() -> None:
+        with telling(READING, plan, 2, CPU) as players, build(READING, plan, world=FakeWorld(plan.mesh, 2)) as engine:
+            players.append(engine.player)
+            torch.empty(1 << 60)
+
+    with pytest.raises(OutOfMemory, match=r"rank 2 ran out of memory(?s:.*)moments(?s:.*)live +\d(?s:.*)stage = 3") as caught:
+        rank()
+    assert kind_of(caught.value) == "own"
+    assert exhausted(caught.value.__cause__)
+
+
+def test_another_error_is_left_as_it_is():
+    with pytest.raises(RuntimeError, match=r"^broken$"), telling(READING, copies(), 0, CPU):
+        raise RuntimeError("broken")
