@@ -68,5 +68,32 @@ def test_it_is_the_loss_of_one_device_before_and_after_steps_and_steps_go_on_as_
 @pytest.mark.parametrize("forgotten", ["fetch", "refresh"])
 def test_weights_that_nobody_brought_together_are_noticed(forgotten: str, monkeypatch):
     (wanted,) = course(Mesh(), ())
-    monkeypatch.setattr(Store, forgotten, lambda *_: None)
+    monkeypatch.setattr(Store, forgotten, lambda *_, **__: None)
     assert course(*LAYOUTS["stage 3"])[0] != pytest.approx(wanted, rel=1e-3)
+
+
+class Leaving(Tiny):
+    """In an evaluation, which layers a forward calls depends on the tokens."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for number, layer in enumerate(self.layers):
+            if self.training or int(input_ids.sum()) % 4 != number:
+                x = layer(x)
+        return self.head(x)
+
+
+def test_ranks_meet_although_each_leaves_out_other_blocks():
+    reading = read(Leaving, part(DATA, 0, 2))
+
+    def losses(mesh: Mesh, strategies: tuple) -> list[float]:
+        plan = make_plan(reading, tiny_job(), mesh, strategies, 1)
+
+        def rank(world: World) -> float:
+            with build(reading, plan, world=world) as engine:
+                return engine.evaluate([engine.share(part(DATA, at, at + 12)) for at in (0, 12)]).loss
+
+        return on_threads(rank, plan.mesh)
+
+    (wanted,) = losses(Mesh(), ())
+    assert losses(*LAYOUTS["stage 3"]) == pytest.approx([wanted] * 3, rel=1e-12)

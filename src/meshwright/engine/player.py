@@ -35,6 +35,7 @@ from meshwright.engine.state import Metrics, State
 from meshwright.engine.store import Store
 from meshwright.engine.update import Update
 from meshwright.engine.watch import GLUE, Entry, Watch, wait, watched
+from meshwright.engine.whole import whole
 from meshwright.model.dice import Dice
 from meshwright.model.drive import Drive, Reach
 from meshwright.model.ondemand import under
@@ -174,8 +175,7 @@ class Player:
 
     def whole(self, action: str) -> AbstractContextManager:
         """Have the module's forward find its weights, outside of steps; all ranks enter, and run the same forwards."""
-        self.store.refresh(action)
-        return self._drive.fetching(lambda block: self.store.fetch(block, action))
+        return whole(self.state.subject, self.store, self._drive, action)
 
     def parameters(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
         """Every logical parameter, whole, with its present value; all ranks call this, and nothing of it is in the ledger.

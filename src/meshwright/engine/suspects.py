@@ -9,8 +9,7 @@ blocks: so all ranks meet, also one that has no rows or whose forward leaves a b
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from math import isfinite
 
 import torch
@@ -20,6 +19,7 @@ from meshwright.core.plan import Plan
 from meshwright.engine.evaluation import untouched
 from meshwright.engine.spikes import Stage, Suspect
 from meshwright.engine.state import State
+from meshwright.engine.whole import in_order
 from meshwright.model.drive import backward, backward_from
 
 STAGES: tuple[Stage, ...] = ("", "forward", "loss", "backward")
@@ -75,7 +75,7 @@ class _Replay:
     def play(self, forward: Forward, micro: int, count: float) -> tuple[float, Stage, str]:
         """The share of one micro-batch in the loss, and where a number first was not finite: the stage and the block."""
         state = self._state
-        with self._in_order(self._visits) as reach:
+        with in_order(self._visits, self._fetch) as reach:
             forward(micro, reach)
         outputs, closing = state.closings.pop(micro)
         visits = state.passes.pop(micro).visits
@@ -90,7 +90,7 @@ class _Replay:
         if total.requires_grad:
             backward_from(total, 1.0 / (count or 1.0))
         backward(closing)
-        with self._in_order(self._visits[::-1]) as reach:
+        with in_order(self._visits[::-1], self._fetch) as reach:
             for name in reversed(list(visits)):
                 reach(name)
                 backward(visits[name])
@@ -104,22 +104,9 @@ class _Replay:
     def stand_in(self) -> tuple[float, Stage, str]:
         """Take part in a micro-batch for which this rank has no rows."""
         for order in (self._visits, self._visits[::-1]):
-            with self._in_order(order):
+            with in_order(order, self._fetch):
                 pass
         return 0.0, "", ""
-
-    @contextmanager
-    def _in_order(self, visits: Sequence[str]) -> Iterator[Callable[[str], None]]:
-        """What to call before a visit: weights are fetched for all `visits` up to it; in the end, for those that are left."""
-        left = list(visits)
-
-        def reach(visit: str) -> None:
-            while visit in left:
-                self._fetch(left.pop(0).split("#")[0])
-
-        yield reach
-        for visit in left:
-            self._fetch(visit.split("#")[0])
 
     def _take(self, names: Iterable[str]) -> None:
         """Take the squared norms of the gradients of `names`, which are complete, and let go of them."""
