@@ -212,7 +212,8 @@ class Lookout:
                 time.sleep(POLL_S)
         found |= {rank: self._seen(rank) for rank in missing}
         left = {rank: self._read(f"left/{rank}") for rank in found}  # some fail only after they have answered
-        return found | {rank: each for rank, each in left.items() if each is not None and (each.own or not found[rank].waits)}
+        # what one leaves with because others failed hides where it was when they missed it
+        return found | {rank: each for rank, each in left.items() if each is not None and each.own}
 
     def _heard(self, rank: int) -> Statement | None:
         return self._read(f"say/{rank}") or self._read(f"left/{rank}")
