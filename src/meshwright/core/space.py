@@ -46,6 +46,11 @@ class Home:
         cut = (*self.grad.places, *self.stored.places)
         return tuple(axis for axis in AXES if (axis, Place("S", FLAT)) in cut)
 
+    @property
+    def in_shards(self) -> bool:
+        """Whether a rank keeps no more of it than a shard between its uses."""
+        return any(place == Place("S", FLAT) for _, place in self.stored.places)
+
 
 @dataclass(frozen=True)
 class Bundle:
@@ -63,6 +68,11 @@ class Bundle:
     def weights(self) -> tuple[Weight, ...]:
         """The weights, in the model's order."""
         return tuple(home.weight for home in self.homes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Their logical names."""
+        return tuple(weight.name for weight in self.weights)
 
     @property
     def visits(self) -> tuple[str, ...]:
@@ -133,10 +143,14 @@ class Space:
         bundles = [self._bundle(homes) for homes in found.values()]
         return tuple(sorted(bundles, key=self._completion))
 
+    def all_bundles(self) -> tuple[Bundle, ...]:
+        """The bundles that are trained, then the frozen ones."""
+        return (*self.bundles(), *self.bundles(frozen=True))
+
     def arenas(self) -> dict[str, Arena]:
         """The arenas, by the name of their bundle: those of bundles that are stepped or stored S(flat)."""
         found = {}
-        for bundle in (*self.bundles(), *self.bundles(frozen=True)):
+        for bundle in self.all_bundles():
             axes = bundle.homes[0].flat
             if axes:
                 ranks, grain = self.mesh.extent(axes), bundle.homes[0].grain

@@ -12,6 +12,7 @@ the job asks for the noise of the gradient, `core.noise` adds what measures it.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from meshwright.core.anatomy import NBYTES, ROOT
 from meshwright.core.job import Job
@@ -76,7 +77,7 @@ def _backward(space: Space, job: Job, micro: int, micro_batch: int) -> list[Acti
     anatomy, width = space.anatomy, NBYTES[job.precision.parameters]
     appearing: dict[str, list[Hold]] = defaultdict(list)
     for bundle in space.bundles() if micro == 0 else ():
-        appearing[_first_backward(bundle, anatomy.visits)].append(Hold(gradient(bundle), bundle.numel * width))
+        appearing[first_backward(bundle, anatomy.visits)].append(Hold(gradient(bundle), bundle.numel * width))
     actions = []
     for visit, flops in zip(reversed(anatomy.visits), reversed(anatomy.flops), strict=True):
         waits = (f"F({visit}, {micro})", f"LOSS({micro})")
@@ -87,7 +88,13 @@ def _backward(space: Space, job: Job, micro: int, micro_batch: int) -> list[Acti
     return actions
 
 
-def _first_backward(bundle: Bundle, visits: tuple[str, ...]) -> str:
+def backwards(actions: Sequence[Action], bundle: Bundle, visits: tuple[str, ...]) -> list[int]:
+    """Where the backwards stand that complete the gradients of `bundle`, one per micro-batch."""
+    last = bundle.last or visits[0]
+    return [i for i, action in enumerate(actions) if action.kind == "B" and action.subject == last]
+
+
+def first_backward(bundle: Bundle, visits: tuple[str, ...]) -> str:
     """The visit whose backward is the first to add to the gradients of `bundle`: the last of its users in the forward."""
     used = {visit for weight in bundle.weights for visit in weight.visits}
     return visits[-1] if ROOT in used else max(used, key=visits.index)

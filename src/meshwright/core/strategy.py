@@ -31,9 +31,6 @@ class Runtime(Protocol):
     def unshard(self, action: Action) -> None:
         """Start gathering the weights of `action.tensors` from their shards."""
 
-    def reshard(self, action: Action) -> None:
-        """Let go of the whole weights of `action.tensors`."""
-
     def reduce(self, action: Action) -> None:
         """Start summing the packed gradients of `action.tensors` into shards, or their shards over replicas."""
 

@@ -20,7 +20,7 @@ from meshwright.core.anatomy import NBYTES
 from meshwright.core.job import Job
 from meshwright.core.program import Action, Hold, Transfer, index_of_last, with_waits
 from meshwright.core.space import Bundle, Space
-from meshwright.core.steps import NORM, gradient
+from meshwright.core.steps import NORM, backwards, first_backward, gradient
 
 NUM_BUFFERS = 2
 
@@ -62,9 +62,8 @@ class Sums:
         return not self.every and self.wire == self.kept == self.dtype
 
     def _reduce(self, bundle: Bundle, micro: int | None, waits: Sequence[str]) -> Action:
-        nbytes = self.arenas[bundle.name].numel * NBYTES[self.wire]
-        transfer = Transfer("reduce_scatter", (self.axis,), nbytes, dtype=self.wire)
-        return Action("REDUCE", bundle.name, micro, "wire", tuple(waits), _names(bundle), transfer)
+        transfer = Transfer("reduce_scatter", (self.axis,), self._nbytes(bundle), dtype=self.wire)
+        return Action("REDUCE", bundle.name, micro, "wire", tuple(waits), bundle.names, transfer)
 
     def _summed_across(self, actions: list[Action]) -> list[Action]:
         """`actions` with the sum of each bundle's shard over the replicas, once it is complete.
@@ -86,9 +85,9 @@ class Sums:
         return edited
 
     def _across(self, complete: Action) -> list[Action]:
-        bundle = next(bundle for bundle in self.bundles if _names(bundle) == complete.tensors)
-        nbytes = self.arenas[bundle.name].shard * NBYTES[self.kept]
-        transfer, name = Transfer("all_reduce", (self.across,), nbytes, dtype=self.kept), f"{bundle.name}, across"
+        """The sum over the replicas of the shard that `complete`, a REDUCE or an ADD of a bundle, leaves."""
+        nbytes = self.arenas[complete.subject].shard * NBYTES[self.kept]
+        transfer, name = Transfer("all_reduce", (self.across,), nbytes, dtype=self.kept), f"{complete.subject}, across"
         ready = Action("READY", name, waits=(complete.name,), tensors=complete.tensors)
         return [ready, Action("REDUCE", name, None, "wire", (ready.name,), complete.tensors, transfer)]
 
@@ -96,12 +95,11 @@ class Sums:
         """Each bundle packed behind its first backward and reduced behind its last."""
         behind: dict[int, list[Action]] = {}
         for bundle in self.bundles:
-            backwards = self._backwards(actions, bundle)
-            first, last = backwards[0], backwards[-1]
-            names = _names(bundle)
+            places = backwards(actions, bundle, self.visits)
+            first, last = places[0], places[-1]
             held = Hold(self._sum(bundle), self._nbytes(bundle))
             waits = (actions[first].name,)
-            pack = Action("PACK", bundle.name, waits=waits, tensors=names, takes=(held,), frees=(gradient(bundle),))
+            pack = Action("PACK", bundle.name, waits=waits, tensors=bundle.names, takes=(held,), frees=(gradient(bundle),))
             behind.setdefault(first, []).append(pack)
             behind.setdefault(last, []).append(self._reduce(bundle, None, (*dict.fromkeys((pack.name, actions[last].name)),)))
         for i, action in enumerate(actions):
@@ -128,8 +126,8 @@ class Sums:
         """By the place of a backward, the bundles that are packed behind it."""
         found: dict[int, list[Bundle]] = {}
         for bundle in self.bundles:
-            backwards = self._backwards(actions, bundle)
-            for at in backwards if self.every else backwards[-1:]:
+            places = backwards(actions, bundle, self.visits)
+            for at in places if self.every else places[-1:]:
                 found.setdefault(at, []).append(bundle)
         return found
 
@@ -139,14 +137,14 @@ class Sums:
         before = () if buffer.busy is None else (buffer.busy.name,)
         frees = (gradient(bundle), *((buffer.hold.name,) if buffer.busy else ()))
         waits = (backward.name, *before)
-        pack = Action("PACK", bundle.name, micro, waits=waits, tensors=_names(bundle), takes=(buffer.hold,), frees=frees)
+        pack = Action("PACK", bundle.name, micro, waits=waits, tensors=bundle.names, takes=(buffer.hold,), frees=frees)
         reduce = self._reduce(bundle, micro, (pack.name,))
         first = micro in (0, None)
         shard = Hold(self._sum(bundle), self.arenas[bundle.name].shard * NBYTES[self.kept])
         adds = None
         if self.wire != self.kept or not first:
             waits = (reduce.name, *(() if first else (self._sum_of(bundle, (micro or 0) - 1),)))
-            adds = Action("ADD", bundle.name, micro, waits=waits, tensors=_names(bundle))
+            adds = Action("ADD", bundle.name, micro, waits=waits, tensors=bundle.names)
         reduce = replace(reduce, takes=(shard,) if first else ())
         buffer.busy, buffer.adds = adds or reduce, adds
         yield pack
@@ -167,12 +165,8 @@ class Sums:
         """A backward with the whole gradients that it makes, until they are packed: those of every micro-batch."""
         if action.kind != "B" or not self.every:
             return action
-        made = [b for b in self.bundles if action.subject == self._first_backward(b)]
-        return replace(action, takes=tuple(Hold(gradient(b), sum(w.numel for w in b.weights) * self._width) for b in made))
-
-    def _first_backward(self, bundle: Bundle) -> str:
-        visits = self.visits
-        return max((visit for visit in bundle.visits if visit in visits), key=visits.index) if bundle.last else visits[-1]
+        made = (bundle for bundle in self.bundles if action.subject == first_backward(bundle, self.visits))
+        return replace(action, takes=tuple(Hold(gradient(bundle), bundle.numel * NBYTES[self.dtype]) for bundle in made))
 
     def _stepped(self, action: Action) -> Action:
         """STEP, which frees what is kept of the sums."""
@@ -185,22 +179,9 @@ class Sums:
     def _buffer_names(self, actions: Sequence[Action]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(hold.name for action in actions if action.kind == "PACK" for hold in action.takes))
 
-    def _backwards(self, actions: Sequence[Action], bundle: Bundle) -> list[int]:
-        """Where the backwards stand that complete the gradients of `bundle`, one per micro-batch."""
-        last = bundle.last or self.visits[0]
-        return [i for i, action in enumerate(actions) if action.kind == "B" and action.subject == last]
-
-    @property
-    def _width(self) -> int:
-        return NBYTES[self.dtype]
-
     def _nbytes(self, bundle: Bundle) -> int:
         return self.arenas[bundle.name].numel * NBYTES[self.wire]
 
     @staticmethod
     def _sum(bundle: Bundle) -> str:
         return f"summed gradient({bundle.name})"
-
-
-def _names(bundle: Bundle) -> tuple[str, ...]:
-    return tuple(weight.name for weight in bundle.weights)

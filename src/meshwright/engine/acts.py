@@ -201,8 +201,7 @@ class Acts:
 
     def evaluate(self, batches: Iterable[Batch | None]) -> Evaluation:
         """The loss over `batches` of all ranks; see `engine.evaluation`."""
-        together = any(held.flat for held in self.store.arenas.values())
-        return evaluate(self.plan, self.state, self._dice, self._autocast(), batches, together=together)
+        return evaluate(self.plan, self.state, self._dice, self._autocast(), batches, together=self.store.together)
 
     def _overflowed(self) -> bool:
         """Whether the gradients left the range of their dtype, as all ranks judge alike; the loss scale moves.

@@ -7,6 +7,7 @@ gradient       [ w1 | w2 ]            the sum over all ranks
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -34,7 +35,7 @@ class Held:
     gradient: torch.Tensor | None = None
     steps: dict[str, nn.Parameter] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """What lies in the shard."""
         return self.arena.pieces(self.group.index)

@@ -122,10 +122,6 @@ class Player:
         """Start gathering the weights of `action.tensors` from their shards."""
         self.store.unshard(action)
 
-    def reshard(self, action: Action) -> None:
-        """Let go of the whole weights of `action.tensors`."""
-        self.store.reshard(action)
-
     def reduce(self, action: Action) -> None:
         """Start summing the packed gradients of `action.tensors` into shards, or their shards over replicas."""
         self.store.reduce(action)

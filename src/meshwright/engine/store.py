@@ -17,7 +17,6 @@ from torch import nn
 
 from meshwright.core.anatomy import ROOT
 from meshwright.core.arena import Arena, Piece
-from meshwright.core.layout import FLAT, Place
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
 from meshwright.core.steps import ROLE
@@ -43,7 +42,7 @@ class Store:
         self._homes = {home.weight.name: home for home in plan.space.homes}
         for name, arena in plan.space.arenas().items():
             first = arena.weights[0][0]
-            flat = any(place == Place("S", FLAT) for _, place in self._homes[first].stored.places)
+            flat = self._homes[first].in_shards
             held = self._stored_flat(arena, taken[first][0].name, taken[first][0].nbytes) if flat else self._stored_whole(arena)
             self.arenas[name] = held
             self._of |= dict.fromkeys((weight for weight, _, _ in arena.weights), held)
@@ -70,6 +69,11 @@ class Store:
         """What is stepped on this rank, one bundle after the other, with the gradients that the last backward and REDUCE left."""
         yield from (held.bundle(held.gradient) for held in self.arenas.values() if held.gradient is not None)
         yield from self.masters.bundles()
+
+    @property
+    def together(self) -> bool:
+        """Whether a forward needs all ranks: some weights are kept in shards alone."""
+        return any(held.flat for held in self.arenas.values())
 
     def holds(self, name: str) -> bool:
         """Whether the weight `name` lies in an arena."""
@@ -101,9 +105,6 @@ class Store:
         held = self._of[action.tensors[0]]
         self._state.works[action.name] = held.group.all_gather(held.whole, held.shard, action=action.name)
 
-    def reshard(self, action: Action) -> None:
-        """Let go of a bundle: its buffer is the next one's."""
-
     def pack(self, action: Action) -> bool:
         """Put the gradients of a bundle into the places of its arena; False when it lies in none."""
         held = self._of.get(action.tensors[0])
@@ -122,7 +123,7 @@ class Store:
             parameter.grad = place.view(parameter.shape) if self._in_place else None
         flat[end:].zero_()
         self._packed[action.name] = flat
-        if self._in_place:
+        if self._in_place and held.gradient is None:  # the buffer is the bundle's for good
             self._take_gradient(held, flat[held.mine])
         return True
 
@@ -248,11 +249,10 @@ class Store:
         return home.weight.shape if home.grain == "matrix" else (piece.numel,)
 
     def _gradient(self, held: Held) -> torch.Tensor:
-        if held.gradient is None:
-            self._take_gradient(held, held.shard.new_empty(held.arena.shard, dtype=self._kept))
         gradient = held.gradient
         if gradient is None:
-            raise RuntimeError(f"{held.arena.name} has no gradient; put a REDUCE before its use")
+            gradient = held.shard.new_empty(held.arena.shard, dtype=self._kept)
+            self._take_gradient(held, gradient)
         return gradient
 
     @staticmethod

@@ -19,7 +19,7 @@ Fetch = Callable[[str], None]  # has the weights of a block whole
 def whole(subject: Subject, store: Store, drive: Drive, action: str) -> Iterator[None]:
     """Forwards of the module find their weights meanwhile, which are sent for `action`; all ranks run as many forwards."""
     store.refresh(action)
-    if not any(held.flat for held in store.arenas.values()):
+    if not store.together:
         yield
         return
     order = _Order(partial(store.fetch, action=action))

@@ -19,11 +19,8 @@ from math import prod
 
 from meshwright.core.anatomy import NBYTES, Weight
 from meshwright.core.job import Job
-from meshwright.core.layout import FLAT, Place
-from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.rules import moment_nbytes, stepping_of
-from meshwright.core.space import Home
 from meshwright.core.steps import USES
 
 COUNTER = 4  # bytes of a count of steps, where it is a tensor
@@ -109,7 +106,7 @@ def _kept(plan: Plan, rank: int) -> Iterator[_Kept]:
     """What `rank` keeps of each bundle."""
     space, parameters = plan.space, plan.job.precision.parameters
     coordinate, arenas = plan.mesh.coordinate(rank), plan.space.arenas()
-    for bundle in (*space.bundles(), *space.bundles(frozen=True)):
+    for bundle in space.all_bundles():
         arena, width = arenas.get(bundle.name), bundle.weights[0].width(parameters)
         steps = bundle.trainable and plan.leads(rank)
         if arena is None:
@@ -118,8 +115,8 @@ def _kept(plan: Plan, rank: int) -> Iterator[_Kept]:
             yield _Kept(numel * width, numel if steps else 0, tuple(mine) if steps else ())
         else:
             weights = {weight.name: weight for weight in bundle.weights}
-            pieces = arena.pieces(_index(plan.mesh, rank, arena.axes)) if steps else ()
-            numel = arena.shard if _in_shards(bundle.homes[0]) else arena.numel
+            pieces = arena.pieces(plan.mesh.peers(rank, arena.axes).index(rank)) if steps else ()
+            numel = arena.shard if bundle.homes[0].in_shards else arena.numel
             stepped = tuple((weights[piece.name], piece.numel) for piece in pieces)
             yield _Kept(numel * width, arena.shard if steps else 0, stepped)
 
@@ -137,15 +134,3 @@ def _held(plan: Plan) -> tuple[int, int]:
         gradients = max(gradients, sum(kept.values()))
         buffers = max(buffers, sum(nbytes for name, nbytes in others.items() if name not in freed))
     return gradients, buffers
-
-
-def _in_shards(home: Home) -> bool:
-    return any(place == Place("S", FLAT) for _, place in home.stored.places)
-
-
-def _index(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> int:
-    """The place of `rank` in its group along `axes`, outermost first."""
-    coordinate, index = mesh.coordinate(rank), 0
-    for axis in axes:
-        index = index * mesh.size(axis) + coordinate[axis]
-    return index

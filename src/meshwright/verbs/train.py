@@ -103,7 +103,7 @@ def train_rank(
             logger.info("ended at step %d, %s", ended.step, "stopped" if ended.stopped else "done")
             if show:
                 _conclude(ready, feed.num_steps, resumed.step, ended, perf_counter() - started, console)
-            text = _sample(ready, engine, ended)
+            text = _sample(ready, engine, ended, show=show)
             if show:
                 _farewell(ready, text, ended, console)
     return ended
@@ -181,12 +181,14 @@ def _conclude(ready: Prepared, available: int | None, first: int, ended: Ended, 
         console.print(text, soft_wrap=True)
 
 
-def _sample(ready: Prepared, engine: Engine, ended: Ended) -> str:
-    """A text by the trained model, where one is wanted; every rank draws the same."""
+def _sample(ready: Prepared, engine: Engine, ended: Ended, *, show: bool) -> str:
+    """A text by the trained model, where one is wanted: drawn by the rank that shows it, and by all where a forward needs all."""
     run, job = ready.plan.run, ready.plan.job
     if not run.sample_tokens or not isinstance(ready.data, TokenData) or ended.stopped:
         return ""
     with engine.whole() as module:
+        if not show and not engine.player.store.together:
+            return ""
         length, codec = job.data.sequence, ready.data.codec
         return sample_text(module, run.sample_prompt, run.sample_tokens, length, job.train.seed, codec=codec)
 

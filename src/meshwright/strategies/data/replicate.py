@@ -34,7 +34,7 @@ from meshwright.core.job import Job
 from meshwright.core.layout import I, R
 from meshwright.core.program import Action, Hold, Program, Transfer, index_of_last, with_waits
 from meshwright.core.space import Bundle, Space
-from meshwright.core.steps import gradient
+from meshwright.core.steps import backwards, gradient
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
 from meshwright.strategies.data.batch import DATA_AXES
 
@@ -77,18 +77,17 @@ class Replicate(Strategy):
         The whole leaves after the last backward. A bucket of another dtype takes finished sums only, and is unpacked.
         """
         casts = job.precision.reduce != job.precision.parameters
-        tensors = tuple(weight.name for bundle in bucket for weight in bundle.weights)
+        tensors = tuple(name for bundle in bucket for name in bundle.names)
         numel = sum(bundle.numel for bundle in bucket)
         held = Hold(f"bucket({name})", numel * NBYTES[job.precision.reduce])
         packs = []
         for bundle in bucket:
-            at = _backwards(actions, bundle, space)[-1 if casts else 0]
+            at = backwards(actions, bundle, space.anatomy.visits)[-1 if casts else 0]
             grads = () if casts else (gradient(bundle),)
-            mine = tuple(weight.name for weight in bundle.weights)
             takes = () if packs else (held,)
-            packs.append(Action("PACK", bundle.name, waits=(actions[at].name,), tensors=mine, takes=takes, frees=grads))
+            packs.append(Action("PACK", bundle.name, waits=(actions[at].name,), tensors=bundle.names, takes=takes, frees=grads))
             actions.insert(_behind(actions, at), packs[-1])
-        last = _backwards(actions, bucket[-1], space)[-1]
+        last = backwards(actions, bucket[-1], space.anatomy.visits)[-1]
         waits = tuple(dict.fromkeys((*(pack.name for pack in packs), actions[last].name)))
         algorithm = Rule.parse(self.algorithm).pick(held.nbytes)
         transfer = Transfer("all_reduce", (self.axis,), held.nbytes, algorithm, job.precision.reduce)
@@ -99,12 +98,6 @@ class Replicate(Strategy):
         unpack = Action("UNPACK", name, waits=(reduce.name,), tensors=tensors, frees=(held.name,))
         actions.insert(index_of_last(actions, "CLIP") or 0, unpack)
         return _end(actions, unpack.name, "", ())
-
-
-def _backwards(actions: Sequence[Action], bundle: Bundle, space: Space) -> list[int]:
-    """Where the backwards stand that complete the gradients of `bundle`, one per micro-batch."""
-    last = bundle.last or space.anatomy.visits[0]
-    return [i for i, action in enumerate(actions) if action.kind == "B" and action.subject == last]
 
 
 def _behind(actions: Sequence[Action], at: int) -> int:

@@ -119,23 +119,23 @@ class Zero(Strategy):
         return program.edit(lambda actions: (self._stay if self.stage == 3 else self._hand_out)(actions, space, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        words = {"UNSHARD": runtime.unshard, "RESHARD": runtime.reshard, "READY": _nothing}
+        words = {"UNSHARD": runtime.unshard, "RESHARD": _nothing, "READY": _nothing}
         return {**words, "REDUCE": runtime.reduce, "ADD": runtime.add, "SQUARE": runtime.square, "NORM": runtime.norm}
 
     def _stored(self, home: Home) -> Home:
         return replace(home, stored=home.stored.with_place(self.axis, S(FLAT))) if self.stage == 3 else home
 
-    def _gather_of(self, bundle: Bundle, space: Space, job: Job, what: str, micro: int | None) -> Action:
+    def _gather_of(self, bundle: Bundle, shard: int, job: Job, what: str, micro: int | None) -> Action:
+        """The UNSHARD of `bundle`, of which each rank has `shard` elements, for `what`."""
         first, parameters = bundle.weights[0], job.precision.parameters
-        dtype, nbytes = first.held_in(parameters), space.arenas()[bundle.name].shard * first.width(parameters)
-        names = tuple(weight.name for weight in bundle.weights)
+        dtype, nbytes = first.held_in(parameters), shard * first.width(parameters)
         transfer = Transfer("all_gather", (self.axis,), nbytes, dtype=dtype)
-        return Action("UNSHARD", f"{bundle.name}{what}", micro, "wire", tensors=names, transfer=transfer)
+        return Action("UNSHARD", f"{bundle.name}{what}", micro, "wire", tensors=bundle.names, transfer=transfer)
 
     def _hand_out(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
         """`actions` with what the last step has stepped handed out once, each bundle ahead of its first use."""
-        bundles = sorted(space.bundles(), key=lambda bundle: min(_places(bundle, space)))
-        gathers = {bundle.name: self._gather_of(bundle, space, job, "", None) for bundle in bundles}
+        bundles, arenas = sorted(space.bundles(), key=lambda bundle: min(_places(bundle, space))), space.arenas()
+        gathers = {bundle.name: self._gather_of(bundle, arenas[bundle.name].shard, job, "", None) for bundle in bundles}
         first = next(i for i, action in enumerate(actions) if action.kind in FORWARDS)
         waiting = [self._waiting(action, bundles, {b: g.name for b, g in gathers.items()}) for action in actions[first:]]
         ready = [_ready(gathers[bundle.name]) for bundle in bundles if ROOT in bundle.visits]
@@ -149,9 +149,9 @@ class Zero(Strategy):
 
     def _stay(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
         """`actions` with an UNSHARD ahead of each stay of a bundle and a RESHARD behind it."""
-        bundles = {bundle.name: bundle for bundle in (*space.bundles(), *space.bundles(frozen=True))}
+        bundles, arenas = {bundle.name: bundle for bundle in space.all_bundles()}, space.arenas()
         widths = {name: bundle.weights[0].width(job.precision.parameters) for name, bundle in bundles.items()}
-        nbytes = {name: arena.numel * widths[name] for name, arena in space.arenas().items()}
+        nbytes = {name: arena.numel * widths[name] for name, arena in arenas.items()}
         at = [i for i, action in enumerate(actions) if action.kind in USES]
         uses = [Use(_needed(actions[i], list(bundles.values())), actions[i].micro or 0) for i in at]
         found = stays(uses, nbytes, self.gather, self.keep_mb * 2**20, self.ahead)
@@ -162,8 +162,9 @@ class Zero(Strategy):
         for stay in found:
             bundle, first = bundles[stay.bundle], actions[at[stay.begin]]
             held = Hold(f"weight buffer {number[stay.bundle]}", sizes[number[stay.bundle]])
-            fetch = replace(self._gather_of(bundle, space, job, _for(first, bundle), first.micro), takes=(held,))
-            release = Action("RESHARD", fetch.subject, fetch.micro, waits=(), tensors=fetch.tensors, frees=(held.name,))
+            fetch = self._gather_of(bundle, arenas[stay.bundle].shard, job, _for(first, bundle), first.micro)
+            fetch = replace(fetch, takes=(held,))
+            release = Action("RESHARD", fetch.subject, fetch.micro, tensors=fetch.tensors, frees=(held.name,))
             before.setdefault(at[stay.fetch], []).append(fetch)
             if ROOT in bundle.visits:
                 before[at[stay.fetch]].append(_ready(fetch))
@@ -217,4 +218,4 @@ def _trained(space: Space) -> list[Home]:
 
 
 def _nothing(action: Action) -> None:
-    """What it waited for was all."""
+    """What it waits for, or frees, is all."""
