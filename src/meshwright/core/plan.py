@@ -190,7 +190,10 @@ def _space_faults(space: Space) -> Iterator[Fault]:
     if pending:
         axes = ", ".join(sorted({axis for home in pending for axis in home.grad.axes("P")}))
         text = f"the gradients of {len(pending)} parameters ({pending[0].weight.name}...) stay pending sums over {axes}"
-        yield Fault(text, f'add a strategy that stores weights along {axes}: [[strategies]] name = "replicate"', "strategies")
+        fix = f'add a strategy that stores weights along {axes}: [[strategies]] name = "replicate"'
+        if any(home.flat for home in pending):  # who cuts them into shards must hand those out along other axes too
+            fix = f'have the shards copied along {axes}: across = "{axes}" in the strategy that makes them'
+        yield Fault(text, fix, "strategies")
     idle = [axis for axis in AXES if space.mesh.size(axis) > 1 and not _used(space, axis)]
     if idle:
         ranks = " x ".join(str(space.mesh.size(axis)) for axis in idle)

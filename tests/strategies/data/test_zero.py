@@ -166,6 +166,11 @@ def test_it_refuses(zero: Zero, text: str):
         on_paper(zero)
 
 
+def test_shards_without_copies_along_the_other_axis_are_told_to_be_copied():
+    with pytest.raises(PlanError, match=r'stay pending sums over dp_replicate\n.*across = "dp_replicate" in the strategy'):
+        Plan.make(tiny_job(), Mesh(dp_replicate=2, dp_shard=2), Paper().anatomy, (Batch(), SHARD, Zero()))
+
+
 def test_whole_copies_and_shards_are_refused_together():
     mesh, anatomy, both = Mesh(dp_replicate=2, dp_shard=2), Paper().anatomy, (Batch(), SHARD)
     with pytest.raises(PlanError, match=r'zero cuts the weights into shards\n.*across = "dp_replicate"'):
