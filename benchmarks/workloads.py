@@ -2,10 +2,12 @@
 
     large   hidden 512, 8 layers, 25.6 M parameters, 8 x 256 tokens    compute decides
     small   the same model, 2 x 128 tokens                             communication and Python show
+    small4  the same model, 4 x 128 tokens: small, for four ranks
     toy     hidden 64, 8 thin layers, 1 x 64 tokens                    Python alone
 
 Text is the source of Python's standard library as bytes. All loops train the same parameters on the same samples with the
-same fused AdamW, the same groups (no decay on 1-D weights) and clipping to norm 1. One thread per rank.
+same fused AdamW, the same groups (no decay on 1-D weights) and clipping to norm 1. One thread per rank. With `half` they
+compute in bfloat16 and keep float32: DDP under autocast, FSDP2 by its policy (gathers bfloat16, sums float32).
 """
 
 import sysconfig
@@ -19,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -28,6 +30,7 @@ from meshwright.comm.distributed import TorchWorld
 from meshwright.comm.group import World
 from meshwright.core.job import Job, Optimizer, Train
 from meshwright.core.mesh import Mesh
+from meshwright.core.precision import Precision
 from meshwright.core.sources import DataSource, ModelSource
 from meshwright.core.strategy import Strategy
 from meshwright.engine.optimizers import parameter_groups
@@ -69,6 +72,7 @@ class Workload:
 WORKLOADS = {
     "large": Workload(512, 1376, 8, 8, 8, 256),
     "small": Workload(512, 1376, 8, 8, 2, 128),
+    "small4": Workload(512, 1376, 8, 8, 4, 128),
     "toy": Workload(64, 172, 8, 4, 1, 64),
 }
 
@@ -93,10 +97,14 @@ def ordinary(rank: int, size: int, workload: str) -> Callable[[], object]:
     return _loop(rank, size, WORKLOADS[workload], lambda model: model)
 
 
-def ddp(rank: int, size: int, workload: str, store: str) -> Callable[[], object]:
+def ddp(rank: int, size: int, workload: str, store: str, *, half: bool = False) -> Callable[[], object]:
     """The same loop around torch's DistributedDataParallel over gloo, each rank on its share of the batch."""
     _join(rank, size, store)
-    return _loop(rank, size, WORKLOADS[workload], lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True))
+
+    def wrap(model: nn.Module) -> nn.Module:
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    return _loop(rank, size, WORKLOADS[workload], wrap, autocast=half)
 
 
 def ours(rank: int, size: int, workload: str, store: str = "", world: World | None = None) -> Callable[[], object]:
@@ -104,12 +112,16 @@ def ours(rank: int, size: int, workload: str, store: str = "", world: World | No
     return _engine(workload, Mesh(dp_replicate=size), None, world or joined(rank, size, store))
 
 
-def _engine(workload: str, mesh: Mesh, strategies: Sequence[Strategy] | None, world: World) -> Callable[[], object]:
+def _engine(
+    workload: str, mesh: Mesh, strategies: Sequence[Strategy] | None, world: World, precision: Precision | None = None
+) -> Callable[[], object]:
     torch.set_num_threads(1)
     spec = WORKLOADS[workload]
     batches = Batches(spec)
     reading = read(spec.model(), Batches(spec).next())
-    job = Job(ModelSource("llama"), DataSource("stdlib", sequence=spec.sequence), Train(batch=spec.batch), OPTIMIZER)
+    train = Train(batch=spec.batch)
+    data, precision = DataSource("stdlib", sequence=spec.sequence), precision or Precision()
+    job = Job(ModelSource("llama"), data, train, OPTIMIZER, precision=precision)
     engine = build(reading, make_plan(reading, job, mesh, strategies), world=world)
 
     def step() -> float:
@@ -118,28 +130,33 @@ def _engine(workload: str, mesh: Mesh, strategies: Sequence[Strategy] | None, wo
     return step
 
 
-def fsdp(rank: int, size: int, workload: str, store: str, *, reshard: bool = True) -> Callable[[], object]:
+def fsdp(rank: int, size: int, workload: str, store: str, *, reshard: bool = True, half: bool = False) -> Callable[[], object]:
     """The same loop on torch's FSDP2 (fully_shard of each layer and of the rest) over gloo; `reshard`: after forward too."""
     _join(rank, size, store)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
 
     def wrap(model: nn.Module) -> nn.Module:
         for layer in model.get_submodule("model.layers").children():
-            fully_shard(layer, reshard_after_forward=reshard)
-        fully_shard(model, reshard_after_forward=reshard)
+            fully_shard(layer, reshard_after_forward=reshard, mp_policy=policy)
+        fully_shard(model, reshard_after_forward=reshard, mp_policy=policy)
         return model
 
     return _loop(rank, size, WORKLOADS[workload], wrap)
 
 
-def sharded(rank: int, size: int, workload: str, store: str, zero: Mapping[str, Any]) -> Callable[[], object]:
-    """The step of the engine on the same model, with all ranks on dp_shard and the fields of `Zero` that `zero` gives."""
+def sharded(
+    rank: int, size: int, workload: str, store: str, zero: Mapping[str, Any], precision: Mapping[str, Any] | None = None
+) -> Callable[[], object]:
+    """The step of the engine on the same model, with all ranks on dp_shard, and the fields of `Zero` and `Precision` given."""
     mesh = Mesh(dp_shard=size)
     _join(rank, size, store)
     world = TorchWorld(mesh, rank, "cpu", shared=False)
-    return _engine(workload, mesh, (SplitBatch(axis="dp_shard"), Zero(**zero)), world)
+    return _engine(workload, mesh, (SplitBatch(axis="dp_shard"), Zero(**zero)), world, Precision(**precision or {}))
 
 
-def _loop(rank: int, size: int, spec: Workload, wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], object]:
+def _loop(
+    rank: int, size: int, spec: Workload, wrap: Callable[[nn.Module], nn.Module], *, autocast: bool = False
+) -> Callable[[], object]:
     torch.set_num_threads(1)
     plain = spec.model()
     names = dict(plain.named_parameters())
@@ -156,8 +173,9 @@ def _loop(rank: int, size: int, spec: Workload, wrap: Callable[[nn.Module], nn.M
         batch = batches.next()
         inputs, labels = batch["input_ids"][share], batch["labels"][share]
         optimizer.zero_grad(set_to_none=True)
-        logits = model(input_ids=inputs).logits
-        loss = F.cross_entropy(logits.view(-1, VOCABULARY), labels.reshape(-1))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits = model(input_ids=inputs).logits
+        loss = F.cross_entropy(logits.float().view(-1, VOCABULARY), labels.reshape(-1))
         loss.backward()
         nn.utils.clip_grad_norm_(names.values(), 1.0)
         optimizer.step()

@@ -4,29 +4,34 @@
     small step   stage 2 against FSDP2 that keeps weights whole after forward (0.75), stage 3 against FSDP2 (0.75)
 
 DDP runs with `gradient_as_bucket_view=True`, FSDP2 with `fully_shard` on each layer and on the rest, as their users are told.
+In bfloat16 stages 1 and 2 compute so over float32 weights, as DDP does under autocast; beside FSDP2, whose policy gathers
+bfloat16 and sums float32, so do we: weights in bfloat16, masters and sums in float32.
 CPU seconds of all ranks decide, wall seconds stand beside. A second loop of the peer is the twin that shows the noise.
 
-    python -m benchmarks.zero_vs_torch           about half an hour
+    python -m benchmarks.zero_vs_torch           about an hour
     python -m benchmarks.zero_vs_torch --quick   a few rounds of each; writes nothing
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from benchmarks.method import Comparison, Rounds, Window, compare, measure
-from benchmarks.ranks import Ranks
+from benchmarks.ranks import Build, Ranks
 from benchmarks.result import Result
 from benchmarks.workloads import HEAVY, ddp, fresh_store, fsdp, sharded
 
 NAME = "zero_vs_torch"
 CLAIM = (
-    "over gloo, fp32, 2 and 4 processes: large step: stages 1 and 2 at most 1.03 x torch DDP, stage 3 at most 0.97 x FSDP2; "
+    "over gloo, fp32 and bf16, 2 and 4 processes: large step: stages 1 and 2 at most 1.03 x torch DDP, stage 3 0.97 x FSDP2; "
     "small step: stage 2 at most 0.75 x FSDP2 without resharding, stage 3 at most 0.75 x FSDP2"
 )
-WINDOWS = {"large": Window(20, 40, 150), "small": Window(40, 120, 90, warmup=3)}
+LARGE, SMALL = Window(16, 40, 170), Window(40, 120, 110, warmup=3)
+AUTOCAST = {"compute": "bfloat16"}
+HALF = {"parameters": "bfloat16", "compute": "bfloat16", "master": "float32", "gradients": "float32"}
 QUICK = Window(3, 4, 120, window_s=0.0, threshold=64.0, warmup=1)
 
 
@@ -37,29 +42,38 @@ class Row:
     stage: int
     workload: str
     ranks: int
+    half: bool
     bar: float
     peer: str
-    build: Callable[..., Callable[[], object]]
+    build: Build
     how: Mapping[str, Any]
 
     def __str__(self) -> str:
-        return f"stage {self.stage} / {self.peer}, {self.workload}, {self.ranks} ranks"
+        dtype = "bf16" if self.half else "fp32"
+        return f"stage {self.stage} / {self.peer}, {self.workload.rstrip('4')}, {self.ranks} ranks, {dtype}"
+
+    @property
+    def precision(self) -> Mapping[str, Any]:
+        """Our roles, as near to the peer's as can be."""
+        return {} if not self.half else AUTOCAST if self.build is ddp else HALF
 
 
 def rows() -> Iterator[Row]:
     """All of them."""
-    for ranks in (2, 4):
+    for half, ranks in product((False, True), (2, 4)):
+        small = "small" if ranks == 2 else "small4"
+        yield Row(2, small, ranks, half, 0.75, "FSDP2 kept", fsdp, {"reshard": False})
+        yield Row(3, small, ranks, half, 0.75, "FSDP2", fsdp, {})
         for stage in (1, 2):
-            yield Row(stage, "large", ranks, 1.03, "DDP", ddp, {})
-        yield Row(3, "large", ranks, 0.97, "FSDP2", fsdp, {})
-        yield Row(2, "small", ranks, 0.75, "FSDP2 kept", fsdp, {"reshard": False})
-        yield Row(3, "small", ranks, 0.75, "FSDP2", fsdp, {})
+            yield Row(stage, "large", ranks, half, 1.03, "DDP", ddp, {})
+        yield Row(3, "large", ranks, half, 0.97, "FSDP2", fsdp, {})
 
 
 def run(row: Row, window: Window) -> Rounds:
     """The rounds of one row."""
-    mine: Mapping[str, Any] = {"zero": {"stage": row.stage}}
-    sides = ((row.peer, row.build, row.how), ("ours", sharded, mine), ("twin", row.build, row.how))
+    mine: Mapping[str, Any] = {"zero": {"stage": row.stage}, "precision": row.precision}
+    peer: Mapping[str, Any] = {**row.how, "half": row.half}
+    sides = ((row.peer, row.build, peer), ("ours", sharded, mine), ("twin", row.build, peer))
     with ExitStack() as opened:
         return measure(
             [
@@ -77,7 +91,7 @@ def main() -> None:
     quick = "--quick" in sys.argv[1:]
     found: dict[str, tuple[Rounds, Comparison, Comparison]] = {}
     for row in rows():
-        rounds = run(row, QUICK if quick else WINDOWS[row.workload])
+        rounds = run(row, QUICK if quick else LARGE if row.workload == "large" else SMALL)
         cpu, wall = (
             compare(rounds, "ours", base=row.peer, twin="twin", bar=row.bar, figure=figure) for figure in ("cpu_s", "wall_s")
         )

@@ -28,6 +28,7 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.run import Run
 from meshwright.core.strategy import Strategy
+from meshwright.engine.heap import keep_heap
 from meshwright.engine.loss import Batch, Loss, check_loss, judge_of, token_cross_entropy
 from meshwright.engine.optimizers import MakeOptimizer
 from meshwright.engine.player import Player
@@ -133,6 +134,8 @@ def build(
         text = f"the plan is for {plan.mesh} ({plan.mesh.world} ranks) and the world is {world.mesh} ({world.mesh.world})"
         raise PlanError(text, fix=f"start {plan.mesh.world} ranks, or make a plan for this world", where="build")
     refuse_unable(plan.job.precision, world.device)
+    if world.device.type == "cpu":
+        keep_heap()
     subject = make_subject(reading, world.device, getattr(torch, plan.job.precision.parameters), plan=plan)
     return Engine(plan, Player(plan, State(subject, world, loss), optimizer, make_dice(reading, plan)), world, reading.blueprint)
 

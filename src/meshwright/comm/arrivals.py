@@ -47,4 +47,4 @@ class Arrivals:
 @torch.no_grad()
 def sum_into(output: torch.Tensor, summands: Sequence[torch.Tensor]) -> None:
     """Fill `output` with the sum of `summands`, added from first to last."""
-    output.view(-1).copy_(ordered_sum(summands))
+    ordered_sum(summands, out=output.view(-1))

@@ -9,10 +9,9 @@ When it fails, or lasts too long, all ranks are asked where they are (comm/stall
 
 from datetime import timedelta
 
-import torch.distributed as dist
-
 from meshwright.comm.collective import Call
 from meshwright.comm.group import Group
+from meshwright.comm.handed import Issued
 from meshwright.comm.stall import SLICE_S, Lookout, Waiting, waited
 from meshwright.core.errors import CollectiveError
 
@@ -29,7 +28,7 @@ class Asked:
         self._on_gloo, self._pairwise = on_gloo, pairwise
         self._order = group.ledger.recent.order
 
-    def wait(self, work: dist.Work) -> None:
+    def wait(self, work: Issued) -> None:
         """Return when `work` is over. Raises CollectiveError, with who is to blame, when that cannot be or takes too long."""
         with self._lookout.waiting(self._order) as waiting:
             try:
@@ -57,12 +56,14 @@ class Asked:
         return waiting.failed(f"{here} (ranks {', '.join(map(str, ranks))}) did not complete: {error}")
 
 
-def _over(work: dist.Work, time: timedelta) -> bool:
+def _over(work: Issued, time: timedelta) -> bool:
     """Whether `work` is over within `time`; on gloo, which can be asked again."""
     try:
         work.wait(time)
     except RuntimeError as error:
-        if work.is_completed() or "Operation timed out" not in str(error):
+        if "Operation timed out" not in str(error):
             raise
-        return False
+        if not work.is_completed():
+            return False
+        work.wait(time)  # it has ended meanwhile: well, or with an error of its own
     return True

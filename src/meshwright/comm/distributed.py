@@ -21,7 +21,7 @@ from meshwright.comm.group import Group, Ledger, World
 from meshwright.comm.meeting import Meeting, meet
 from meshwright.comm.processes import TorchGroup
 from meshwright.comm.shared.group import SharedGroup
-from meshwright.comm.shared.joining import Apart, share
+from meshwright.comm.shared.joining import Apart, on_one_host, share
 from meshwright.comm.stall import Lookout
 from meshwright.core.errors import CollectiveError, PlanError
 from meshwright.core.limits import Limits
@@ -105,12 +105,16 @@ class TorchWorld(World):
         self._groups.clear()
 
     def _nearest(self, outer: TorchGroup, joined: dist.ProcessGroup) -> Group:
-        """The ranks of `outer` over memory, where all of them are on this host and able to; else `outer`."""
-        if not self._shared or not outer.on_gloo:
+        """The ranks of `outer` over memory, where all are on this host and able to; else `outer`, told whether they are."""
+        if not outer.on_gloo:
+            return outer
+        if not self._shared:
+            outer.near = outer.size > 2 and on_one_host(joined, outer.size)
             return outer
         try:
             segment = share(joined, outer.ranks, self.rank, num_on_host=self.mesh.world)
         except Apart as apart:
+            outer.near = not apart.expected
             level = logging.INFO if apart.expected else logging.WARNING
             self._tell(level, f"ranks do not share memory, and talk over gloo, which is slower: {apart}")
             return outer

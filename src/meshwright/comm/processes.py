@@ -1,7 +1,8 @@
 """Ranks are processes: the collectives of torch.distributed, on gloo (CPU) or NCCL (GPU).
 
 gloo moves as many bytes for a reduce_scatter as for an all_reduce. Here it is an all_to_all and a sum of what arrived,
-in rank order: half the bytes, and 2.6 times as fast (4 processes on one host).
+in rank order: half the bytes, and 2.6 times as fast (4 processes on one host). Its all_gather goes through memory of its own;
+where it can be broadcasts, it is (comm/handed.py).
 
 An all_reduce by another algorithm than the backend's own is played here over send and receive: on a CPU in a lane
 (comm/lane.py), on a GPU on a stream of the group's own, so that it runs beside the computation in either case.
@@ -21,88 +22,20 @@ from meshwright.comm.asked import Asked
 from meshwright.comm.collective import PAIRWISE, Call, announce, slices
 from meshwright.comm.fake import Done
 from meshwright.comm.group import Group, Work, World
+from meshwright.comm.handed import Issued, hand_out
 from meshwright.comm.lane import Lane
 from meshwright.comm.rounds import Parcels, playing
 from meshwright.comm.stall import Lookout
 from meshwright.comm.sums import SUMMABLE
+from meshwright.comm.works import PairWork, StreamWork, TorchWork
 from meshwright.core.errors import CollectiveError
 from meshwright.core.mesh import AXES
 
 OWN, ROUND, CUT = 0, 1, 2  # tags: what a caller sends, what rounds send, and what never comes, do not meet
 
 
-class TorchWork(Work):
-    """A `dist.Work` under way, what is left to do on this rank when it ends, and what to say when it fails.
-
-    `keep` are the tensors that the backend reads or fills: they live until the wait.
-    """
-
-    def __init__(self, work: dist.Work, asked: Asked, keep: tuple[torch.Tensor, ...], finish: Callable[[], None] | None) -> None:
-        self._work: dist.Work | None = work
-        self._asked = asked
-        self._keep = keep
-        self._finish = finish
-
-    def wait(self) -> None:
-        """Return when the result is in place. Raises CollectiveError when a peer is gone or did not come in time."""
-        if self._work is None:
-            return
-        self._asked.wait(self._work)
-        if self._finish is not None:
-            self._finish()
-        self._work, self._keep, self._finish = None, (), None
-
-    def then(self, call: Callable[[], None]) -> None:
-        """Have `call` called when the backend has done its part."""
-        if self._work is None:
-            call()
-        else:
-            self._work.get_future().add_done_callback(lambda future: call())
-
-
-class PairWork(Work):
-    """A send or a receive under way, of which gloo tells only those who wait."""
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-        self._calls: list[Callable[[], None]] = []
-        self._over = False
-
-    def wait(self) -> None:
-        """Return when the tensor has been handed over, or has come. Raises CollectiveError when the peer is gone."""
-        self._work.wait()
-        self._over = True
-        while self._calls:
-            self._calls.pop(0)()
-
-    def then(self, call: Callable[[], None]) -> None:
-        """Have `call` called by whoever waits."""
-        if self._over:
-            call()
-        else:
-            self._calls.append(call)
-
-
-class StreamWork(Work):
-    """Rounds that were given to a stream of their own; `keep` lives until the wait."""
-
-    def __init__(self, event: torch.cuda.Event, stream: torch.cuda.Stream, keep: torch.Tensor) -> None:
-        self._event, self._stream = event, stream
-        self._keep: torch.Tensor | None = keep
-
-    def wait(self) -> None:
-        """Have later kernels of this stream see the result."""
-        torch.cuda.current_stream().wait_event(self._event)
-        self._keep = None
-
-    def then(self, call: Callable[[], None]) -> None:
-        """Call `call` on the stream of the rounds."""
-        with torch.cuda.stream(self._stream):
-            call()
-
-
 class TorchGroup(Group):
-    """The ranks along some axes, joined by a process group."""
+    """The ranks along some axes, joined by a process group; `near` once it is known that all of them are on one host."""
 
     def __init__(
         self, axes: tuple[str, ...], ranks: tuple[int, ...], joined: dist.ProcessGroup, world: World, lookout: Lookout
@@ -115,7 +48,7 @@ class TorchGroup(Group):
         self.device = world.device
         self.lookout = lookout
         self.transport = dist.get_backend(joined)
-        self.on_gloo = self.transport == "gloo"
+        self.on_gloo, self.near = self.transport == "gloo", False
         # groups over different axes may be the same ranks and share `joined`, while each has a lane of its own
         self._round = ROUND + sum(2 << AXES.index(axis) for axis in axes)
         self._sum = dist.AllreduceOptions()
@@ -160,7 +93,8 @@ class TorchGroup(Group):
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
         """Fill `output` (size x tensor.numel() elements) with every rank's `tensor`, in rank order."""
         call = announce(self, "all_gather", tensor, output, action=action)
-        return self._issue(call, partial(_renamed("all_gather"), _flat(output), _flat(tensor)), keep=(output, tensor))
+        how = partial(hand_out, index=self.index) if self.on_gloo and (self.near or self.size == 2) else _renamed("all_gather")
+        return self._issue(call, partial(how, _flat(output), _flat(tensor)), keep=(output, tensor))
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
         """Fill `output` with this rank's slice of the sum of `tensor` (size x output.numel() elements)."""
@@ -168,12 +102,18 @@ class TorchGroup(Group):
         if not self.on_gloo:
             return self._issue(call, partial(_renamed("reduce_scatter"), _flat(output), _flat(tensor)), keep=(output, tensor))
 
+        mine, pieces = self.index, slices(_flat(tensor), self.size)
+        alone = self.size == 2  # a pair sends the other's half alone: its own is not copied, and summed where it is
+        sent = pieces[1 - mine] if alone else _flat(tensor)
+        split = [0, sent.numel()] if mine == 0 else [sent.numel(), 0]
+        splits = {"output_split_sizes": split, "input_split_sizes": split} if alone else {}
+
         def issue(arrived: torch.Tensor) -> Work:
-            start = partial(dist.all_to_all_single, arrived, _flat(tensor))
-            finish = partial(sum_into, output, slices(arrived, self.size))
+            start = partial(dist.all_to_all_single, arrived, sent, **splits)
+            finish = partial(sum_into, output, (pieces[mine], arrived) if alone else slices(arrived, self.size))
             return self._issue(call, start, keep=(tensor, arrived), finish=finish)
 
-        return self._arrivals.receive(tensor, issue)
+        return self._arrivals.receive(sent, issue)
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
         """Send slice i of `tensor` to rank i; slice i of `output` comes from rank i."""
@@ -260,7 +200,7 @@ class TorchGroup(Group):
     def _issue(
         self,
         call: Call,
-        start: Callable[..., dist.Work | None],
+        start: Callable[..., Issued | None],
         *,
         keep: tuple[torch.Tensor, ...],
         finish: Callable[[], None] | None = None,

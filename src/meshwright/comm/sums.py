@@ -21,10 +21,21 @@ ACCUMULATE = MappingProxyType({torch.bfloat16: torch.float32, torch.float16: tor
 
 
 @torch.no_grad()
-def ordered_sum(summands: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A new tensor: the sum of `summands` (same shape and dtype), added from first to last, so its bits are fixed."""
+def ordered_sum(summands: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum of `summands` (same shape and dtype), added from first to last, so its bits are fixed; in `out` or a new one.
+
+    `out` shares no memory with any of them, or is one of two.
+    """
     first = summands[0]
-    total = first.to(ACCUMULATE.get(first.dtype, first.dtype), copy=True)
-    for summand in summands[1:]:
-        total += summand
-    return total.to(first.dtype)
+    out = torch.empty_like(first) if out is None else out
+    if len(summands) == 1:
+        return out.copy_(first)
+    if len(summands) > 2 and first.dtype in ACCUMULATE:
+        total = first.to(ACCUMULATE[first.dtype])
+        for summand in summands[1:]:
+            total += summand
+        return out.copy_(total)
+    torch.add(first, summands[1], out=out)  # of half types too: computed in float32, and rounded once
+    for summand in summands[2:]:
+        out += summand
+    return out

@@ -58,6 +58,12 @@ def share(joined: dist.ProcessGroup, ranks: Sequence[int], rank: int, num_on_hos
             os.close(fd)
 
 
+def on_one_host(joined: dist.ProcessGroup, size: int) -> bool:
+    """Whether all ranks of `joined` are on one host. Collective. Raises RuntimeError when one is gone."""
+    everyone = _introduced(joined, size, torch.tensor([_host()]))
+    return all(torch.equal(each, everyone[0]) for each in everyone)
+
+
 def _introduction(able: bool, fd: int, word: torch.Tensor) -> torch.Tensor:
     own = Process.own() if able else Process(0, 0)
     return torch.cat([torch.tensor([int(able), _host(), _digest(sources()), own.number, own.started, fd]), word])
