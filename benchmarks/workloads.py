@@ -10,10 +10,12 @@ same fused AdamW, the same groups (no decay on 1-D weights) and clipping to norm
 compute in bfloat16 and keep float32: DDP under autocast, FSDP2 by its policy (gathers bfloat16, sums float32).
 """
 
+import os
 import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,32 @@ def fsdp(rank: int, size: int, workload: str, store: str, *, reshard: bool = Tru
         return model
 
     return _loop(rank, size, WORKLOADS[workload], wrap)
+
+
+def deepspeed_zero(rank: int, size: int, workload: str, store: str, *, stage: int) -> Callable[[], object]:
+    """The same step by DeepSpeed's ZeRO over gloo, with its own defaults but for the optimizer (torch's fused AdamW)."""
+    _join(rank, size, store)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    torch.set_num_threads(1)
+    deepspeed, spec = import_module("deepspeed"), WORKLOADS[workload]
+    plain = spec.model()
+    groups = parameter_groups(OPTIMIZER, dict(plain.named_parameters()))
+    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True)
+    said = {"train_micro_batch_size_per_gpu": spec.batch // size, "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True}
+    config = {**said, "zero_optimization": {"stage": stage}}
+    engine, *_ = deepspeed.initialize(model=plain, optimizer=optimizer, config=config, dist_init_required=False)
+    batches, share = Batches(spec), slice(rank * spec.batch // size, (rank + 1) * spec.batch // size)
+
+    def step() -> float:
+        batch = batches.next()
+        inputs, labels = batch["input_ids"][share], batch["labels"][share]
+        logits = engine(input_ids=inputs).logits
+        loss = F.cross_entropy(logits.float().view(-1, VOCABULARY), labels.reshape(-1))
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return step
 
 
 def sharded(
