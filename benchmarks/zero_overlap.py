@@ -68,9 +68,8 @@ class Case:
     @property
     def walls(self) -> dict[str, list[float]]:
         """Seconds of the slowest rank: serial, ours, on paper."""
-        paper = [max(costs["serial"].notes) for costs in self.rounds.clean]
-        figures = {name: self.rounds.figures(name, "wall_s") for name in ("serial", "ours")}
-        return {**figures, "paper": [float(each) for each in paper if isinstance(each, float)]}
+        paper = [max(note for note in costs["serial"].notes if isinstance(note, float)) for costs in self.rounds.clean]
+        return {**{name: self.rounds.figures(name, "wall_s") for name in ("serial", "ours")}, "paper": paper}
 
     @property
     def share(self) -> Interval:
@@ -122,9 +121,9 @@ def _step(engine: Engine, batches: Batches, opened: ExitStack, serial: bool) -> 
 def make_serial(player: Player) -> None:
     """Have every wire action end before the next action begins."""
     works = player.state.works
-    player._list = [  # noqa: SLF001  there is no option for what nobody wants
+    player._list = [  # there is no option for what nobody wants
         (action, partial(_at_once, handler, works) if action.lane == "wire" and handler else handler, waits)
-        for action, handler, waits in player._list  # noqa: SLF001
+        for action, handler, waits in player._list
     ]
 
 

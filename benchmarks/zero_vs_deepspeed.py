@@ -36,7 +36,7 @@ CLAIM = (
 VERSION = "0.19.8"
 BAR = 0.67
 WINDOW, QUICK = Window(40, 120, 180, warmup=3), Window(3, 4, 120, window_s=0.0, threshold=64.0, warmup=1)
-STEPS, WARMUP = 6, 3
+STEPS, WARMUP = 5, 2
 PEERS: Mapping[int, Mapping[str, tuple[Build, Mapping[str, Any]]]] = {
     2: {"DeepSpeed": (deepspeed_zero, {"stage": 2}), "FSDP2 kept": (fsdp, {"reshard": False})},
     3: {"DeepSpeed": (deepspeed_zero, {"stage": 3}), "FSDP2": (fsdp, {})},
@@ -60,10 +60,10 @@ def times(ranks: int, window: Window) -> Rounds:
         return measure(made, window)
 
 
-def resident(rank: int, size: int, *, build: Build, **arguments: Any) -> Callable[[], object]:
-    """The step that `build` makes; its note is the high-water mark of this process in the step, above its imports."""
+def resident(rank: int, size: int, *, whose: Build, **arguments: Any) -> Callable[[], object]:
+    """The step that `whose` makes; its note is the high-water mark of this process in the step, above its imports."""
     imported = _kib("VmRSS")
-    run = build(rank, size, **arguments)
+    run = whose(rank, size, **arguments)
 
     def step() -> int:
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
@@ -79,7 +79,7 @@ def peaks(stage: int, ranks: int, steps: int) -> dict[str, float]:
     everyone = {"ours": (sharded, {"zero": {"stage": stage}}), **PEERS[stage]}
     for name, (build, how) in everyone.items():
         preload = (*HEAVY, "deepspeed")
-        arguments: Mapping[str, Any] = {"build": build, "workload": "large", "store": fresh_store(), **how}
+        arguments: Mapping[str, Any] = {"whose": build, "workload": "large", "store": fresh_store(), **how}
         with Ranks(name, resident, ranks, preload=preload, **arguments) as group:
             costs = [group.step() for _ in range(WARMUP + steps)][WARMUP:]
         found[name] = median(max(note for note in cost.notes if isinstance(note, int)) for cost in costs) / 2**20

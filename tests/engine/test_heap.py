@@ -11,7 +11,7 @@ from meshwright.engine.heap import M_MMAP_THRESHOLD, MOST_MMAP, keep_heap
 
 STEPS = """
     import ctypes, json, resource, sys
-    from meshwright.engine.heap import M_MMAP_THRESHOLD, MOST_MMAP, keep_heap
+    from meshwright.engine.heap import M_MMAP_THRESHOLD, MOST_MMAP, give_back, keep_heap
 
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
@@ -31,9 +31,9 @@ STEPS = """
 """
 
 
-def faults(how: str) -> list[int]:
+def faults(how: str, program: str = STEPS) -> list[int]:
     """Page faults of five steps that take 64 MiB, in a process of its own: what is set holds for the whole process."""
-    done = subprocess.run([sys.executable, "-c", dedent(STEPS), how], capture_output=True, text=True, check=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", dedent(program), how], capture_output=True, text=True, check=True, timeout=100)
     able, counts = json.loads(done.stdout)
     if not able:
         pytest.skip("needs glibc: other C libraries are left as they are")
@@ -46,6 +46,12 @@ def test_steps_take_no_pages_again():
 
 def test_without_it_they_do():
     assert min(faults("leave")) > 8000  # 64 MiB are 16 384 pages of 4 KiB
+
+
+def test_what_is_free_is_given_back_once():
+    counts = faults("keep", STEPS.replace("first = faults()", "first = faults(); give_back()"))
+    assert counts[0] > 8000
+    assert max(counts[1:]) < 64
 
 
 def test_a_second_call_does_nothing_more():

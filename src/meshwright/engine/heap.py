@@ -7,7 +7,8 @@ activations: measured, 25 M Llama, 1,024 tokens per rank: 35,000 to 58,000 page 
     step      take activations ... free them          heap  [ weights | activations ]  ->  [ weights |     free     ]
     kernel    (nothing)                                                                     stays, for the next step
 
-It holds for the whole process, as GLIBC's own MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ would.
+It holds for the whole process, as GLIBC's own MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ would. What building the model
+and the first steps have left is given back once, so that the process is as large as its steps are.
 Limits: tensors above 32 MiB always come from the kernel and go back to it. Other C libraries are left as they are.
 """
 
@@ -17,6 +18,12 @@ import platform
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 MOST_MMAP = 32 * 2**20  # the largest that glibc takes
 NEVER = -1
+
+
+def give_back() -> None:
+    """Give all free memory of the heap to the kernel, this once."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def keep_heap() -> bool:

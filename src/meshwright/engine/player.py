@@ -21,6 +21,7 @@ from meshwright.core.strategy import Handler
 from meshwright.engine.acts import Acts
 from meshwright.engine.again import Again
 from meshwright.engine.evaluation import Evaluation
+from meshwright.engine.heap import give_back
 from meshwright.engine.loss import Batch
 from meshwright.engine.noise import Noise
 from meshwright.engine.optimizers import (
@@ -40,6 +41,8 @@ from meshwright.model.dice import Dice
 from meshwright.model.drive import Drive, Reach
 from meshwright.model.ondemand import under
 
+SETTLING = 2  # steps after which the heap is as large as it stays: moments are made in the first
+
 
 class Player:
     """One rank of a plan: `step(batch)` plays the list once. `extra` are handlers for kinds that a caller added."""
@@ -54,6 +57,7 @@ class Player:
     ) -> None:
         self.plan, self.state = plan, state
         self.steps_done = 0
+        self._settling = SETTLING
         self.store = Store(plan, state)
         weights = {weight.name: weight for weight in plan.anatomy.trainable}
         grains = {home.weight.name: home.grain for home in plan.space.homes if home.flat}
@@ -104,6 +108,9 @@ class Player:
                 wait(name, work, watch)
         self.steps_done += 1
         state.forget()
+        if self._settling and state.world.device.type == "cpu":
+            give_back()
+            self._settling -= 1
         return acts.metrics(self.steps_done, lr)
 
     def evaluate(self, batches: Iterable[Batch | None]) -> Evaluation:
