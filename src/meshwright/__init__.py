@@ -41,7 +41,7 @@ _HOMES = {
     "read": "meshwright.api",
     "token_cross_entropy": "meshwright.engine.loss",
     "trace": "meshwright.api",
-    "train": "meshwright.run.loop",
+    "train": "meshwright.verbs.loop",
     "verify": "meshwright.api",
 }
 

@@ -137,7 +137,7 @@ def build(
     if world.device.type == "cpu":
         keep_heap()
     subject = make_subject(reading, world.device, getattr(torch, plan.job.precision.parameters), plan=plan)
-    return Engine(plan, Player(plan, State(subject, world, loss), optimizer, make_dice(reading, plan)), world, reading.blueprint)
+    return Engine(plan, Player(plan, State(subject, world, loss), optimizer, make_dice(reading, plan)), world, reading)
 
 
 def make_subject(

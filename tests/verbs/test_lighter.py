@@ -1,5 +1,6 @@
 """A rank that runs out of memory: what was planned, what was live, and the cheapest change that fits."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from meshwright.api import build, make_plan
 from meshwright.comm.fake import FakeWorld
+from meshwright.core.errors import CollectiveError
 from meshwright.core.job import Optimizer
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
@@ -14,6 +16,7 @@ from meshwright.run.guard import kind_of
 from meshwright.strategies.data.batch import Batch
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.data.zero import Zero
+from meshwright.verbs import lighter
 from meshwright.verbs.lighter import Change, OutOfMemory, Seen, asked_nbytes, changes, exhausted, planned_nbytes, telling, told
 from tests.tiny import reading_of, tiny_job
 
@@ -39,6 +42,7 @@ def copies(micro_batch: int = 0) -> Plan:
         (OSError(12, "Cannot allocate memory"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("out of memory"), False),
+        (CollectiveError("rank 0 failed first, with OutOfMemory: rank 0 ran out of memory"), False),
     ],
 )
 def test_an_error_is_one_of_memory_by_its_type_or_its_words(error: Exception, is_one: bool):
@@ -111,3 +115,21 @@ def test_a_rank_that_cannot_allocate_ends_with_that_message_and_its_own_error_as
 def test_another_error_is_left_as_it_is():
     with pytest.raises(RuntimeError, match=r"^broken$"), telling(READING, copies(), 0, CPU):
         raise RuntimeError("broken")
+
+
+def test_what_an_engine_holds_already_is_not_taken_for_what_the_process_had_before(monkeypatch: pytest.MonkeyPatch):
+    plan = make_plan(READING, JOB, Mesh(dp_shard=3), (SHARD, Zero(stage=1)))
+    seen: list[Seen] = []
+
+    def noting(error: BaseException, plan: Plan, rank: int, what: Seen, others: Sequence[Change]) -> str:
+        seen.append(what)
+        return told(error, plan, rank, what, others)
+
+    monkeypatch.setattr(lighter, "process_nbytes", lambda device: 10**9)
+    monkeypatch.setattr(lighter, "told", noting)
+    with build(READING, plan, world=FakeWorld(plan.mesh, 2)) as engine:
+        held = sum(engine.player.sizes().values())
+        with pytest.raises(OutOfMemory), telling(READING, plan, 2, CPU, engine.player):
+            raise MemoryError
+    assert [(each.before, each.used, sum(each.live.values())) for each in seen] == [(10**9 - held, 10**9, held)]
+    assert held > 0

@@ -13,14 +13,14 @@ The rename is the only moment at which a checkpoint comes to be; a crash before 
 reader takes for a checkpoint, a crash after it leaves a good one. Old ones go last, after being renamed to `.partial-`
 themselves, so a half-deleted checkpoint is not taken for one either. Memory: at most one tensor is copied at a time.
 
-Reading trusts nothing: names and sizes, then checksums, then the contents of the files against the manifest. There is no
-pickle in any file, and ranks exchange plain numbers.
+Reading trusts nothing: names and sizes, then checksums, then the contents of the files against the manifest. Ranks that read
+together share the checksums (run/checking.py). There is no pickle in any file, and ranks exchange plain numbers.
 """
 
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -43,9 +43,11 @@ from meshwright.run.shards import (
     write_all,
     write_shard,
 )
-from meshwright.run.vote import Vote
+from meshwright.run.vote import Undecided, Vote
 
 Wanted = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+Check = Callable[[Manifest, Path], None]  # raises CheckpointError
+Newest = tuple[Path | None, Manifest | None, list[tuple[Path, str]]]
 
 SHOWN = 5  # differences listed in a message
 
@@ -115,26 +117,49 @@ def load(path: Path, wanted: Wanted | None = None) -> tuple[Mapping[str, torch.T
         _refuse(differences(chosen, wanted), path)
     needed = {box.file for entry in chosen.values() for box in entry.slices}
     check_sums(path, {name: shard for name, shard in manifest.files.items() if name in needed})
-    return OnDemand(chosen, lambda name: read_entry(path, name, chosen[name])), manifest.meta
+    return stored(path, chosen), manifest.meta
 
 
-def newest_good(
-    folder: Path, check: Callable[[Manifest, Path], None] | None = None
-) -> tuple[Path | None, Manifest | None, list[tuple[Path, str]]]:
+def stored(path: Path, entries: Mapping[str, Entry]) -> Mapping[str, torch.Tensor]:
+    """The tensors that the checkpoint in folder `path` has by its `entries`, likewise; checksums are not looked at."""
+    return OnDemand(entries, lambda name: read_entry(path, name, entries[name]))
+
+
+def newest_good(folder: Path, check: Check | None = None) -> Newest:
     """The newest checkpoint in `folder` that is whole, its manifest, and the newer ones that were passed over, with reasons.
 
     `check(manifest, path)` raises CheckpointError for one that must be passed over too, such as that of another model. No
     good one: (None, None, all that were rejected); a folder that does not exist holds none.
     """
+    return first_good(folder, listed(folder), lambda path, step: _whole(path, step, check))
+
+
+def first_good(folder: Path, places: Iterable[tuple[int, Path]], whole: Callable[[Path, int], Manifest]) -> Newest:
+    """Likewise, of `places` in `folder` by step the first; `whole(path, step)` is its manifest, or raises CheckpointError."""
     rejected: list[tuple[Path, str]] = []
-    for step, path in listed(folder):
+    for step, path in places:
         try:
             if path != step_folder(folder, step):
                 raise CheckpointError("half-written: the save was stopped", fix="save again", where=str(path))
-            return path, _whole(path, step, check), rejected
+            return path, whole(path, step), rejected
+        except Undecided:
+            raise
         except CheckpointError as error:
             rejected.append((path, "; ".join(f"{fault.where}: {fault.what}" for fault in error.faults)))
     return None, None, rejected
+
+
+def believed(path: Path, step: int | None = None, check: Check | None = None) -> Manifest:
+    """The manifest of the checkpoint in `path`, that of `step` if one is named; its files are not looked at.
+
+    Raises CheckpointError for one that is damaged, of another step, or refused by `check`.
+    """
+    manifest = read_manifest(path)
+    if step is not None and manifest.step != step:
+        raise CheckpointError(f"its manifest is of step {manifest.step}", fix="rename the folder to match", where=str(path))
+    if check is not None:
+        check(manifest, path)
+    return manifest
 
 
 def check_state(manifest: Manifest, expected: Wanted, path: Path) -> None:
@@ -230,13 +255,9 @@ def _equals(place: Path, manifest: Manifest) -> bool:
     return False
 
 
-def _whole(path: Path, step: int | None = None, check: Callable[[Manifest, Path], None] | None = None) -> Manifest:
+def _whole(path: Path, step: int | None = None, check: Check | None = None) -> Manifest:
     """The manifest of the checkpoint in `path` after checking all of it. Raises CheckpointError."""
-    manifest = read_manifest(path)
-    if step is not None and manifest.step != step:
-        raise CheckpointError(f"its manifest is of step {manifest.step}", fix="rename the folder to match", where=str(path))
-    if check is not None:
-        check(manifest, path)
+    manifest = believed(path, step, check)
     check_sums(path, manifest.files)
     return manifest
 

@@ -54,7 +54,8 @@ class Parts:
             known.update(mine)
         outline: Outline = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in whole.items()}
         outline |= {each.name: (each.shape, DTYPES[each.dtype]) for each in sorted(known, key=lambda each: each.name)}
-        return cls(_dealt(whole, len(told)), tuple(cut), outline)
+        shares = dealt({name: tensor.nbytes for name, tensor in whole.items()}, len(told))
+        return cls(shares, tuple(cut), outline)
 
     def mine(self, tensors: Mapping[str, Saved], index: int) -> dict[str, torch.Tensor]:
         """The tensors that the rank at `index` writes, by their key in its file."""
@@ -102,9 +103,8 @@ def _keys(stretch: Stretch) -> Iterator[tuple[str, tuple[int, ...], tuple[int, .
         at += prod(size)
 
 
-def _dealt(tensors: Mapping[str, torch.Tensor], size: int) -> tuple[tuple[str, ...], ...]:
-    """The names each of `size` ranks writes: largest first, each to the rank with the fewest bytes so far."""
-    nbytes = {name: tensor.nbytes for name, tensor in tensors.items()}
+def dealt(nbytes: Mapping[str, int], size: int) -> tuple[tuple[str, ...], ...]:
+    """The names that each of `size` ranks gets, of things of `nbytes`: largest first, each to the rank with the fewest so far."""
     loads = [(0, index) for index in range(size)]
     heapify(loads)
     shares: list[list[str]] = [[] for _ in range(size)]

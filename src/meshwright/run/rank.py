@@ -15,19 +15,19 @@ from meshwright.engine.evaluation import Evaluation
 from meshwright.engine.loss import Batch
 from meshwright.engine.player import Player
 from meshwright.engine.state import Metrics
-from meshwright.model.blueprint import Blueprint
-from meshwright.run.checkpoint import load
+from meshwright.model.reading import Reading
+from meshwright.run.checking import checked, readers
+from meshwright.run.checkpoint import stored
 from meshwright.run.export import Exported, Trained, export
 from meshwright.run.resume import check_model
-from meshwright.run.shards import read_manifest
 from meshwright.run.train import save_held
 
 
 class Engine:
-    """One rank of a plan with the user's own loop around it."""
+    """One rank of a plan with the user's own loop around it; `reading` says what its model is made of."""
 
-    def __init__(self, plan: Plan, player: Player, world: World, blueprint: Blueprint) -> None:
-        self.plan, self.player, self.world, self._blueprint = plan, player, world, blueprint
+    def __init__(self, plan: Plan, player: Player, world: World, reading: Reading) -> None:
+        self.plan, self.player, self.world, self.reading = plan, player, world, reading
 
     @property
     def module(self) -> nn.Module:
@@ -81,17 +81,18 @@ class Engine:
             return None
         buffers = {name: held for name, held in self.player.tensors().items() if isinstance(held, torch.Tensor)}
         saved = buffers | {f"model/{name}": value for name, value in parameters.items()}
-        return export(Trained.saved(self._blueprint, saved), Path(folder), dtype, merge=merge)
+        return export(Trained.saved(self.reading.blueprint, saved), Path(folder), dtype, merge=merge)
 
     def load(self, checkpoint: Path | str) -> int:
         """Take up the checkpoint in the folder that `save` returned, saved under this or another plan; returns its step.
 
-        Raises CheckpointError for one that is damaged or of another model.
+        All ranks call it, and each reads a share of the files to see whether they are whole. Raises the same CheckpointError
+        on all of them for one that is damaged or of another model.
         """
         path = Path(checkpoint)
-        manifest = read_manifest(path)
-        check_model(manifest, self.player, path)
-        self.player.restore(load(path)[0], manifest.step)
+        ranks = readers(self.world, f"'{path}' was not taken up")
+        manifest = checked(path, ranks, lambda manifest, place: check_model(manifest, self.player, place))
+        self.player.restore(stored(path, manifest.entries), manifest.step)
         return self.steps_done
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Going on where another run stopped: which checkpoint is taken, and what has changed since it was saved.
 
-Rank 0 looks through the folder and tells the others the step, so that all ranks take the same one.
+All ranks look through the folder together (run/checking.py), so that they take the same checkpoint, and none alone.
 """
 
 import json
@@ -9,21 +9,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Never
 
-import torch
-
 from meshwright.comm.algorithms import BACKEND
 from meshwright.comm.collective import SUMMING
 from meshwright.comm.group import World
 from meshwright.core.errors import PlanError
-from meshwright.core.mesh import AXES
 from meshwright.core.plan import Plan
 from meshwright.core.steps import ROLE
 from meshwright.engine.player import Player
-from meshwright.run.checkpoint import load, newest_good
+from meshwright.run.checking import checked, newest, readers
+from meshwright.run.checkpoint import stored
 from meshwright.run.evaluate import SoFar
 from meshwright.run.folders import listed, set_aside, set_best, step_folder
 from meshwright.run.manifest import CheckpointError, Manifest
 from meshwright.run.shards import check_sizes, read_manifest
+from meshwright.run.vote import Vote
 
 CHECKPOINTS = "checkpoints"
 OF_THE_MODEL = ("model/", "buffer/")  # what makes a checkpoint one of this model; the rest may come and go with the plan
@@ -45,17 +44,15 @@ def resume(player: Player, plan: Plan, world: World, data_digest: str, step: int
     data that changed since, later checkpoints are set aside: they belong to another course of the run.
 
     Raises PlanError when `step` is asked for and not there, and when there are checkpoints and none can be used: starting
-    from nothing would in time replace them.
+    from nothing would in time replace them. On every rank, whichever has found it.
     """
     folder = Path(plan.run.folder) / CHECKPOINTS
     notes: list[str] = []
-    found = torch.zeros(1, dtype=torch.int64, device=world.device)
-    if world.rank == 0:
-        found[0] = _newest(folder, player, notes) if step is None else _asked_for(folder, player, step)
-    world.group(AXES).broadcast(found, source=0, action="resume").wait()
-    if found.item() <= 0:
+    ranks = readers(world, "the run does not go on")
+    manifest = _newest(folder, player, ranks, notes) if step is None else _asked_for(folder, player, ranks, step)
+    if manifest is None:
         return Resumed(0, ("starting from step 0", *notes))
-    tensors, meta = load(step_folder(folder, int(found.item())))
+    meta = manifest.meta
     changes = [*_changes(meta, plan, data_digest), *_other_sums(meta, summed_by(plan, world))]
     so_far = SoFar.of(meta.get("so_far"))
     if world.rank == 0:
@@ -63,7 +60,7 @@ def resume(player: Player, plan: Plan, world: World, data_digest: str, step: int
             aside = set_aside(folder, step)
             notes += [f"later checkpoints were set aside: {', '.join(path.name for path in aside)}"] if aside else []
         set_best(folder, so_far.best_step, so_far.best)
-    player.restore(tensors, int(found.item()))
+    player.restore(stored(step_folder(folder, manifest.step), manifest.entries), manifest.step)
     return Resumed(player.steps_done, (f"resumed from step {player.steps_done}", *notes, *changes), so_far)
 
 
@@ -90,17 +87,16 @@ def refuse_unusable(plan: Plan) -> None:
         _refuse_all(folder, reasons)
 
 
-def _newest(folder: Path, player: Player, notes: list[str]) -> int:
-    """The step of the newest checkpoint that can be used, 0 when none was ever finished."""
-    path, manifest, rejected = newest_good(folder, lambda manifest, place: check_model(manifest, player, place))
+def _newest(folder: Path, player: Player, ranks: Vote, notes: list[str]) -> Manifest | None:
+    """The manifest of the newest checkpoint that can be used, the same on all ranks; None when none was ever finished."""
+    path, manifest, rejected = newest(folder, ranks, lambda manifest, place: check_model(manifest, player, place))
     notes += [f"passed over {bad.name}: {why.replace(f'{bad}/', '').removeprefix(f'{bad}: ')}" for bad, why in rejected]
     finished = [bad for bad, _ in rejected if ".partial-" not in bad.name]
-    if manifest is not None and path is not None:
-        notes += [f"{path.name} is the newest good checkpoint"] if finished else []
-        return manifest.step
-    if finished:
+    if path is not None and finished:
+        notes.append(f"{path.name} is the newest good checkpoint")
+    if manifest is None and finished:
         _refuse_all(folder, [f"{bad.name}: {why}" for bad, why in rejected if bad in finished])
-    return 0
+    return manifest
 
 
 def _refuse_all(folder: Path, reasons: Sequence[str]) -> Never:
@@ -110,12 +106,17 @@ def _refuse_all(folder: Path, reasons: Sequence[str]) -> Never:
     raise PlanError(text, fix=fix, where=str(folder))
 
 
-def _asked_for(folder: Path, player: Player, step: int) -> int:
+def _asked_for(folder: Path, player: Player, ranks: Vote, step: int) -> Manifest:
     path = step_folder(folder, step)
-    if not path.is_dir():
-        raise PlanError(f"there is no checkpoint of step {step}", fix=f"choose one of: {names_in(folder)}", where=str(folder))
-    check_model(read_manifest(path), player, path)
-    return step
+
+    def there() -> bytes:
+        if not path.is_dir():
+            fix = f"choose one of: {names_in(folder)}"
+            raise CheckpointError(f"there is no checkpoint of step {step}", fix=fix, where=str(folder))
+        return b""
+
+    ranks.judge("looking for a checkpoint", there)
+    return checked(path, ranks, lambda manifest, place: check_model(manifest, player, place), step)
 
 
 def names_in(folder: Path) -> str:

@@ -98,7 +98,7 @@ def read_manifest(folder: Path) -> Manifest:
     if not stat.S_ISDIR(_status(folder).st_mode):
         raise CheckpointError("it is no folder, or a link to one; links are not followed", fix=FIX, where=str(folder))
     path = folder / FILE_NAME
-    nbytes = regular_nbytes(path)
+    nbytes = regular_status(path).st_size
     if nbytes > MAX_MANIFEST:
         raise CheckpointError(f"{nbytes} bytes are too many for a manifest", fix=FIX, where=str(path))
     try:
@@ -110,7 +110,7 @@ def read_manifest(folder: Path) -> Manifest:
 def check_sizes(folder: Path, files: Mapping[str, Shard]) -> None:
     """Raise CheckpointError unless every one of `files` is in `folder`, a regular file, of the right size."""
     for name, shard in files.items():
-        nbytes = regular_nbytes(folder / name)
+        nbytes = regular_status(folder / name).st_size
         if nbytes != shard.nbytes:
             word = "truncated" if nbytes < shard.nbytes else "too long"
             raise CheckpointError(f"{word}: {nbytes} bytes of {shard.nbytes}", fix=FIX, where=str(folder / name))
@@ -131,12 +131,12 @@ def check_sums(folder: Path, files: Mapping[str, Shard]) -> None:
             raise CheckpointError("bit-flipped: its checksum differs from the manifest's", fix=FIX, where=str(folder / name))
 
 
-def regular_nbytes(path: Path) -> int:
-    """The size of the regular file `path`. Raises CheckpointError when it is missing, a link, or anything else."""
+def regular_status(path: Path) -> os.stat_result:
+    """What the system says of the regular file `path`. Raises CheckpointError when it is missing, a link, or anything else."""
     status = _status(path)
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError("it is a link or no regular file; neither is followed", fix=FIX, where=str(path))
-    return status.st_size
+    return status
 
 
 def _status(path: Path) -> os.stat_result:

@@ -10,7 +10,7 @@ grants the process. What the plan does not know of is taken to shrink with the m
 """
 
 import re
-import resource
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ import psutil
 import torch
 
 from meshwright.api import make_plan
-from meshwright.core.errors import PlanError
+from meshwright.core.errors import CollectiveError, PlanError
 from meshwright.core.plan import Plan
 from meshwright.core.strategy import Strategy
 from meshwright.core.units import size
@@ -30,6 +30,9 @@ from meshwright.report.sizes import planned_memory
 from meshwright.strategies import STRATEGIES
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.data.zero import Zero
+
+if sys.platform != "win32":
+    import resource
 
 WORDS = re.compile(r"out of memory|(can't|cannot|could not) allocate memory|not enough memory", re.IGNORECASE)
 ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
@@ -72,7 +75,9 @@ def asked_nbytes(words: str) -> int:
 
 
 def exhausted(error: BaseException) -> bool:
-    """Whether `error` says that memory was asked for and not given."""
+    """Whether `error` says that memory was asked for and not given on this rank."""
+    if isinstance(error, CollectiveError):  # it quotes what another rank has said
+        return False
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, (RuntimeError, OSError)) and WORDS.search(str(error)) is not None
@@ -102,13 +107,15 @@ def changes(reading: Reading, plan: Plan, rank: int) -> Iterator[Change]:
 
 
 @contextmanager
-def telling(reading: Reading, plan: Plan, rank: int, device: torch.device) -> Iterator[list[Player]]:
-    """The body of a rank, which puts its player into the list once there is one.
+def telling(
+    reading: Reading, plan: Plan, rank: int, device: torch.device, player: Player | None = None
+) -> Iterator[list[Player]]:
+    """The body of a rank, which puts its `player` into the list once there is one, unless it has come with it.
 
     Raises OutOfMemory where memory was asked for and not given.
     """
-    players: list[Player] = []
-    before = process_nbytes(device)
+    players: list[Player] = [] if player is None else [player]
+    before = max(0, process_nbytes(device) - sum(sum(each.sizes().values()) for each in players))
     try:
         yield players
     except (RuntimeError, MemoryError, OSError) as error:
@@ -142,6 +149,8 @@ def memory_limit(device: torch.device) -> int | None:
     """The bytes that a process can have: those of the device, or what the system grants; None where nothing is said."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
+    if sys.platform == "win32":
+        return None
     granted = resource.getrlimit(resource.RLIMIT_AS)[0]
     return None if granted == resource.RLIM_INFINITY else granted
 

@@ -18,6 +18,7 @@ from meshwright.core.run import Run
 from meshwright.run.callbacks import STOP, Callback, Moment
 from meshwright.run.train import Ended
 from meshwright.testing.spawn import on_threads
+from meshwright.verbs.lighter import OutOfMemory, exhausted
 from tests.engine.alone import part
 from tests.tiny import reading_of, rows, tiny_job
 
@@ -97,3 +98,22 @@ def test_several_optimizers_from_python_train_as_one_that_does_the_same(tmp_path
         return [torch.optim.SGD([group]) for group in groups]
 
     assert trained(two) == trained(torch.optim.SGD)
+
+
+def test_a_rank_that_runs_out_of_memory_says_what_takes_less_as_under_the_command(tmp_path):
+    def greedy() -> bool:
+        return bool(torch.empty(1 << 60).any())
+
+    words = r"rank \d ran out of memory(?s:.*)planned +\d(?s:.*)live +\d(?s:.*)takes less"
+    with pytest.raises(OutOfMemory, match=words) as caught:
+        played(plan_in(tmp_path), stopping=greedy)
+    assert exhausted(caught.value.__cause__)
+
+
+def test_another_error_of_a_rank_is_left_as_it_is(tmp_path):
+    def broken() -> bool:
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken") as caught:
+        played(plan_in(tmp_path), stopping=broken)
+    assert (type(caught.value), str(caught.value)) == (RuntimeError, "broken")

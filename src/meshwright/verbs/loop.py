@@ -4,18 +4,15 @@
     ended  = meshwright.train(engine, rows, held_out=other_rows, callbacks=[Callback(on_evaluate=...)])
 
 It does what `meshwright train` does with a config: shuffles, steps, evaluates, saves, writes metrics, and when it is
-called again, goes on from the newest checkpoint.
+called again, goes on from the newest checkpoint. A rank that runs out of memory says what takes less.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 
-from meshwright.comm.group import World
+from meshwright.api import Engine
 from meshwright.core.errors import PlanError
-from meshwright.core.plan import Plan
-from meshwright.engine.player import Player
 from meshwright.run.callbacks import Callback
 from meshwright.run.evaluate import Evaluating, divided
 from meshwright.run.feed import Data, ExampleData, open_feed
@@ -23,20 +20,13 @@ from meshwright.run.resume import resume
 from meshwright.run.train import Ended
 from meshwright.run.train import train as play_all
 from meshwright.run.workers import ahead
+from meshwright.verbs.lighter import telling
 
 Samples = Data | Mapping[str, torch.Tensor]
 
 
-class Rank(Protocol):
-    """One rank of a plan, such as the engine that `build` returns."""
-
-    plan: Plan
-    player: Player
-    world: World
-
-
 def train(
-    engine: Rank,
+    engine: Engine,
     data: Samples,
     *,
     held_out: Samples | None = None,
@@ -53,19 +43,22 @@ def train(
         callbacks: called on rank 0 (see run/callbacks.py).
         stopping: asked before each step; when it says so on one rank, all of them stop, with a checkpoint.
 
-    Raises PlanError for evaluations without samples, and Spiked, a PlanError, when the guard ends the run.
+    Raises PlanError for evaluations without samples, Spiked, a PlanError, when the guard ends the run, and OutOfMemory on a
+    rank that asks for memory and is not given it.
     """
     plan, world = engine.plan, engine.world
-    everything = _as_data(data)
-    training, held = divided(everything, plan.job.evaluate)
-    if held_out is not None:
-        held = _as_data(held_out)
-    elif held is None and plan.job.evaluate.asked_for:
-        raise PlanError("the plan asks for evaluations, and no samples were passed", fix="pass held_out=...", where="held_out")
-    resumed = resume(engine.player, plan, world, everything.digest)
-    evaluating = None if held is None else Evaluating(held, plan, plan.data_index(world.rank))
-    with ahead(open_feed(training, plan, world.rank), plan.run.workers) as feed:
-        return play_all(engine.player, plan, feed, world, stopping, callbacks, evaluating=evaluating, so_far=resumed.so_far)
+    with telling(engine.reading, plan, world.rank, world.device, engine.player):
+        everything = _as_data(data)
+        training, held = divided(everything, plan.job.evaluate)
+        if held_out is not None:
+            held = _as_data(held_out)
+        elif held is None and plan.job.evaluate.asked_for:
+            text = "the plan asks for evaluations, and no samples were passed"
+            raise PlanError(text, fix="pass held_out=...", where="held_out")
+        resumed = resume(engine.player, plan, world, everything.digest)
+        evaluating = None if held is None else Evaluating(held, plan, plan.data_index(world.rank))
+        with ahead(open_feed(training, plan, world.rank), plan.run.workers) as feed:
+            return play_all(engine.player, plan, feed, world, stopping, callbacks, evaluating=evaluating, so_far=resumed.so_far)
 
 
 def _as_data(samples: Samples) -> Data:
