@@ -46,6 +46,7 @@ from meshwright.run.rank import Engine, share
 from meshwright.strategies.data.batch import Batch as SplitBatch
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.data.zero import Zero
+from meshwright.strategies.tensor.line import Line
 from meshwright.testing.spawn import on_threads
 from meshwright.verifier.parity import alone_job, compare_rank, exact_job, judge
 from meshwright.verifier.reference import Case, run_reference
@@ -93,12 +94,13 @@ def make_plan(
 
 def default_strategies(mesh: Mesh) -> tuple[Strategy, ...]:
     """What a mesh gets when nothing is asked for: the batch split along the data axes, whole copies of the weights along
-    dp_replicate, and shards of all that is kept along dp_shard.
+    dp_replicate, and shards of all that is kept along dp_shard; matrices divided along tp.
     """
+    pairs: tuple[Strategy, ...] = (Line(),) if mesh.tp > 1 else ()
     if mesh.dp_shard == 1:
-        return (SplitBatch(), Replicate()) if mesh.dp_replicate > 1 else ()
+        return (*pairs, SplitBatch(), Replicate()) if mesh.dp_replicate > 1 else pairs
     split = SplitBatch(axis="dp_shard")
-    return (SplitBatch(), split, Zero(across="dp_replicate")) if mesh.dp_replicate > 1 else (split, Zero())
+    return (*pairs, SplitBatch(), split, Zero(across="dp_replicate")) if mesh.dp_replicate > 1 else (*pairs, split, Zero())
 
 
 def build(
@@ -145,13 +147,14 @@ def make_subject(
 ) -> Subject:
     """The model with initial values on `device`, as the engine holds it; with `fake`, of that mode's tensors instead.
 
-    With `plan`, what that keeps in arenas has no memory yet and no values: a rank that keeps shards never holds the whole.
+    With `plan`, what that keeps in arenas or cuts has no memory yet and no values: who keeps a part never holds the whole.
     What has a master begins from its value before rounding.
     """
     blank: set[str] = set()
     masters, master = set(), dtype
     if plan is not None and fake is None:
         blank = {name for arena in plan.space.arenas().values() for name, _, _ in arena.weights}
+        blank |= {home.weight.name for home in plan.space.homes if home.cut}
         master = getattr(torch, plan.job.precision.resolved.master)
         masters = {weight.name for weight in plan.anatomy.trainable} if master != dtype else set()
     module, blocks, parameters = reading.make(device, dtype, fake, blank)

@@ -19,6 +19,7 @@ every rank, and in S(d) it has full[d] / n along dim d. Shards are equal: full[d
     once            full -> full              rank 0 its own tensor, the others zeros
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,17 +28,20 @@ from meshwright.comm.group import Group
 from meshwright.core.errors import PlanError
 from meshwright.core.layout import Place, S, move_name
 
+Named = str | Callable[[], str]  # an action, or who tells which one is under way when a collective is issued
 
-def move(tensor: torch.Tensor, group: Group, src: Place, dst: Place, action: str = "") -> torch.Tensor:
+
+def move(tensor: torch.Tensor, group: Group, src: Place, dst: Place, action: Named = "") -> torch.Tensor:
     """The local tensor in place `dst` of the value whose local tensor in place `src` is `tensor`. Differentiable.
 
     Shapes in and out: see the module's note; strides may be any. The ledger books the backward under
-    "`action` backward". All ranks of the group call this, and all or none of them need the gradient. An act that
-    leaves the values alone ("keep", and "once" on rank 0) returns a view of `tensor`; all others new memory.
+    "`action` backward", or under what `action` tells by then. All ranks of the group call this, and all or none of them
+    need the gradient. An act that leaves the values alone ("keep", and "once" on rank 0) returns a view of `tensor`; all
+    others new memory.
 
     Raises PlanError when a dim to be sharded does not divide by the size of the group, or does not exist.
     """
-    src, dst = _counted_from_front(src, tensor, action), _counted_from_front(dst, tensor, action)
+    src, dst = (_counted_from_front(place, tensor, _name(action)) for place in (src, dst))
     if src == dst or group.size == 1:
         return tensor
     return _Move.apply(tensor, group, src, dst, action)
@@ -45,15 +49,20 @@ def move(tensor: torch.Tensor, group: Group, src: Place, dst: Place, action: str
 
 class _Move(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group, src: Place, dst: Place, action: str) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group, src: Place, dst: Place, action: Named) -> torch.Tensor:
         ctx.way = group, src, dst, action
-        return _act(tensor, group, src, dst, action)
+        return _act(tensor, group, src, dst, _name(action))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         group, src, dst, action = ctx.way
         (grad,) = grads
-        return move(grad, group, dst.adjoint, src.adjoint, f"{action} backward".strip()), None, None, None, None
+        back = f"{action} backward".strip() if isinstance(action, str) else action
+        return move(grad, group, dst.adjoint, src.adjoint, back), None, None, None, None
+
+
+def _name(action: Named) -> str:
+    return action if isinstance(action, str) else action()
 
 
 def _act(tensor: torch.Tensor, group: Group, src: Place, dst: Place, action: str) -> torch.Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
+from meshwright.core.cut import Cut
 from meshwright.core.errors import Fault
 
 ROOT = "(root)"  # parameters that glue between blocks uses directly: complete after the last backward
@@ -24,7 +25,8 @@ class Weight:
 
     `dtype` is its own, where that is not the job's: of a parameter that is not floating, and of a frozen one that was made
     in another dtype than those that are trained (a bfloat16 base under float32 adapters). Empty: the job's.
-    `hidden` says that it is the matrix of a linear layer between the embedding and the head.
+    `hidden` says that it is the matrix of a linear layer between the embedding and the head. `cuts` are how its dims may be
+    divided without a change of the numbers, at most one per dim; a dim without one may be cut anywhere.
     """
 
     name: str
@@ -34,6 +36,11 @@ class Weight:
     aliases: tuple[str, ...] = ()
     dtype: str = ""
     hidden: bool = False
+    cuts: tuple[Cut, ...] = ()
+
+    def cut(self, dim: int) -> Cut:
+        """How `dim` is divided."""
+        return next((cut for cut in self.cuts if cut.dim == dim), Cut(dim, self.shape[dim], (self.shape[dim],)))
 
     @property
     def numel(self) -> int:
@@ -48,6 +55,23 @@ class Weight:
     def width(self, parameters: str) -> int:
         """Bytes per element in such a job; 0 for a dtype of which nothing is known here."""
         return NBYTES_OWN.get(self.held_in(parameters), 0)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One use of a linear layer that can be divided: its module, the visit, its role, "columns" or "rows".
+
+    `source` numbers the tensors that such layers take in: those that take the same one have the same number. `into` and `out` are
+    elements per sample. `needed` tells whether the gradient of what goes in is needed.
+    """
+
+    name: str
+    visit: str
+    role: str
+    source: int
+    into: int
+    out: int
+    needed: bool = True
 
 
 @dataclass(frozen=True)
@@ -105,6 +129,7 @@ class Anatomy:
     `notes` are what was not understood, in words. `inputs` and `targets` are the batch, as the forward and the loss take
     it, `outputs` what the one hands to the other; `whole_batch` says that the loss is no sum over rows, but needs the
     outputs of the whole global batch at once. `origin` is where initial values are stored; None: drawn from the seed.
+    `linears` are the layers that can be divided, in the order of their uses.
     """
 
     name: str
@@ -121,6 +146,7 @@ class Anatomy:
     whole_batch: bool = False
     origin: Origin | None = None
     inside_numel: tuple[int, ...] = ()
+    linears: tuple[Linear, ...] = ()
 
     @property
     def trainable(self) -> tuple[Weight, ...]:

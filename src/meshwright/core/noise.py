@@ -38,6 +38,9 @@ def noise_faults(job: Job, space: Space, micro_batch: int) -> Iterator[Fault]:
             "one rank takes the loss and the gradients of the others' rows belong to it: no rank has a gradient of its own part"
         )
         yield Fault(text, 'use the strategy "replicate", or set train.noise_scale = false', WHERE)
+    elif any(home.cut for home in space.homes):
+        text = "matrices are divided among ranks, and the squared norms that are compared are not added up over them"
+        yield Fault(text, "set train.noise_scale = false", WHERE)
     elif space.anatomy.whole_batch:
         text = "the loss compares the rows of the whole batch, so the gradient of a part is not that of a smaller batch"
         yield Fault(text, "set train.noise_scale = false", WHERE)

@@ -67,13 +67,16 @@ class Plan:
         faults += [*_batch_faults(job, space, micro_batch), *_whole_faults(job, space, micro_batch)]
         faults += noise_faults(job, space, micro_batch)
         raise_faults(faults)
-        local = job.train.batch // mesh.extent(space.data_axes)
-        micro_batch = micro_batch or local
-        program = one_device(space, job, micro_batch, local // micro_batch)
-        for strategy in ordered:
-            program = strategy.rewrite(program, space, job)
-        program = measured(program, space) if job.train.noise_scale else program
-        return cls(job, run, mesh, micro_batch, ordered, space, program)
+        micro_batch = micro_batch or job.train.batch // mesh.extent(space.data_axes)
+        space = space.at(mesh.coordinate(0))
+        return cls(job, run, mesh, micro_batch, ordered, space, _program(job, space, ordered, micro_batch))
+
+    def at(self, rank: int) -> "Plan":
+        """This plan as `rank` plays it: where ranks have slices of several sizes, with its own in space and program."""
+        space = self.space.at(self.mesh.coordinate(rank))
+        if space.homes == self.space.homes:
+            return self
+        return replace(self, space=space, program=_program(self.job, space, self.strategies, self.micro_batch))
 
     @property
     def anatomy(self) -> Anatomy:
@@ -141,6 +144,7 @@ class Plan:
             "strategies": [strategy.as_dict() for strategy in self.strategies],
             "visits": list(self.anatomy.visits),
             "weights": weights,
+            **({"linears": [[each.name, each.role] for each in self.anatomy.linears]} if _divides(self.space) else {}),
             **({"whole_batch": True} if self.anatomy.whole_batch else {}),
             **({"hidden": [w.name for w in self.anatomy.weights if w.hidden]} if by_role(self.job.optimizer) else {}),
             **({"values": self.anatomy.origin.digest} if self.anatomy.origin else {}),
@@ -151,6 +155,20 @@ class Plan:
         """16 hex digits that name every choice that affects numbers."""
         said = json.dumps(_canonical(self.as_dict()), sort_keys=True, separators=(",", ":"))
         return sha256(said.encode()).hexdigest()[:16]
+
+
+def _divides(space: Space) -> bool:
+    """Whether weights are cut along dims of theirs."""
+    return any(home.cut for home in space.homes)
+
+
+def _program(job: Job, space: Space, strategies: tuple[Strategy, ...], micro_batch: int) -> Program:
+    """What the ranks that see `space` do in a step."""
+    local = job.train.batch // space.mesh.extent(space.data_axes)
+    program = one_device(space, job, micro_batch, local // micro_batch)
+    for strategy in strategies:
+        program = strategy.rewrite(program, space, job)
+    return measured(program, space) if job.train.noise_scale else program
 
 
 def _canonical(value: Any) -> Any:

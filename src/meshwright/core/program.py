@@ -37,7 +37,10 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Action:
-    """One act of the step. `tensors` are the logical parameters it concerns; `waits` are names of earlier actions."""
+    """One act of the step. `tensors` are the logical parameters it concerns; `waits` are names of earlier actions.
+
+    `inner` are the collectives within it: a block whose matrices are divided meets the other ranks while it runs.
+    """
 
     kind: str
     subject: str = ""
@@ -49,6 +52,12 @@ class Action:
     flops: int = 0
     takes: tuple[Hold, ...] = ()
     frees: tuple[str, ...] = ()
+    inner: tuple[Transfer, ...] = ()
+
+    @property
+    def moves(self) -> tuple[Transfer, ...]:
+        """All that it moves: its own transfer, or those within."""
+        return self.inner if self.transfer is None else (self.transfer, *self.inner)
 
     @property
     def name(self) -> str:

@@ -3,7 +3,8 @@
 A weight that every rank uses on its own samples is R along the data axes; its gradient, the adjoint, is P there: each
 rank holds a summand. `grad` is the place in which the optimizer wants the gradient, and steps the weight. What lies between
 the two is read from the move table, and the program must contain it. `stored` is where a weight is between its uses; what is
-stored or stepped S(flat) lies in an arena.
+stored or stepped S(flat) lies in an arena. `Space.at` is what the rank at a coordinate sees: there, weights that are cut along a
+dim of theirs have the shape of its slice, and all sizes that follow are its own.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -51,6 +52,11 @@ class Home:
         """Whether a rank keeps no more of it than a shard between its uses."""
         return any(place == Place("S", FLAT) for _, place in self.stored.places)
 
+    @property
+    def cut(self) -> dict[str, int]:
+        """The axes along which each rank has a slice of it, and the dim that is sliced."""
+        return {axis: place.dim for axis, place in self.layout.places if place.dim is not None}
+
 
 @dataclass(frozen=True)
 class Bundle:
@@ -94,7 +100,8 @@ class Bundle:
 class Space:
     """The layouts of samples and weights on a mesh. Axes that no layout names are invariant.
 
-    Along the axes `led`, the rank at index 0 reads the samples, takes the loss and steps for all the others.
+    Along the axes `led`, the rank at index 0 reads the samples, takes the loss and steps for all the others. `whole` is the
+    space of all ranks, where this one is that of a coordinate (`at`).
     """
 
     mesh: Mesh
@@ -102,6 +109,7 @@ class Space:
     homes: tuple[Home, ...]
     tokens: Layout = Layout()
     led: tuple[str, ...] = ()
+    whole: "Space | None" = None
 
     @classmethod
     def one_device(cls, mesh: Mesh, anatomy: Anatomy) -> "Space":
@@ -122,6 +130,24 @@ class Space:
         split = self.tokens.axes("S")
         return tuple(axis for axis in AXES if axis in split)
 
+    @property
+    def norm_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks step different elements, so that no rank knows the norm of all gradients."""
+        cut = {axis for home in self.homes if home.weight.trainable for axis in home.grad.axes("S")}
+        return tuple(axis for axis in AXES if axis in cut)
+
+    def at(self, coordinate: Mapping[str, int]) -> "Space":
+        """This space as the rank at `coordinate` sees it."""
+        logical = self.whole or self
+        homes = tuple(logical._sliced(home, coordinate) for home in logical.homes)
+        return replace(logical, homes=homes, whole=logical)
+
+    def _sliced(self, home: Home, coordinate: Mapping[str, int]) -> Home:
+        shape = home.weight.shape
+        for axis, dim in home.cut.items():
+            shape = home.weight.cut(dim).local(shape, coordinate[axis], self.mesh.size(axis))
+        return home if shape == home.weight.shape else replace(home, weight=replace(home.weight, shape=shape))
+
     def local(self, shape: tuple[int, ...], layout: Layout, coordinate: Mapping[str, int]) -> tuple[int, ...]:
         """The shape that the rank at `coordinate` holds of a tensor: dims split as evenly as can be, larger first."""
         sizes = list(shape)
@@ -138,7 +164,7 @@ class Space:
         for home in self.homes:
             if home.weight.trainable != frozen:
                 weight, grain = home.weight, home.grain if home.flat else ""
-                key = (weight.visits, weight.dtype, home.layout, home.grad, home.stored, grain)
+                key = (weight.visits, weight.dtype, tuple(home.moves().items()), home.flat, home.in_shards, grain)
                 found.setdefault(key, []).append(home)
         bundles = [self._bundle(homes) for homes in found.values()]
         return tuple(sorted(bundles, key=self._completion))
@@ -165,6 +191,8 @@ class Space:
         first = homes[0]
         name = "+".join(first.weight.visits) + ("" if first.weight.trainable else " frozen")
         name += f" {first.weight.dtype}" if first.weight.dtype else ""
+        apart = [axis for axis in first.moves() if axis not in self.data_axes]
+        name += f" over {' '.join(apart)}" if apart else ""
         if first.flat and first.grain != "element":
             name += f" by {first.grain}"
         weights = [home.weight for home in homes]

@@ -3,7 +3,8 @@
     COUNT   how many tokens of this step count towards the loss (all micro-batches)
     F       forward of one visit                      LOSS    loss of one micro-batch and its gradient
     B       backward of one visit, in reverse         TALLY   the loss of the whole step
-    CLIP    gradient norm of the logical parameters, and clipping by it
+    CLIP    gradient norm of the logical parameters, and clipping by it; where ranks step different elements, before it
+    SQUARE  the sum of squares of what this rank is the first to step      NORM   the sum of those over the ranks
     STEP    the optimizer; gradients are gone afterwards
 
 Where the loss needs the rows of several ranks, GATHER (rows of one output or target, from all ranks) stands before it.
@@ -12,11 +13,11 @@ the job asks for the noise of the gradient, `core.noise` adds what measures it.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from meshwright.core.anatomy import NBYTES, ROOT
 from meshwright.core.job import Job
-from meshwright.core.program import Action, Hold, Program
+from meshwright.core.program import Action, Hold, Program, Transfer, with_waits
 from meshwright.core.space import Bundle, Space
 
 ROLE = "stage0"
@@ -24,6 +25,7 @@ LEAN = "F_LEAN"
 FORWARDS = ("F", LEAN)  # kinds that the model's own forward reaches, block by block
 USES = (*FORWARDS, "RERUN", "B")  # kinds that need the weights of their block
 FACTS = "facts"  # the subject of the GATHER that tells how many rows each rank has, and sums of what is the same on all
+COUNT_NBYTES = 32  # weight, wishes to stop, rows, tokens: float64
 NORM = "norm"  # the subject of the BROADCAST of the gradient norm
 
 
@@ -36,9 +38,31 @@ def one_device(space: Space, job: Job, micro_batch: int, num_micro: int) -> Prog
     actions.append(Action("TALLY", waits=tuple(f"LOSS({micro})" for micro in range(num_micro))))
     names = tuple(weight.name for weight in space.anatomy.trainable)
     last = f"B({space.anatomy.visits[0]}, {num_micro - 1})"
-    actions.append(Action("CLIP", waits=(last,), tensors=names))
+    waits = [last]
+    if space.norm_axes:
+        square = Action("SQUARE", NORM, waits=(last,))
+        total = Transfer("all_reduce", space.norm_axes, 8, dtype="float64")
+        actions += [square, Action("NORM", NORM, lane="wire", waits=(square.name,), transfer=total)]
+        waits += [action.name for action in actions[-2:]]
+    actions.append(Action("CLIP", waits=tuple(waits), tensors=names))
     actions.append(Action("STEP", waits=("CLIP()",), tensors=names, frees=tuple(map(gradient, space.bundles()))))
     return Program.of({ROLE: actions})
+
+
+def reads_sums(action: Action) -> bool:
+    """Whether `action` looks at the summed gradients of all weights: all sums stand before the first that does."""
+    return action.kind in ("SQUARE", "CLIP")
+
+
+def first_reader(actions: Sequence[Action]) -> int:
+    """Where the first action stands that looks at all summed gradients."""
+    return next(i for i, action in enumerate(actions) if reads_sums(action))
+
+
+def awaiting(actions: Iterable[Action], names: Iterable[str]) -> list[Action]:
+    """`actions`, of which those that look at all summed gradients wait for `names` too."""
+    names = tuple(names)
+    return [with_waits(action, names) if reads_sums(action) else action for action in actions]
 
 
 def gradient(bundle: Bundle) -> str:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from meshwright.core.errors import Fault
 from meshwright.core.job import Job
+from meshwright.core.layout import Place
 from meshwright.core.program import Action, Program
 from meshwright.core.space import Space
 
@@ -37,11 +38,15 @@ class Runtime(Protocol):
     def add(self, action: Action) -> None:
         """Add the shard that REDUCE left for this micro-batch to the sum of those before."""
 
-    def square(self, action: Action) -> None:
-        """Take the squared norm of this rank's shards of the gradients."""
+    @property
+    def plan(self) -> Any:
+        """The plan that is played (core/plan.py)."""
 
-    def norm(self, action: Action) -> None:
-        """Start adding it up over the ranks."""
+    def fill(self, name: str, forward: Callable[..., Any]) -> None:
+        """Have the module `name` of the model compute `forward(module, *its arguments)`."""
+
+    def move(self, tensor: Any, axis: str, src: Place, dst: Place) -> Any:
+        """`tensor` moved along `axis` for the action under way; the same tensor is moved once in a block."""
 
     def rerun(self, action: Action) -> None:
         """Run a visit once more that kept only what it took in, so that its backward finds a graph."""

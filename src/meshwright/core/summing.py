@@ -7,8 +7,7 @@
     PACK      gradients into a contiguous buffer, at the places of the arena; where they lay is free again
     REDUCE    their sum over the ranks, of which each gets its shard (reduce_scatter), over `across` then the sum of shards
     ADD       a shard to what the micro-batches before have left, or from the dtype of the wire to that of the gradients
-    SQUARE    the sum of squares of this rank's shards
-    NORM      its sum over the ranks: each element is counted once
+    SQUARE    looks at the sums: it waits for all of them (core/steps.py)
 
 Two buffers serve all bundles in turn: one is packed while the other travels. What was in it has left before it is packed again.
 """
@@ -20,7 +19,7 @@ from meshwright.core.anatomy import NBYTES
 from meshwright.core.job import Job
 from meshwright.core.program import Action, Hold, Transfer, index_of_last, with_waits
 from meshwright.core.space import Bundle, Space
-from meshwright.core.steps import NORM, backwards, first_backward, gradient
+from meshwright.core.steps import backwards, first_backward, gradient
 
 NUM_BUFFERS = 2
 
@@ -44,16 +43,13 @@ class Sums:
         self.dtype, self.kept, self.wire = precision.parameters, precision.gradients, precision.reduce
 
     def added(self, actions: list[Action]) -> list[Action]:
-        """`actions` with the gradients of every bundle summed before CLIP."""
+        """`actions` with the gradients of every bundle summed before SQUARE."""
         done = list(self._once(actions) if self._in_place else self._in_turn(actions))
         done = self._summed_across(done) if self.across else done
         awaited = {action.tensors: action.name for action in done if action.kind in ("REDUCE", "ADD")}.values()
         frees = () if self._in_place else self._buffer_names(done)
-        square = Action("SQUARE", NORM, waits=tuple(awaited), frees=frees)
-        sums = Transfer("all_reduce", (self.axis,), 8, dtype="float64")
-        norm = Action("NORM", NORM, lane="wire", waits=(square.name,), transfer=sums)
-        clip = index_of_last(done, "CLIP") or 0
-        done[clip : clip + 1] = [square, norm, with_waits(done[clip], (square.name, norm.name))]
+        square = index_of_last(done, "SQUARE") or 0
+        done[square] = replace(with_waits(done[square], awaited), frees=frees)
         return [self._stepped(action) for action in done]
 
     @property
@@ -74,8 +70,8 @@ class Sums:
         due: list[tuple[Action, int]] = []
         edited: list[Action] = []
         for action in actions:
-            for complete, packed in due if action.kind in ("PACK", "CLIP") else ():
-                if action.kind == "CLIP" or packed == NUM_BUFFERS:
+            for complete, packed in due if action.kind in ("PACK", "SQUARE") else ():
+                if action.kind == "SQUARE" or packed == NUM_BUFFERS:
                     edited += self._across(complete)
             if action.kind == "PACK":
                 due = [(complete, packed + 1) for complete, packed in due if packed < NUM_BUFFERS]
@@ -112,7 +108,7 @@ class Sums:
         turn = [_Buffer(Hold(f"gradient buffer {number}", largest)) for number in range(NUM_BUFFERS)]
         packed, due = 0, self._due(actions)
         for i, action in enumerate(actions):
-            if action.kind == "CLIP":
+            if action.kind == "SQUARE":
                 for buffer in turn:
                     yield from self._added(buffer)
             yield self._holding(action)

@@ -55,6 +55,8 @@ class Acts:
             "PACK": self.pack,
             "UNPACK": lambda action: state.buckets[action.subject].unpack(),
             "TALLY": self.tally,
+            "SQUARE": lambda action: store.square(),
+            "NORM": lambda action: self.start(action, store.squared),
             "CLIP": self.clip,
             "STEP": self.step,
         }
@@ -103,7 +105,13 @@ class Acts:
         weight, tokens = (sum(numbers) for numbers in zip((0.0, 0.0), *counted, strict=True))
         self._counted = (weight, self._stop, self._rows, tokens)
         if action.transfer is not None:
-            state.header = torch.tensor(self._counted, dtype=torch.float64, device=state.world.device)
+            alike = [
+                axis for axis in action.transfer.axes if axis not in self.plan.space.data_axes
+            ]  # the same rows: counted once
+            coordinate = self.plan.mesh.coordinate(state.world.rank)
+            counts = not any(coordinate[axis] for axis in alike)
+            header = self._counted if counts else (0.0, self._stop, 0, 0.0)
+            state.header = torch.tensor(header, dtype=torch.float64, device=state.world.device)
             self._counted = None  # known once the others' have been added
             self.start(action, state.header)
 

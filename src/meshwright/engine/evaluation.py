@@ -77,7 +77,7 @@ def evaluate(
                 if index * plan.micro_batch < rows:
                     sums[0] += state.loss.total(outputs, micro)
                     sums[1:] += torch.tensor(state.loss.counted(micro), dtype=torch.float64, device=sums.device)
-    state.world.group(AXES).all_reduce(sums, action="EVALUATE").wait()
+    state.world.group(plan.space.data_axes).all_reduce(sums, action="EVALUATE").wait()
     total, count, tokens = sums.tolist()
     if not count > 0:
         text = "no token of the evaluation counts: all labels are ignored, or there are no samples"

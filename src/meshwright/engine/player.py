@@ -10,10 +10,13 @@ actions are looked up in a table from kind to handler; strategies bring handlers
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
+from torch import nn
 
 from meshwright.core.errors import PlanError
+from meshwright.core.layout import Place
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
 from meshwright.core.steps import FORWARDS, LEAN, ROLE
@@ -22,6 +25,7 @@ from meshwright.engine.acts import Acts
 from meshwright.engine.again import Again
 from meshwright.engine.evaluation import Evaluation
 from meshwright.engine.heap import give_back
+from meshwright.engine.inner import Inner
 from meshwright.engine.loss import Batch
 from meshwright.engine.noise import Noise
 from meshwright.engine.optimizers import (
@@ -32,6 +36,7 @@ from meshwright.engine.optimizers import (
 )
 from meshwright.engine.saved import Saved, model_tensors, moments, restore_model, restore_moments
 from meshwright.engine.schedule import factor
+from meshwright.engine.slices import Slices
 from meshwright.engine.state import Metrics, State
 from meshwright.engine.store import Store
 from meshwright.engine.update import Update
@@ -55,23 +60,29 @@ class Player:
         dice: Dice | None = None,
         extra: Mapping[str, Callable[[Action, State], None]] | None = None,
     ) -> None:
+        plan = plan.at(state.world.rank)
         self.plan, self.state = plan, state
         self.steps_done = 0
         self._settling = SETTLING
-        self.store = Store(plan, state)
+        self.slices = Slices(plan, state.world)
+        self.slices.cut(state.subject)
+        self.store = Store(plan, state, self.slices)
         weights = {weight.name: weight for weight in plan.anatomy.trainable}
         grains = {home.weight.name: home.grain for home in plan.space.homes if home.flat}
         self.optimizers = make_optimizers(plan.job.optimizer, self.store.owned(), optimizer, weights, grains)
         self._base_lrs = [group["lr"] for group in groups_of(self.optimizers)]
         self._numbers = group_numbers(self.optimizers)
+        self._inner = Inner(state)
+        self._filled: list[nn.Module] = []
+        bound: dict[str, Handler] = {}
+        for strategy in plan.strategies:  # before the blocks' own forwards are replaced: a block may be a socket itself
+            bound |= strategy.bind(self)
         self._drive = Drive(state.subject.blocks, in_place=plan.anatomy.in_place, cut=_parts_blocks(plan))
         self._update = Update(plan, state, self.store, self.optimizers, made=optimizer is not None)
         self._acts = Acts(plan, state, self.store, self._update, self._drive, dice)
         self._noise = Noise(plan, state, self._acts)
         self._again = Again(state, self._drive, self._acts.draws)
-        handlers: dict[str, Handler] = self._acts.handlers | self._noise.handlers
-        for strategy in plan.strategies:
-            handlers |= strategy.bind(self)
+        handlers: dict[str, Handler] = self._acts.handlers | self._noise.handlers | bound
         handlers |= {kind: self._with_state(act) for kind, act in (extra or {}).items()}
         self._list = self._resolve(plan.program.actions(ROLE), handlers)
         forwards = [(i, action) for i, (action, _, _) in enumerate(self._list) if action.kind in FORWARDS]
@@ -118,6 +129,7 @@ class Player:
 
         Each batch holds this rank's rows, as for `step`. Raises PlanError when nothing counts in any of them.
         """
+        self._inner.begin("EVALUATE")
         with self.whole("EVALUATE"):
             return self._acts.evaluate(batches)
 
@@ -137,16 +149,19 @@ class Player:
         """Add the shard that REDUCE left for this micro-batch to the sum of those before."""
         self.store.add(action)
 
-    def square(self, action: Action) -> None:
-        """Take the squared norm of this rank's shards of the gradients."""
-        self.store.square()
+    def fill(self, name: str, forward: Callable[..., torch.Tensor]) -> None:
+        """Have the module `name` of the model compute `forward(module, *its arguments)`."""
+        module = self.state.subject.module.get_submodule(name)
+        self._filled.append(module)
+        module.forward = partial(forward, module)
 
-    def norm(self, action: Action) -> None:
-        """Start adding it up over the ranks."""
-        self._acts.start(action, self.store.squared)
+    def move(self, tensor: torch.Tensor, axis: str, src: Place, dst: Place) -> torch.Tensor:
+        """`tensor` moved along `axis` for the action under way; the same tensor is moved once in a block."""
+        return self._inner.move(tensor, axis, src, dst)
 
     def rerun(self, action: Action) -> None:
         """Run a visit once more that kept only what it took in, so that its backward finds a graph."""
+        self._inner.begin(action.name)
         self._again.rerun(action)
 
     def tensors(self) -> dict[str, Saved]:
@@ -218,6 +233,8 @@ class Player:
     def close(self) -> None:
         """Give the user's module its own forwards back."""
         self._drive.detach()
+        for module in self._filled:
+            del module.forward
 
     def _set_lr(self) -> float:
         scale = factor(self.plan.job.schedule, self.steps_done, self.plan.job.train.steps)
@@ -237,6 +254,7 @@ class Player:
                 fix = "a forward may leave blocks out; let it call them in the order of the trial run, or declare larger blocks"
                 raise PlanError(text, fix=fix, where="model")
             self._play_to(target + 1)
+            self._inner.begin(self._list[target][0].name)
             return self._list[target][0].kind == LEAN
 
         return reach
@@ -248,6 +266,7 @@ class Player:
             for name in waits:
                 self.state.works[name].wait()
             if handler is not None:
+                self.state.acting = action.name
                 handler(action)
 
     def _with_state(self, act: Callable[[Action, State], None]) -> Handler:
@@ -274,4 +293,5 @@ def _parts_blocks(plan: Plan) -> bool:
     """Whether the plan does anything between the backwards of two blocks, so that the graph must be cut there."""
     kinds = [action.kind for action in plan.program.actions(ROLE)]
     first, last = kinds.index("B"), len(kinds) - kinds[::-1].index("B")
-    return plan.num_data > 1 or LEAN in kinds or set(kinds[first:last]) != {"B"}
+    inner = any(action.inner for action in plan.program.actions(ROLE))
+    return plan.num_data > 1 or inner or LEAN in kinds or set(kinds[first:last]) != {"B"}

@@ -23,14 +23,20 @@ from meshwright.engine.state import Subject
 from meshwright.engine.store import Store
 from meshwright.model.ondemand import OnDemand
 
+Ranges = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]  # by dim: from which index to which, one behind the other
+
 
 @dataclass(frozen=True)
 class Share:
-    """The elements from `begin` on of a flattened tensor of `shape`; `values` is flat. One of shape () is all of a number."""
+    """The elements from `begin` on of a flattened tensor of `shape`; `values` is flat. One of shape () is all of a number.
+
+    With `ranges`, by dim, it is a part of what those leave of the tensor: of a slice.
+    """
 
     values: torch.Tensor
     begin: int
     shape: tuple[int, ...]
+    ranges: Ranges = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -44,23 +50,27 @@ Saved = torch.Tensor | Share
 def model_tensors(subject: Subject, store: Store) -> dict[str, Saved]:
     """The parameters and persistent buffers, as this rank holds them."""
     found: dict[str, Saved] = {}
-    for name, parameter in subject.parameters.items():
-        piece = store.piece(name)
+    for weight in subject.anatomy.weights:
+        name, piece, ranges = weight.name, store.piece(weight.name), store.slices.ranges(weight.name)
         if piece is not None:
-            found[f"model/{name}"] = Share(store.stored(piece), piece.begin, tuple(parameter.shape))
+            found[f"model/{name}"] = Share(store.stored(piece), piece.begin, weight.shape, ranges)
         elif not store.holds(name):
-            found[f"model/{name}"] = store.masters.value(name, parameter)
+            value = store.masters.value(name, subject.parameters[name])
+            found[f"model/{name}"] = Share(value.reshape(-1), 0, weight.shape, ranges) if ranges else value
     return found | {f"buffer/{name}": buffer for name, buffer in _persistent_buffers(subject.module)}
 
 
 def moments(optimizers: Sequence[torch.optim.Optimizer], subject: Subject, store: Store, numbers: Numbers) -> dict[str, Saved]:
     """The state of the optimizers, as this rank holds it, and the `numbers` of their groups that have changed."""
     found: dict[str, Saved] = {}
+    shapes = {weight.name: weight.shape for weight in subject.anatomy.weights}
     owned, by_block = store.owned(), _by_block(optimizers)
     for entry, value in state_tensors(optimizers, owned, numbers).items():
         key, _, name = entry.partition("/")
-        piece = store.piece(name)
-        if piece is None or entry.startswith("group."):
+        piece, ranges = store.piece(name), store.slices.ranges(name)
+        if ranges and not entry.startswith("group.") and value.ndim:
+            found[f"optimizer/{entry}"] = Share(value.reshape(-1), piece.begin if piece else 0, shapes[name], ranges)
+        elif piece is None or entry.startswith("group."):
             found[f"optimizer/{entry}"] = value
         elif key in by_block[id(owned[name])]:
             num_blocks = -(-subject.parameters[name].numel() // BLOCK)
@@ -85,7 +95,7 @@ def restore_model(subject: Subject, store: Store, saved: Mapping[str, torch.Tens
             if store.holds(name):
                 store.take(name, value)
             else:
-                store.masters.take(name, parameter, value)
+                store.masters.take(name, parameter, store.slices.mine(name, value))
         for name, buffer in _persistent_buffers(subject.module):
             buffer.copy_(saved[f"buffer/{name}"])
     return dtypes
@@ -105,14 +115,16 @@ def restore_moments(
     """
 
     owned, by_block = store.owned(), _by_block(optimizers)
+    shapes = {weight.name: weight.shape for weight in subject.anatomy.weights}
     alike = {id(p) for each in optimizers if _follows(each) for group in each.param_groups for p in group["params"]}
 
     def part(entry: str) -> torch.Tensor:
         tensor, (key, _, name) = saved[entry], entry.partition("/")
         piece = store.piece(name)
-        by_element = key.partition(":")[0] != "step" and name in owned and tensor.shape == subject.parameters[name].shape
+        by_element = key.partition(":")[0] != "step" and name in owned and tensor.shape == shapes[name]
         if by_element and id(owned[name]) in alike and tensor.dtype == dtypes.get(name):
             tensor = tensor.to(owned[name].dtype)
+        tensor = store.slices.mine(name, tensor) if by_element else tensor
         if piece is None or name not in owned:  # what is not trained here is refused below
             return tensor
         if key in by_block[id(owned[name])]:

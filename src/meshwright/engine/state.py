@@ -77,6 +77,7 @@ class State:
     buckets: dict[str, Bucket] = field(default_factory=dict)
     works: dict[str, Work] = field(default_factory=dict)
     grad_norm: float = 0.0
+    acting: str = ""  # the action under way: what collectives inside of a block are booked under
     squares: dict[str, torch.Tensor] = field(default_factory=dict)  # squared norms of gradients before they are summed
     noise_scale: float | None = None
     norm: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))  # as it travels to other ranks

@@ -23,14 +23,15 @@ from meshwright.core.steps import ROLE
 from meshwright.engine.held import Held
 from meshwright.engine.masters import Masters, Stepped
 from meshwright.engine.precision import total_norm
+from meshwright.engine.slices import Slices
 from meshwright.engine.state import State
 
 
 class Store:
     """The arenas of one rank, filled from the values that the model's parameters have."""
 
-    def __init__(self, plan: Plan, state: State) -> None:
-        self._plan, self._state = plan, state
+    def __init__(self, plan: Plan, state: State, slices: Slices) -> None:
+        self._plan, self._state, self.slices = plan, state, slices
         roles = {role: getattr(torch, dtype) for role, dtype in plan.job.precision.roles.items()}
         self._dtype, self._wire, self._kept, self._master = (roles[r] for r in ("parameters", "reduce", "gradients", "master"))
         self._like = next(iter(state.subject.parameters.values()))  # buffers are of its kind: on its device, fake where it is
@@ -72,8 +73,8 @@ class Store:
 
     @property
     def together(self) -> bool:
-        """Whether a forward needs all ranks: some weights are kept in shards alone."""
-        return any(held.flat for held in self.arenas.values())
+        """Whether a forward needs all ranks: some weights are kept in shards or slices alone."""
+        return bool(self.slices) or any(held.flat for held in self.arenas.values())
 
     def holds(self, name: str) -> bool:
         """Whether the weight `name` lies in an arena."""
@@ -94,7 +95,7 @@ class Store:
 
     def take(self, name: str, values: torch.Tensor) -> None:
         """Take up the whole weight `name`: its piece, and all of it where it is stored whole."""
-        held, piece = self._of[name], self.piece(name)
+        held, piece, values = self._of[name], self.piece(name), self.slices.mine(name, values)
         if piece is not None:
             held.take(piece, values)
         if not held.flat:
@@ -154,9 +155,23 @@ class Store:
         return self._packed[replace(action, kind="PACK").name]
 
     def square(self) -> None:
-        """Take the squared norm of this rank's shards; NORM adds it up."""
-        shards = [held.gradient for held in self.arenas.values() if held.gradient is not None]
-        self.squared = total_norm(shards).double().square().view(1)
+        """Take the squared norm of the gradients that this rank is the first to hold; NORM adds it up."""
+        mine = [part for held in self.arenas.values() if held.gradient is not None for part in self._counted(held, held.gradient)]
+        whole = (p for name, p in self._state.subject.trainable.items() if name not in self._of and self._counts(name))
+        mine += [parameter.grad for parameter in whole if parameter.grad is not None]
+        self.squared = total_norm(mine).double().square().view(1) if mine else torch.zeros_like(self.squared)
+
+    def _counted(self, held: Held, gradient: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of the shard `gradient` that count here; all of it, mostly."""
+        if all(self._counts(name) for name, _, _ in held.arena.weights):
+            return [gradient]
+        return [gradient[piece.at : piece.at + piece.numel] for piece in held.pieces if self._counts(piece.name)]
+
+    def _counts(self, name: str) -> bool:
+        """Whether this rank is the first of those that step the same elements of the weight `name`."""
+        home, coordinate = self._homes[name], self._plan.mesh.coordinate(self._state.world.rank)
+        cut = home.grad.axes("S")
+        return not any(coordinate[axis] for axis in self._plan.space.norm_axes if axis not in cut)
 
     @property
     def total_norm(self) -> torch.Tensor:
@@ -182,7 +197,7 @@ class Store:
         """
         for name, parameter in self._state.subject.parameters.items():
             if name not in self._of:
-                yield name, parameter.detach()
+                yield name, self.slices.whole(name, parameter.detach(), action)
         for held in self.arenas.values():
             yield from self._gathered(held, held.shard, action)
 
@@ -190,17 +205,17 @@ class Store:
         """The summed gradient of every logical parameter that is trained, likewise; NORM has ended."""
         for name, parameter in self._state.subject.trainable.items():
             if name not in self._of:
-                yield name, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                yield name, self.slices.whole(name, gradient, action)
         for held in self.arenas.values():
             if held.gradient is not None:
                 yield from self._gathered(held, held.gradient, action)
 
-    @staticmethod
-    def _gathered(held: Held, shard: torch.Tensor, action: str) -> Iterator[tuple[str, torch.Tensor]]:
+    def _gathered(self, held: Held, shard: torch.Tensor, action: str) -> Iterator[tuple[str, torch.Tensor]]:
         whole = shard.new_empty(held.arena.numel)
         held.group.all_gather(whole, shard, action=action).wait()
         for name, numel, start in held.arena.weights:
-            yield name, whole[start : start + numel].view(held.views[name].shape)
+            yield name, self.slices.whole(name, whole[start : start + numel].view(held.views[name].shape), action)
 
     def _stored_whole(self, arena: Arena) -> Held:
         whole = self._like.new_zeros(arena.numel, dtype=self._dtype)

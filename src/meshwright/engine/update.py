@@ -53,7 +53,8 @@ class Update:
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        norm = self._store.total_norm if self._store.arenas else total_norm(list(self._gradients(parameters)))
+        apart = bool(self._plan.space.norm_axes)
+        norm = self._store.total_norm if apart else total_norm(list(self._gradients(parameters)))
         self._state.grad_norm = true = norm.item() / self.factor
         limit = self._plan.job.train.clip
         clips = bool(limit) and not true + 1e-6 <= limit  # as torch.nn.utils.clip_grad_norm_ has it

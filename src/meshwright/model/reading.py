@@ -23,7 +23,8 @@ from meshwright.model.configs import use_experts_on_trial, use_plain_experts
 from meshwright.model.dice import Dice, Sites
 from meshwright.model.dropout import trial
 from meshwright.model.handed import Judge, columns, handed
-from meshwright.model.sockets import hidden_matrices
+from meshwright.model.linears import found as divided
+from meshwright.model.sockets import hidden_matrices, linear_roles
 from meshwright.model.sources import Loaded
 from meshwright.model.trial import PROBE_BATCH, Findings, depends_on_values, fake_copy, observe, visits_of
 from meshwright.model.wide import widen
@@ -88,14 +89,16 @@ def read(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Judg
     names = tuple(find_blocks(module, loaded.blocks or ()))
     look = partial(handed, judge or Judge(_any_loss, targets), {key: _rows(value, PROBE_BATCH) for key, value in example.items()})
     other = judge is not None and judge.whole_batch
-    found, sites, outputs = _trial(plan, names, inputs, look, other=other)
+    roles = linear_roles(module, loaded.sockets)
+    found, sites, outputs = _trial(plan, names, inputs, look, tuple(roles), other=other)
     _check_declared(loaded.blocks or (), found.visits)
     if not found.visits:  # the blocks' own forwards are never called: somebody calls into their parts
         names = (WHOLE,)
-        found, sites, outputs = _trial(plan, names, inputs, look, other=other)
+        found, sites, outputs = _trial(plan, names, inputs, look, tuple(roles), other=other)
     held = owners(module, _blocks(module, names))
     holders = {name: held.get(id(parameter), []) for name, parameter in module.named_parameters()}
     hidden = hidden_matrices(module)
+    linears, cuts = divided(module, found.seen, roles, PROBE_BATCH)
     weights = tuple(
         Weight(
             name,
@@ -105,6 +108,7 @@ def read(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Judg
             entry.aliases,
             str(entry.dtype).removeprefix("torch.") if plan.keeps_dtype(name) else "",
             name in hidden,
+            (cuts[name],) if name in cuts else (),
         )
         for name, entry in plan.logical.items()
     )
@@ -113,7 +117,7 @@ def read(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Judg
     anatomy = Anatomy(loaded.name, tuple(found.visits), weights, numel, flops, bool(sites.allowed), found.in_place, notes)
     batch = columns(inputs), columns({key: value for key, value in example.items() if key in targets})
     anatomy = replace(anatomy, inputs=batch[0], targets=batch[1], outputs=outputs, whole_batch=other, origin=plan.origin)
-    anatomy = replace(anatomy, inside_numel=tuple(found.inside_numel))
+    anatomy = replace(anatomy, inside_numel=tuple(found.inside_numel), linears=linears)
     row = {key: value.detach()[:1].clone() for key, value in example.items()}
     unused = tuple(name for name, entry in plan.logical.items() if entry.requires_grad and not found.users[name])
     attends = tuple(dict.fromkeys(found.attends))
@@ -128,7 +132,9 @@ def _training(module: nn.Module) -> nn.Module:
     return module if module.training else module.train()
 
 
-def _trial(plan: Blueprint, names: tuple[str, ...], inputs: Example, look: Look, *, other: bool) -> Shown:
+def _trial(
+    plan: Blueprint, names: tuple[str, ...], inputs: Example, look: Look, layers: tuple[str, ...], *, other: bool
+) -> Shown:
     rows = {batch: {key: _rows(value, batch) for key, value in inputs.items()} for batch in (PROBE_BATCH, OTHER_BATCH)}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     module = _on_trial(plan)
@@ -136,7 +142,7 @@ def _trial(plan: Blueprint, names: tuple[str, ...], inputs: Example, look: Look,
     try:
         with mode:
             fakes = {batch: {key: mode.from_tensor(value) for key, value in some.items()} for batch, some in rows.items()}
-            return _forwards(module, names, fakes, look, other=other)
+            return _forwards(module, names, fakes, look, layers, other=other)
     except PlanError:
         raise
     except Exception as error:
@@ -146,7 +152,7 @@ def _trial(plan: Blueprint, names: tuple[str, ...], inputs: Example, look: Look,
     use_plain_experts(module)  # on real tensors, weights by token would take the memory of as many experts as tokens
     plan.materialize(module)
     try:
-        return _forwards(module, names, rows, look, other=other)
+        return _forwards(module, names, rows, look, layers, other=other)
     except PlanError:
         raise
     except Exception as error:
@@ -159,12 +165,14 @@ def _on_trial(plan: Blueprint) -> nn.Module:
     return module
 
 
-def _forwards(module: nn.Module, names: tuple[str, ...], rows: Mapping[int, Example], look: Look, *, other: bool) -> Shown:
+def _forwards(
+    module: nn.Module, names: tuple[str, ...], rows: Mapping[int, Example], look: Look, layers: tuple[str, ...], *, other: bool
+) -> Shown:
     dice, blocks = Dice(seed=0), _blocks(module, names)
 
     def forward(batch: int) -> Findings:
         with trial(dice, batch):
-            return observe(module, blocks, dice.enter, lambda: module(**rows[batch]))
+            return observe(module, blocks, dice.enter, lambda: module(**rows[batch]), layers)
 
     found = forward(PROBE_BATCH)
     wider = None

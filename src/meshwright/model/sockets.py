@@ -98,6 +98,12 @@ def hidden_matrices(module: nn.Module) -> frozenset[str]:
     )
 
 
+def linear_roles(module: nn.Module, declared: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The role of each linear layer that splits by itself, by module name: "columns" or "rows"."""
+    sockets = find_sockets(module, declared)
+    return {socket.name: socket.role for socket in sockets if socket.kind == "linear" and socket.role in ("columns", "rows")}
+
+
 def _kind(owner: nn.Module) -> str:
     for types, kind in _KINDS:
         if isinstance(owner, types):

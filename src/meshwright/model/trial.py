@@ -31,6 +31,7 @@ from meshwright.core.errors import PlanError
 from meshwright.model.drive import LARGER, Drive
 from meshwright.model.flops import Flops
 from meshwright.model.inside import Inside
+from meshwright.model.linears import Seen, Use
 from meshwright.model.paths import pieces
 from meshwright.model.values import tensors
 
@@ -65,22 +66,29 @@ class Findings:
     outputs: Any = None
     attends: list[str] = field(default_factory=list)
     captured: dict[str, int] = field(default_factory=dict)
+    seen: Seen = field(default_factory=Seen)
 
 
 def observe(
-    module: nn.Module, blocks: Mapping[str, nn.Module], enter: Callable[[str], None], call: Callable[[], Any]
+    module: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    enter: Callable[[str], None],
+    call: Callable[[], Any],
+    layers: Sequence[str] = (),
 ) -> Findings:
     """What one training forward of `module` shows; `call()` runs it on PROBE_BATCH samples, `enter` hears of each visit.
+
+    The uses of `layers`, linear ones, are seen one by one.
 
     Raises PlanError for a tensor that goes round the border of a block, and for gradients taken between blocks; what the
     forward itself raises passes through.
     """
     try:
-        return _observe(module, blocks, enter, call, in_place=False)
+        return _observe(module, blocks, enter, call, layers, in_place=False)
     except RuntimeError as error:
         if "leaf Variable" not in str(error):
             raise
-        return _observe(module, blocks, enter, call, in_place=True)
+        return _observe(module, blocks, enter, call, layers, in_place=True)
 
 
 def fake_copy(module: nn.Module, mode: FakeTensorMode, dtype_of: Callable[[str], torch.dtype] | None = None) -> None:
@@ -112,7 +120,13 @@ def depends_on_values(error: BaseException) -> bool:
 
 
 def _observe(
-    module: nn.Module, blocks: Mapping[str, nn.Module], enter: Callable[[str], None], call: Callable[[], Any], *, in_place: bool
+    module: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    enter: Callable[[str], None],
+    call: Callable[[], Any],
+    layers: Sequence[str],
+    *,
+    in_place: bool,
 ) -> Findings:
     found, counter = Findings(in_place=in_place), Flops()
     totals: list[int] = []
@@ -125,6 +139,7 @@ def _observe(
     drive = Drive(blocks, in_place=in_place)
     inside = Inside(lambda: "" if drive.in_glue or not found.visits else found.visits[-1])
     seeing = [block.register_forward_pre_hook(partial(_given, inside), with_kwargs=True) for block in blocks.values()]
+    seeing += [module.get_submodule(name).register_forward_hook(partial(_used, drive, found, name)) for name in layers]
     before = _versions(module)
     enter("")
     try:
@@ -175,7 +190,14 @@ class _Watched(TorchFunctionMode):
             raise PlanError(text, fix=f"take them inside one block, or {LARGER}", where="model")
         if func in ATTENTION and not self._drive.in_glue:
             self._found.attends.append(self._found.visits[-1])
+            if func is F.scaled_dot_product_attention:
+                self._found.seen.heads.append((len(self._found.seen.uses), args[0].shape[-1]))
         return func(*args, **(kwargs or {}))
+
+
+def _used(drive: Drive, found: Findings, name: str, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    if not drive.in_glue and args and isinstance(output, torch.Tensor):
+        found.seen.uses.append(Use(name, found.visits[-1], args[0], output.numel()))
 
 
 def _given(inside: Inside, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

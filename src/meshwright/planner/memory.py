@@ -15,7 +15,6 @@ Activations, and the gradients of one block between its backward and the PACK be
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from math import prod
 
 from meshwright.core.anatomy import NBYTES, Weight
 from meshwright.core.job import Job
@@ -104,13 +103,13 @@ def moment_bytes(job: Job, weight: Weight, numel: int) -> int:
 
 def _kept(plan: Plan, rank: int) -> Iterator[_Kept]:
     """What `rank` keeps of each bundle."""
-    space, parameters = plan.space, plan.job.precision.parameters
-    coordinate, arenas = plan.mesh.coordinate(rank), plan.space.arenas()
+    space, parameters = plan.at(rank).space, plan.job.precision.parameters
+    arenas = space.arenas()
     for bundle in space.all_bundles():
         arena, width = arenas.get(bundle.name), bundle.weights[0].width(parameters)
         steps = bundle.trainable and plan.leads(rank)
         if arena is None:
-            mine = [(home.weight, prod(space.local(home.weight.shape, home.layout, coordinate))) for home in bundle.homes]
+            mine = [(weight, weight.numel) for weight in bundle.weights]
             numel = sum(local for _, local in mine)
             yield _Kept(numel * width, numel if steps else 0, tuple(mine) if steps else ())
         else:

@@ -66,7 +66,7 @@ def _ordered(found: Mapping[str, int]) -> dict[str, int]:
 
 def sent(record: Record) -> list[Sent]:
     """What each action sends in a step, in the order of the program; then what was sent beside the steps, as a total."""
-    listed = [action for _, actions in (record.program.roles if record.program else ()) for action in actions if action.transfer]
+    listed = [action for _, actions in (record.program.roles if record.program else ()) for action in actions if action.moves]
     ledgers = [rank for rank in record.ranks.values() if rank.get("steps")]
     found = []
     for action in listed:
@@ -81,15 +81,14 @@ def sent(record: Record) -> list[Sent]:
 
 def _bytes(action: Action, record: Record) -> float | None:
     sizes = record.about.get("sizes", {})
-    move = action.transfer
-    if move is None or not set(move.axes) <= set(sizes):
+    if not all(set(move.axes) <= set(sizes) for move in action.moves):
         return None
-    return moved_bytes(move, prod(sizes[axis] for axis in move.axes))[1]
+    return sum(moved_bytes(move, prod(sizes[axis] for axis in move.axes))[1] for move in action.moves)
 
 
 def _what(action: Action) -> str:
-    move = action.transfer
-    if move is None:
-        return ""
-    by = "" if move.algorithm == BACKEND else f" by {move.algorithm}"
-    return f"{move.collective} of {move.nbytes:,} B {move.dtype} over {', '.join(move.axes)}{by}"
+    found: Counter[str] = Counter()
+    for move in action.moves:
+        by = "" if move.algorithm == BACKEND else f" by {move.algorithm}"
+        found[f"{move.collective} of {move.nbytes:,} B {move.dtype} over {', '.join(move.axes)}{by}"] += 1
+    return "; ".join(what if count == 1 else f"{count} x {what}" for what, count in found.items())

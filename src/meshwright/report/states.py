@@ -50,10 +50,10 @@ def sent_table(plan: Plan) -> Table | None:
     """Messages and bytes sent per step by the busiest rank, by kind of action and what it moves; None when nothing is sent."""
     found: dict[tuple[str, str], tuple[int, float]] = {}
     for action in plan.program.actions(ROLE):
-        if action.transfer is not None:
-            key = action.kind, _what(action.transfer)
+        for move in action.moves:
+            key = action.kind, _what(move)
             messages, nbytes = found.get(key, (0, 0.0))
-            most = moved_bytes(action.transfer, plan.mesh.extent(action.transfer.axes))[1]
+            most = moved_bytes(move, plan.mesh.extent(move.axes))[1]
             found[key] = messages + 1, nbytes + most
     if not found:
         return None

@@ -100,12 +100,11 @@ def plan_words(plan: Plan) -> dict[str, str]:
 def _sent(plan: Plan) -> str:
     """What leaves each rank in a step; where the ranks differ, the busiest and another."""
     served, serving, apart = 0.0, 0.0, False
-    for move in (action.transfer for action in plan.program.actions(ROLE)):
-        if move is not None:
-            least, most = moved_bytes(move, plan.mesh.extent(move.axes))
-            served += 0 if move.collective in FROM_ONE else least
-            serving += 0 if move.collective in TO_ONE else most
-            apart = apart or least != most
+    for move in (move for action in plan.program.actions(ROLE) for move in action.moves):
+        least, most = moved_bytes(move, plan.mesh.extent(move.axes))
+        served += 0 if move.collective in FROM_ONE else least
+        serving += 0 if move.collective in TO_ONE else most
+        apart = apart or least != most
     if size(served) == size(serving):
         return size(serving)
     if apart:
@@ -145,9 +144,9 @@ def _details(run: list[Action], lanes: Mapping[str, str]) -> Iterator[str]:
     first, last = run[0], run[-1]
     blocks = first.subject if len(run) == 1 else f"{first.subject} .. {last.subject}"
     yield f"{MEANINGS[first.kind]} {blocks}" if first.kind in USES else MEANINGS[first.kind]
-    if first.transfer is not None:
-        move, nbytes = first.transfer, sum(action.transfer.nbytes for action in run if action.transfer)
-        yield f"{move.collective} {size(nbytes)} {move.dtype} over {', '.join(move.axes)} ({move.algorithm})"
+    for move in first.moves[:1]:
+        nbytes, within = sum(each.nbytes for action in run for each in action.moves), "" if first.transfer else " within"
+        yield f"{move.collective} {size(nbytes)} {move.dtype} over {', '.join(move.axes)} ({move.algorithm}){within}"
     flops = sum(action.flops for action in run)
     taken = sum({hold.name: hold.nbytes for action in run for hold in action.takes}.values())  # a buffer is taken in turn
     if flops:

@@ -53,7 +53,7 @@ def write_about(plan: Plan, words: Mapping[str, str], held: Mapping[str, int], d
 
 def _axes(plan: Plan) -> list[str]:
     """The axes over which some action moves something."""
-    moves = [action.transfer for _, actions in plan.program.roles for action in actions if action.transfer is not None]
+    moves = [move for _, actions in plan.program.roles for action in actions for move in action.moves]
     return sorted({axis for move in moves for axis in move.axes})
 
 

@@ -11,11 +11,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
+from itertools import product
 from math import prod
 
 import torch
 
-from meshwright.engine.saved import Saved, Share
+from meshwright.engine.saved import Ranges, Saved, Share
 from meshwright.run.manifest import Entry, Slice
 from meshwright.run.shards import DTYPES, dtype_name
 from meshwright.run.stretches import boxes
@@ -25,13 +26,14 @@ Outline = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class Stretch:
-    """One share as its rank tells of it: elements `begin` to `end` of the flattened tensor `name`."""
+    """One share as its rank tells of it: elements `begin` to `end` of the flattened tensor `name`, or of its slice (`ranges`)."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     begin: int
     end: int
+    ranges: Ranges = ()
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class Parts:
         known: set[Stretch] = set()
         cut: list[tuple[Stretch, ...]] = []
         for line in told:
-            mine = [Stretch(name, tuple(shape), *rest) for name, shape, *rest in json.loads(line or b"[]")]
+            rows = json.loads(line or b"[]")
+            mine = [Stretch(name, tuple(shape), dtype, *ends, ranges=_ranges(cut)) for name, shape, dtype, cut, *ends in rows]
             cut.append(tuple(stretch for stretch in mine if stretch not in known))
             known.update(mine)
         outline: Outline = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in whole.items()}
@@ -62,11 +65,8 @@ class Parts:
         found = {name: tensor for name in self.whole[index] if isinstance(tensor := tensors[name], torch.Tensor)}
         for stretch in self.cut[index]:
             share = tensors[stretch.name]
-            at = 0
-            for key, _, size in _keys(stretch):
-                if isinstance(share, Share):
-                    found[key] = share.values[at : at + prod(size)].view(size)
-                at += prod(size)
+            if isinstance(share, Share):
+                found |= {part.key: part.of(share.values) for part in _keys(stretch)}
         return found
 
     def entries(self, files: Sequence[str]) -> dict[str, Entry]:
@@ -77,7 +77,7 @@ class Parts:
                 shape = self.outline[name][0]
                 slices[name].append(Slice(file, name, (0,) * len(shape), shape))
             for stretch in cut:
-                slices[stretch.name] += [Slice(file, key, start, size) for key, start, size in _keys(stretch)]
+                slices[stretch.name] += [Slice(file, part.key, part.start, part.size) for part in _keys(stretch)]
         return {name: Entry(shape, dtype_name(dtype), tuple(slices[name])) for name, (shape, dtype) in self.outline.items()}
 
     def writers(self) -> tuple[int, ...]:
@@ -88,19 +88,63 @@ class Parts:
 def shares_of(tensors: Mapping[str, Saved]) -> bytes:
     """What this rank tells the others of its shares."""
     rows = [
-        [name, list(share.shape), dtype_name(share.dtype), share.begin, share.begin + share.values.numel()]
+        [name, list(share.shape), dtype_name(share.dtype), share.ranges, share.begin, share.begin + share.values.numel()]
         for name, share in tensors.items()
         if isinstance(share, Share)
     ]
     return json.dumps(rows, separators=(",", ":")).encode() if rows else b""
 
 
-def _keys(stretch: Stretch) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """The boxes of a stretch: key in the file, start and size."""
-    at = stretch.begin
-    for start, size in boxes(stretch.begin, stretch.end, stretch.shape):
-        yield f"{stretch.name}@{at}", start, size
+@dataclass(frozen=True)
+class _Part:
+    """A box of a tensor that lies in a share: its key in the file, its start and size, and where it is in the values.
+
+    There it is a window of the box of size `box` whose first element is `at`.
+    """
+
+    key: str
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    at: int
+    box: tuple[int, ...]
+    window: tuple[int, ...]
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """The part, of the share's flat `values`."""
+        found = values[self.at : self.at + prod(self.box)].view(self.box)
+        for dim, (first, length) in enumerate(zip(self.window, self.size, strict=True)):
+            found = found.narrow(dim, first, length)
+        return found.contiguous()
+
+
+def _keys(stretch: Stretch) -> Iterator[_Part]:
+    """The boxes of a stretch."""
+    cuts, at = dict(stretch.ranges), 0
+    local = tuple(sum(end - first for first, end in cuts[dim]) if dim in cuts else n for dim, n in enumerate(stretch.shape))
+    for start, size in boxes(stretch.begin, stretch.end, local):
+        sides = [list(_across(first, length, cuts.get(dim))) for dim, (first, length) in enumerate(zip(start, size, strict=True))]
+        for side in product(*sides):
+            window, begin, length = (tuple(each) for each in zip(*side, strict=True)) if side else ((), (), ())
+            where = stretch.begin + at if len(cuts) == 0 else "-".join(map(str, begin))
+            yield _Part(f"{stretch.name}@{where}", begin, length, at, size, window)
         at += prod(size)
+
+
+def _across(first: int, length: int, ranges: Sequence[Sequence[int]] | None) -> Iterator[tuple[int, int, int]]:
+    """A stretch along one dim of a slice: of each part where it is in the stretch, where in the whole tensor, and its length."""
+    if ranges is None:
+        yield 0, first, length
+        return
+    passed = 0
+    for begin, end in ranges:
+        low, high = max(first, passed), min(first + length, passed + end - begin)
+        if low < high:
+            yield low - first, begin + low - passed, high - low
+        passed += end - begin
+
+
+def _ranges(told: Sequence[Sequence[object]]) -> Ranges:
+    return tuple((int(str(dim)), tuple((int(a), int(b)) for a, b in pairs)) for dim, pairs in told)  # type: ignore[misc]
 
 
 def dealt(nbytes: Mapping[str, int], size: int) -> tuple[tuple[str, ...], ...]:

@@ -150,7 +150,7 @@ def summed_by(plan: Plan, world: World) -> dict[str, str]:
 
     Two summands have one order. All ranks call this: it may make groups.
     """
-    moves = [action.transfer for action in plan.program.actions(ROLE) if action.transfer is not None]
+    moves = [move for action in plan.program.actions(ROLE) for move in action.moves]
     axes = {move.axes for move in moves if move.collective in SUMMING and move.algorithm == BACKEND}
     groups = {" x ".join(each): world.group(each) for each in sorted(axes)}
     return {name: group.transport for name, group in groups.items() if group.size > 2}

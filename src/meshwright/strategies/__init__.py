@@ -7,7 +7,8 @@ from meshwright.strategies.data.naive import Naive
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.data.zero import Zero
 from meshwright.strategies.memory.recompute import Recompute
+from meshwright.strategies.tensor.line import Line
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    strategy.name: strategy for strategy in (Batch, Master, Naive, Replicate, Zero, Recompute)
+    strategy.name: strategy for strategy in (Batch, Master, Naive, Replicate, Zero, Line, Recompute)
 }

@@ -64,7 +64,10 @@ def compare_rank(case: Case, world: World, reference: Reference) -> RankReport:
     world.ledger.recording = True
     state = State(subject, world, case.loss)
     player = Player(
-        _with_probe(case.plan), state, dice=case.make_dice(), extra={"PROBE": lambda action, state: watched.gradients()}
+        _with_probe(case.plan.at(world.rank)),
+        state,
+        dice=case.make_dice(),
+        extra={"PROBE": lambda action, state: watched.gradients()},
     )
     watched.player = player
     rows = case.rows(case.plan, world.rank)
@@ -116,7 +119,7 @@ def planned_messages(plan: Plan) -> list[Message]:
     return [
         (action.name, move.collective, tuple(axis for axis in AXES if axis in move.axes), move.nbytes, move.algorithm)
         for action in plan.program.actions(ROLE)
-        if (move := action.transfer) is not None
+        for move in action.moves
     ]
 
 
@@ -148,7 +151,7 @@ def _drift(report: RankReport, other: RankReport) -> Difference | None:
 
 def _unplanned(report: RankReport, plan: Plan) -> Difference | None:
     """The first collective that is not the one that the program states at this place."""
-    planned, issued = planned_messages(plan), issued_messages(report)
+    planned, issued = planned_messages(plan.at(report.rank)), issued_messages(report)
     wanted = planned * report.steps
     for i, (mine, theirs) in enumerate(zip_longest(issued, wanted)):
         if mine != theirs:

@@ -133,7 +133,7 @@ def trace(
         raise PlanError(text, fix=f"choose from 0 to {plan.mesh.world - 1}", where="trace")
     wanted = planned(plan)
     played = [play(plan, rank, loss, make_subject, steps, fake=fake) for rank in ranks]
-    faults = [fault for each in played for fault in compared(wanted, each)]
+    faults = [fault for each in played for fault in compared(planned(plan.at(each.rank)), each)]
     return Traced(
         plan=plan.hash,
         mesh=str(plan.mesh),
@@ -151,11 +151,10 @@ def trace(
 
 def planned(plan: Plan) -> tuple[Message, ...]:
     """What each rank issues in one step, in the order of the program."""
-    found = ((action.name, action.transfer) for action in plan.program.actions(ROLE))
+    found = ((action.name, move) for action in plan.program.actions(ROLE) for move in action.moves)
     return tuple(
         Message(name, move.collective, axes, plan.mesh.extent(axes), move.nbytes, move.dtype, move.algorithm)
         for name, move in found
-        if move is not None
         for axes in [tuple(axis for axis in AXES if axis in move.axes)]
     )
 
@@ -201,19 +200,23 @@ def _differences(wanted: Sequence[Message], issued: Sequence[Message]) -> Iterat
     found: Mapping[str, list[Message]] = defaultdict(list)
     for message in issued:
         found[message.action].append(message)
-    stated = {message.action: message for message in wanted}
+    stated: Mapping[str, list[Message]] = defaultdict(list)
+    for message in wanted:
+        stated[message.action].append(message)
     alike = len(wanted) == len(issued)
-    for action, message in stated.items():
+    for action, messages in stated.items():
         mine = found.get(action, [])
-        if mine == [message]:
+        if mine == messages:
             continue
         alike = False
+        said = "; ".join(map(str, messages))
         if not mine:
-            yield action, f"{action} issued nothing, and the program states: {message}"
-        elif len(mine) > 1:
-            yield action, f"{action} issued {len(mine)} collectives ({'; '.join(map(str, mine))}), not the one stated: {message}"
+            yield action, f"{action} issued nothing, and the program states: {said}"
+        elif len(mine) > len(messages):
+            these = "the one" if len(messages) == 1 else f"the {len(messages)}"
+            yield action, f"{action} issued {len(mine)} collectives ({'; '.join(map(str, mine))}), not {these} stated: {said}"
         else:
-            yield action, f"{action} issued: {mine[0]}, and the program states: {message}"
+            yield action, f"{action} issued: {'; '.join(map(str, mine))}, and the program states: {said}"
     for action in [action for action in found if action not in stated]:
         alike = False
         yield action, f"{action or 'no action'} issued: {found[action][0]}, and the program states no collective for it"

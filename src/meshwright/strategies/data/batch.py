@@ -33,10 +33,10 @@ from meshwright.core.job import Job
 from meshwright.core.layout import P, R, S
 from meshwright.core.program import Action, Program, Transfer, index_of_last, with_waits
 from meshwright.core.space import Home, Space
-from meshwright.core.steps import FACTS, FORWARDS
+from meshwright.core.steps import COUNT_NBYTES, FACTS, FORWARDS
 from meshwright.core.strategy import Phase, Strategy
 
-NBYTES = {"COUNT": 32, "TALLY": 8}  # weight, wishes to stop, rows, tokens; the loss: float64
+NBYTES = {"COUNT": COUNT_NBYTES, "TALLY": 8}  # the loss: float64
 DATA_AXES = ("dp_replicate", "dp_shard")
 
 

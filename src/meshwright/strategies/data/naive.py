@@ -22,8 +22,9 @@ from meshwright.core.anatomy import NBYTES
 from meshwright.core.errors import Fault
 from meshwright.core.job import Job
 from meshwright.core.layout import I
-from meshwright.core.program import Action, Program, Transfer, index_of_last, with_waits
+from meshwright.core.program import Action, Program, Transfer, index_of_last
 from meshwright.core.space import Space
+from meshwright.core.steps import awaiting, first_reader
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
 from meshwright.strategies.data.replicate import replica_faults
 
@@ -56,13 +57,12 @@ class Naive(Strategy):
         return {"REDUCE": runtime.start}
 
     def _reduce_each(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
-        end = index_of_last(actions, "CLIP") or 0
+        end = first_reader(actions)
         reduces = []
         rule = Rule.parse(self.algorithm)
-        for weight in space.anatomy.trainable:
+        for weight in (home.weight for home in space.homes if home.weight.trainable):
             nbytes = weight.numel * NBYTES[job.precision.parameters]
             transfer = Transfer("all_reduce", (self.axis,), nbytes, rule.pick(nbytes), job.precision.parameters)
             waits = (actions[index_of_last(actions, "B") or 0].name,)
             reduces.append(Action("REDUCE", weight.name, lane="wire", waits=waits, tensors=(weight.name,), transfer=transfer))
-        clip = with_waits(actions[end], [reduce.name for reduce in reduces])
-        return [*actions[:end], *reduces, clip, *actions[end + 1 :]]
+        return [*actions[:end], *reduces, *awaiting(actions[end:], [reduce.name for reduce in reduces])]

@@ -32,9 +32,9 @@ from meshwright.core.anatomy import NBYTES
 from meshwright.core.errors import Fault, nearest
 from meshwright.core.job import Job
 from meshwright.core.layout import I, R
-from meshwright.core.program import Action, Hold, Program, Transfer, index_of_last, with_waits
+from meshwright.core.program import Action, Hold, Program, Transfer
 from meshwright.core.space import Bundle, Space
-from meshwright.core.steps import backwards, gradient
+from meshwright.core.steps import awaiting, backwards, first_reader, gradient
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
 from meshwright.strategies.data.batch import DATA_AXES
 
@@ -96,7 +96,7 @@ class Replicate(Strategy):
         if not casts:
             return _end(actions, reduce.name, held.name, tuple(map(gradient, bucket)))
         unpack = Action("UNPACK", name, waits=(reduce.name,), tensors=tensors, frees=(held.name,))
-        actions.insert(index_of_last(actions, "CLIP") or 0, unpack)
+        actions.insert(first_reader(actions), unpack)
         return _end(actions, unpack.name, "", ())
 
 
@@ -148,11 +148,9 @@ def _apart_faults(name: str, axis: str, space: Space) -> Iterator[Fault]:
 
 
 def _end(actions: list[Action], awaited: str, held: str, grads: tuple[str, ...]) -> list[Action]:
-    """`actions` with CLIP waiting for `awaited`, and STEP freeing the bucket `held` in place of `grads`."""
+    """`actions` with who looks at the sums waiting for `awaited`, and STEP freeing the bucket `held` in place of `grads`."""
     ended = []
-    for action in actions:
-        if action.kind == "CLIP":
-            action = with_waits(action, (awaited,))
+    for action in awaiting(actions, (awaited,)):
         if action.kind == "STEP" and held:
             kept = tuple(name for name in action.frees if name not in grads)
             action = replace(action, frees=(*kept, held))

@@ -120,7 +120,7 @@ class Zero(Strategy):
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         words = {"UNSHARD": runtime.unshard, "RESHARD": _nothing, "READY": _nothing}
-        return {**words, "REDUCE": runtime.reduce, "ADD": runtime.add, "SQUARE": runtime.square, "NORM": runtime.norm}
+        return {**words, "REDUCE": runtime.reduce, "ADD": runtime.add}
 
     def _stored(self, home: Home) -> Home:
         return replace(home, stored=home.stored.with_place(self.axis, S(FLAT))) if self.stage == 3 else home

@@ -83,11 +83,11 @@ class Recompute(Strategy):
         for action in actions:
             action = replace(action, waits=tuple(leans[wait].name if wait in leans else wait for wait in action.waits))
             if action.kind == "F" and action.subject in chosen:
-                lean = Action("F_LEAN", action.subject, action.micro, action.lane, action.waits, action.tensors)
                 within = _within(action)
-                kept = tuple(hold for hold in action.takes if hold not in within)
-                leans[action.name] = replace(lean, transfer=action.transfer, flops=action.flops, takes=kept, frees=action.frees)
+                lean = replace(action, kind="F_LEAN", takes=tuple(hold for hold in action.takes if hold not in within))
+                leans[action.name] = lean
                 again = Action("RERUN", action.subject, action.micro, waits=(lean.name,), flops=action.flops, takes=within)
+                again = replace(again, inner=action.inner)
                 chosen[action.subject][action.micro] = again
                 action = leans[action.name]
             elif action.kind == "B" and action.subject in chosen:

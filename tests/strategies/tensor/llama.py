@@ -1,0 +1,45 @@
+"""A small Llama with sizes that divide by nothing, for tests of divided matrices."""
+
+from collections.abc import Sequence
+
+import torch
+import transformers
+from torch import nn
+
+from meshwright.api import make_plan, read
+from meshwright.core.job import Job, Optimizer, Train
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import Plan
+from meshwright.core.sources import DataSource, ModelSource
+from meshwright.core.strategy import Strategy
+from meshwright.model.reading import Reading
+
+SIZES = {"vocab_size": 67, "hidden_size": 48, "intermediate_size": 53, "num_hidden_layers": 2, "max_position_embeddings": 32}
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3}  # three groups of two heads
+ROWS, TOKENS = 4, 9
+
+
+def llama(**more: object) -> nn.Module:
+    """With grouped-query attention; `more` are fields of its config."""
+    config = transformers.LlamaConfig(**{**SIZES, **HEADS, "use_cache": False, **more})
+    return transformers.LlamaForCausalLM(config)
+
+
+def batches(count: int, rows: int = ROWS) -> list[dict[str, torch.Tensor]]:
+    """Global batches of random tokens."""
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens() -> torch.Tensor:
+        return torch.randint(0, SIZES["vocab_size"], (rows, TOKENS), generator=generator)
+
+    return [{"input_ids": tokens(), "labels": tokens()} for _ in range(count)]
+
+
+def planned(
+    model: nn.Module, mesh: Mesh, strategies: Sequence[Strategy] | None = None, micro: int = 0, rows: int = ROWS, **job: object
+) -> tuple[Reading, Plan]:
+    """The reading of `model`, and its plan on `mesh` with clipping and weight decay."""
+    reading = read(model, batches(1, rows)[0])
+    train, optimizer = Train(batch=rows, clip=0.5), Optimizer("adamw", lr=0.1, weight_decay=0.1)
+    said = Job(ModelSource("llama"), DataSource("random", sequence=TOKENS), train, optimizer, **job)
+    return reading, make_plan(reading, said, mesh, strategies, micro)

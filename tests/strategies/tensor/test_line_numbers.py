@@ -1,0 +1,70 @@
+"""Divided matrices compute what whole ones compute: alone, under data parallelism, shards and recompute, and at odd sizes."""
+
+import pytest
+import torch
+
+from meshwright.api import build, trace, verify
+from meshwright.comm.group import World
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import Plan
+from meshwright.core.precision import Precision
+from meshwright.model.reading import Reading
+from meshwright.strategies.data.batch import Batch
+from meshwright.strategies.data.replicate import Replicate
+from meshwright.strategies.data.zero import Zero
+from meshwright.strategies.memory.recompute import Recompute
+from meshwright.strategies.tensor import line
+from meshwright.strategies.tensor.line import Line
+from meshwright.testing.spawn import on_threads
+from tests.strategies.tensor.llama import batches, llama, planned
+
+SHARDED = (Line(), Batch(axis="dp_shard"))
+CASES = {
+    "2 ranks": (Mesh(tp=2), None, 0),
+    "3 ranks": (Mesh(tp=3), None, 2),
+    "beside copies": (Mesh(dp_replicate=2, tp=2), None, 0),
+    "named first or last": (Mesh(dp_replicate=2, tp=3), (Batch(), Replicate(), Line()), 1),
+    "stage 1": (Mesh(dp_shard=2, tp=2), (*SHARDED, Zero(stage=1)), 0),
+    "stage 2": (Mesh(dp_shard=2, tp=3), (*SHARDED, Zero(stage=2)), 1),
+    "stage 3": (Mesh(dp_shard=2, tp=2), (*SHARDED, Zero(stage=3)), 1),
+    "hybrid": (Mesh(dp_replicate=2, dp_shard=2, tp=2), None, 0),
+    "recompute": (Mesh(dp_shard=2, tp=2), (*SHARDED, Zero(), Recompute()), 2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_equals_one_device(case: str):
+    mesh, strategies, micro = CASES[case]
+    reading, plan = planned(llama(attention_bias=True, mlp_bias=case == "2 ranks"), mesh, strategies, micro)
+    verdict = verify(reading, plan, batches(3))
+    assert verdict.passed, str(verdict)
+    traced = trace(reading, plan)
+    assert traced.passed, str(traced)
+
+
+def test_a_sum_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(line, "P", line.I)  # what rows layers give out is taken for whole
+    reading, plan = planned(llama(), Mesh(tp=2))
+    verdict = verify(reading, plan, batches(2))
+    assert not verdict.passed
+
+
+def trained(world: World, reading: Reading, plan: Plan) -> float:
+    """The loss of a second step; what an evaluation counts is looked at too."""
+    with build(reading, plan, world=world) as engine:
+        data = batches(2)
+        loss = [engine.step(engine.share(batch)).loss for batch in data][-1]
+        evaluated = engine.evaluate([engine.share(data[0])])
+        assert evaluated.tokens == data[0]["labels"].numel()
+        return loss
+
+
+@pytest.mark.parametrize("precision", [Precision(compute="bfloat16"), Precision("bfloat16", "bfloat16", "float32", "float32")])
+def test_half_precision_travels_in_half(precision: Precision):
+    reading, plan = planned(llama(), Mesh(dp_shard=2, tp=2), precision=precision)
+    inner = {move.dtype for action in plan.program.actions("stage0") for move in action.inner}
+    assert inner == {"bfloat16"}
+    assert trace(reading, plan).passed
+    losses = set(on_threads(lambda world: trained(world, reading, plan), plan.mesh))
+    assert len(losses) == 1
+    assert torch.tensor(losses.pop()).isfinite()
