@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from docs.generate import essays, kinds
-from meshwright.core.anatomy import ROOT, Anatomy, Weight
+from meshwright.core.anatomy import ROOT, Anatomy, Linear, Weight
+from meshwright.core.cut import Cut
 from meshwright.core.job import Job, Optimizer, Precision, Train
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
@@ -24,6 +25,7 @@ from meshwright.strategies.data.naive import Naive
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.data.zero import Zero
 from meshwright.strategies.memory.recompute import Recompute
+from meshwright.strategies.tensor.line import Line
 from meshwright.verifier.verdict import COMPARED, Difference, Verdict
 from tests.paper import Paper
 
@@ -111,8 +113,15 @@ def all_programs() -> list[Plan]:
     cut = Plan.make(JOB, Mesh(dp_shard=3), Paper().anatomy, (Batch(axis="dp_shard"), Zero()), 2)
     rooted = replace(Paper().anatomy, weights=(*Paper().anatomy.weights, Weight("scale", (3,), (ROOT,))))
     glued = Plan.make(JOB, Mesh(dp_shard=3), rooted, (Batch(axis="dp_shard"), Zero()), 2)
+    up, down = (
+        Weight("up", (4, 2), ("layer0",), cuts=(Cut(0, 4, (4,)),)),
+        Weight("down", (2, 4), ("layer0",), cuts=(Cut(1, 4, (4,)),)),
+    )
+    pair = Linear("up", "layer0", "columns", 0, 2, 4), Linear("down", "layer0", "rows", 1, 4, 2)
+    divided = replace(Paper().anatomy, weights=(*Paper().anatomy.weights, up, down), linears=pair)
     return [
         *plans,
+        Plan.make(JOB, Mesh(tp=3), divided, (Line(),)),
         noisy,
         cut,
         glued,

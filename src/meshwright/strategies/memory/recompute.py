@@ -84,7 +84,9 @@ class Recompute(Strategy):
             action = replace(action, waits=tuple(leans[wait].name if wait in leans else wait for wait in action.waits))
             if action.kind == "F" and action.subject in chosen:
                 within = _within(action)
-                lean = replace(action, kind="F_LEAN", takes=tuple(hold for hold in action.takes if hold not in within))
+                kept = tuple(hold for hold in action.takes if hold not in within)
+                lean = Action("F_LEAN", action.subject, action.micro, action.lane, action.waits, action.tensors, takes=kept)
+                lean = replace(lean, transfer=action.transfer, flops=action.flops, frees=action.frees, inner=action.inner)
                 leans[action.name] = lean
                 again = Action("RERUN", action.subject, action.micro, waits=(lean.name,), flops=action.flops, takes=within)
                 again = replace(again, inner=action.inner)
