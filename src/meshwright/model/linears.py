@@ -25,15 +25,18 @@ class Seen:
 
     uses: list["Use"] = field(default_factory=list)
     heads: list[tuple[int, int]] = field(default_factory=list)  # after how many uses, and the width of a head
+    alive: list[torch.Tensor] = field(default_factory=list)  # during the run, so that no two inputs have one identity
 
 
 @dataclass(frozen=True)
 class Use:
-    """One call of the layer `name` in `visit`, with its input; `out` is the number of elements that came out."""
+    """One call of the layer `name` in `visit`: which tensor went in, its elements, if its gradient is needed; elements out."""
 
     name: str
     visit: str
-    given: torch.Tensor
+    source: int
+    into: int
+    needed: bool
     out: int
 
 
@@ -78,9 +81,9 @@ def found(module: nn.Module, seen: Seen, roles: Mapping[str, str], batch: int) -
         for use in (*pair.columns, pair.rows):
             layer = module.get_submodule(use.name)
             cuts |= _cuts(use.name, layer, roles[use.name], units)
-            source = sources.setdefault((use.visit, id(use.given)), len(sources))
-            sizes = use.given.numel() // batch, use.out // batch
-            linears.append(Linear(use.name, use.visit, roles[use.name], source, *sizes, use.given.requires_grad))
+            source = sources.setdefault((use.visit, use.source), len(sources))
+            sizes = use.into // batch, use.out // batch
+            linears.append(Linear(use.name, use.visit, roles[use.name], source, *sizes, use.needed))
     return tuple(linears), cuts
 
 

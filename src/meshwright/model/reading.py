@@ -99,7 +99,6 @@ def read(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Judg
     holders = {name: held.get(id(parameter), []) for name, parameter in module.named_parameters()}
     hidden = hidden_matrices(module)
     linears, cuts = divided(module, found.seen, roles, PROBE_BATCH)
-    found.seen.uses.clear()  # they hold tensors of the trial
     weights = tuple(
         Weight(
             name,

@@ -148,6 +148,7 @@ def _observe(
             totals.append(counter.total)
     finally:
         drive.detach()
+        found.seen.alive.clear()
         for handle in seeing:
             handle.remove()
     after = _versions(module)
@@ -197,7 +198,9 @@ class _Watched(TorchFunctionMode):
 
 def _used(drive: Drive, found: Findings, name: str, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     if not drive.in_glue and args and isinstance(output, torch.Tensor):
-        found.seen.uses.append(Use(name, found.visits[-1], args[0], output.numel()))
+        given = args[0]
+        found.seen.alive.append(given)
+        found.seen.uses.append(Use(name, found.visits[-1], id(given), given.numel(), given.requires_grad, output.numel()))
 
 
 def _given(inside: Inside, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
