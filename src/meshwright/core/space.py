@@ -136,6 +136,11 @@ class Space:
         cut = {axis for home in self.homes if home.weight.trainable for axis in home.grad.axes("S")}
         return tuple(axis for axis in AXES if axis in cut)
 
+    def held_first(self, coordinate: Mapping[str, int]) -> Iterator[str]:
+        """The weights of which the rank at `coordinate` is the first to step its elements: those that count in the norm there."""
+        away = [axis for axis in self.norm_axes if coordinate[axis]]
+        yield from (home.weight.name for home in self.homes if set(away) <= set(home.grad.axes("S")))
+
     def at(self, coordinate: Mapping[str, int]) -> "Space":
         """This space as the rank at `coordinate` sees it."""
         logical = self.whole or self

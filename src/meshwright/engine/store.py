@@ -41,6 +41,7 @@ class Store:
         self.squared = torch.zeros(1, dtype=torch.float64)  # the norm's, of this rank's shards or of all
         taken = {action.tensors[0]: action.takes for action in plan.program.actions(ROLE) if action.kind == "UNSHARD"}
         self._homes = {home.weight.name: home for home in plan.space.homes}
+        self._first = frozenset(plan.space.held_first(plan.mesh.coordinate(state.world.rank)))
         for name, arena in plan.space.arenas().items():
             first = arena.weights[0][0]
             flat = self._homes[first].in_shards
@@ -157,21 +158,15 @@ class Store:
     def square(self) -> None:
         """Take the squared norm of the gradients that this rank is the first to hold; NORM adds it up."""
         mine = [part for held in self.arenas.values() if held.gradient is not None for part in self._counted(held, held.gradient)]
-        whole = (p for name, p in self._state.subject.trainable.items() if name not in self._of and self._counts(name))
+        whole = (p for name, p in self._state.subject.trainable.items() if name not in self._of and name in self._first)
         mine += [parameter.grad for parameter in whole if parameter.grad is not None]
         self.squared = total_norm(mine).double().square().view(1) if mine else torch.zeros_like(self.squared)
 
     def _counted(self, held: Held, gradient: torch.Tensor) -> list[torch.Tensor]:
         """The parts of the shard `gradient` that count here; all of it, mostly."""
-        if all(self._counts(name) for name, _, _ in held.arena.weights):
+        if all(name in self._first for name, _, _ in held.arena.weights):
             return [gradient]
-        return [gradient[piece.at : piece.at + piece.numel] for piece in held.pieces if self._counts(piece.name)]
-
-    def _counts(self, name: str) -> bool:
-        """Whether this rank is the first of those that step the same elements of the weight `name`."""
-        home, coordinate = self._homes[name], self._plan.mesh.coordinate(self._state.world.rank)
-        cut = home.grad.axes("S")
-        return not any(coordinate[axis] for axis in self._plan.space.norm_axes if axis not in cut)
+        return [gradient[piece.at : piece.at + piece.numel] for piece in held.pieces if piece.name in self._first]
 
     @property
     def total_norm(self) -> torch.Tensor:

@@ -35,6 +35,7 @@ class Update:
         clips = (action for action in plan.program.actions(ROLE) if action.kind == "CLIP")
         self._meant = {clip.name: [self._stepped[name] for name in clip.tensors if name in self._stepped] for clip in clips}
         self._divisor, self._checked = 1.0, False
+        self._apart = bool(plan.space.norm_axes)  # no rank knows the norm: NORM adds it up
         self._buffer = torch.empty(0)
 
     @property
@@ -53,8 +54,7 @@ class Update:
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        apart = bool(self._plan.space.norm_axes)
-        norm = self._store.total_norm if apart else total_norm(list(self._gradients(parameters)))
+        norm = self._store.total_norm if self._apart else total_norm(list(self._gradients(parameters)))
         self._state.grad_norm = true = norm.item() / self.factor
         limit = self._plan.job.train.clip
         clips = bool(limit) and not true + 1e-6 <= limit  # as torch.nn.utils.clip_grad_norm_ has it

@@ -31,11 +31,12 @@ from torch import nn
 from meshwright.core.anatomy import NBYTES, Linear
 from meshwright.core.errors import Fault
 from meshwright.core.job import Job
-from meshwright.core.layout import FLAT, I, P, R, S
+from meshwright.core.layout import I, P, R, S
 from meshwright.core.program import Action, Program, Transfer
 from meshwright.core.space import Home, Space
 from meshwright.core.steps import COUNT_NBYTES, FORWARDS
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
+from meshwright.model.linears import lies_transposed
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,10 @@ class Line(Strategy):
         return {}
 
     def _divided(self, home: Home) -> Home:
-        dims = [cut.dim for cut in home.weight.cuts if cut.dim != FLAT]
-        if not dims:
+        if not home.weight.cuts:
             return home
-        place = S(dims[0])
-        layouts = (layout.with_place(self.axis, place) for layout in (home.layout, home.grad, home.stored))
-        layout, grad, stored = layouts
+        place = S(home.weight.cuts[0].dim)
+        layout, grad, stored = (layout.with_place(self.axis, place) for layout in (home.layout, home.grad, home.stored))
         return replace(home, layout=layout, grad=grad, stored=stored)
 
     def _meeting(self, action: Action, actions: list[Action], space: Space, job: Job) -> Action:
@@ -127,6 +126,4 @@ def _rows(summed: Callable[[torch.Tensor], torch.Tensor], module: nn.Module, x: 
 
 def _product(module: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     weight = module.get_parameter("weight")
-    if type(module).__name__ == "Conv1D":  # transformers': a row per input
-        weight = weight.t()
-    return F.linear(x, weight, bias)
+    return F.linear(x, weight.t() if lies_transposed(module) else weight, bias)
