@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from docs.generate import essays, kinds
-from meshwright.core.anatomy import ROOT, Anatomy, Linear, Weight
+from meshwright.core.anatomy import ROOT, Anatomy, Call, Weight
 from meshwright.core.cut import Cut
 from meshwright.core.job import Job, Optimizer, Precision, Train
 from meshwright.core.mesh import Mesh
@@ -114,11 +114,11 @@ def all_programs() -> list[Plan]:
     rooted = replace(Paper().anatomy, weights=(*Paper().anatomy.weights, Weight("scale", (3,), (ROOT,))))
     glued = Plan.make(JOB, Mesh(dp_shard=3), rooted, (Batch(axis="dp_shard"), Zero()), 2)
     up, down = (
-        Weight("up", (4, 2), ("layer0",), cuts=(Cut(0, 4, (4,)),)),
-        Weight("down", (2, 4), ("layer0",), cuts=(Cut(1, 4, (4,)),)),
+        Weight("up", (4, 2), ("layer0",), role="columns", cuts=(Cut(0, 4, (4,)),)),
+        Weight("down", (2, 4), ("layer0",), role="rows", cuts=(Cut(1, 4, (4,), "in"),)),
     )
-    pair = Linear("up", "layer0", "columns", 0, 2, 4), Linear("down", "layer0", "rows", 1, 4, 2)
-    divided = replace(Paper().anatomy, weights=(*Paper().anatomy.weights, up, down), linears=pair)
+    pair = Call("up", "layer0", "columns", 0, 2, 4), Call("down", "layer0", "rows", 1, 4, 2)
+    divided = replace(Paper().anatomy, weights=(*Paper().anatomy.weights, up, down), calls=pair)
     return [
         *plans,
         Plan.make(JOB, Mesh(tp=3), divided, (Line(),)),

@@ -25,8 +25,9 @@ class Weight:
 
     `dtype` is its own, where that is not the job's: of a parameter that is not floating, and of a frozen one that was made
     in another dtype than those that are trained (a bfloat16 base under float32 adapters). Empty: the job's.
-    `hidden` says that it is the matrix of a linear layer between the embedding and the head. `cuts` are how its dims may be
-    divided without a change of the numbers, at most one per dim; a dim without one may be cut anywhere.
+    `hidden` says that it is the matrix of a linear layer between the embedding and the head. `role` is that of the layer that
+    it belongs to (see `Call`; empty: none that can be divided), `cuts` are how its dims may be divided without a change of the
+    numbers, one per side. `why` says, where it has no role, why nobody can divide it.
     """
 
     name: str
@@ -36,11 +37,17 @@ class Weight:
     aliases: tuple[str, ...] = ()
     dtype: str = ""
     hidden: bool = False
+    role: str = ""
     cuts: tuple[Cut, ...] = ()
+    why: str = ""
 
     def cut(self, dim: int) -> Cut:
-        """How `dim` is divided."""
+        """How `dim` is divided; one of which nothing is known may be cut anywhere."""
         return next((cut for cut in self.cuts if cut.dim == dim), Cut(dim, self.shape[dim], (self.shape[dim],)))
+
+    def side(self, side: str) -> Cut | None:
+        """How the "in" or the "out" side of the layer is divided in this weight; None where it has no such side."""
+        return next((cut for cut in self.cuts if cut.side == side), None)
 
     @property
     def numel(self) -> int:
@@ -58,11 +65,12 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Linear:
-    """One use of a linear layer that can be divided: its module, the visit, its role, "columns" or "rows".
+class Call:
+    """One call of a layer that can be divided: its module, the visit, and its role.
 
-    `source` numbers the tensors that such layers take in: those that take the same one have the same number. `into` and `out` are
-    elements per sample. `needed` tells whether the gradient of what goes in is needed.
+    Roles: "columns" and "rows" of a pair of linear layers, "table" (an embedding), "head" (the linear layer that makes logits),
+    "norm" (one over the last dim). `source` numbers the tensors that such layers take in: those that take the same one have the
+    same number. `into` and `out` are elements per sample. `needed` tells whether the gradient of what goes in is needed.
     """
 
     name: str
@@ -129,7 +137,7 @@ class Anatomy:
     `notes` are what was not understood, in words. `inputs` and `targets` are the batch, as the forward and the loss take
     it, `outputs` what the one hands to the other; `whole_batch` says that the loss is no sum over rows, but needs the
     outputs of the whole global batch at once. `origin` is where initial values are stored; None: drawn from the seed.
-    `linears` are the layers that can be divided, in the order of their uses.
+    `calls` are those of layers that can be divided, in order.
     """
 
     name: str
@@ -146,7 +154,7 @@ class Anatomy:
     whole_batch: bool = False
     origin: Origin | None = None
     inside_numel: tuple[int, ...] = ()
-    linears: tuple[Linear, ...] = ()
+    calls: tuple[Call, ...] = ()
 
     @property
     def trainable(self) -> tuple[Weight, ...]:

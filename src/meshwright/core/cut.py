@@ -6,6 +6,9 @@
 
 A plain matrix is one section of single rows. Grouped-query heads are cut by groups: the unit of q is all heads that share one
 key, that of k and v is one head. Sections of one weight have as many units each, so a rank gets the same units of all.
+
+A weight has two sides: "out", a row or column per feature that the layer gives out (per entry, of its bias), and "in", one per
+feature that it takes in (per word, of an embedding).
 """
 
 from collections.abc import Iterator
@@ -18,11 +21,12 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # from which index, and how large
 
 @dataclass(frozen=True)
 class Cut:
-    """Along `dim`: `sections` of so many elements each, every one of `units` units."""
+    """Along `dim`: `sections` of so many elements each, every one of `units` units; `side` is what that dim is to the layer."""
 
     dim: int
     units: int
     sections: tuple[int, ...]
+    side: str = "out"
 
     def units_of(self, index: int, ranks: int) -> Range:
         """The units of the rank at `index` among `ranks`."""

@@ -144,7 +144,7 @@ class Plan:
             "strategies": [strategy.as_dict() for strategy in self.strategies],
             "visits": list(self.anatomy.visits),
             "weights": weights,
-            **({"linears": [[each.name, each.role] for each in self.anatomy.linears]} if _divides(self.space) else {}),
+            **({"calls": [[each.name, each.role] for each in self.anatomy.calls]} if _divides(self.space) else {}),
             **({"whole_batch": True} if self.anatomy.whole_batch else {}),
             **({"hidden": [w.name for w in self.anatomy.weights if w.hidden]} if by_role(self.job.optimizer) else {}),
             **({"values": self.anatomy.origin.digest} if self.anatomy.origin else {}),

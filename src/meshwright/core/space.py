@@ -98,7 +98,7 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Space:
-    """The layouts of samples and weights on a mesh. Axes that no layout names are invariant.
+    """The layouts of samples, of the stream between blocks, and of weights on a mesh. Axes that no layout names are invariant.
 
     Along the axes `led`, the rank at index 0 reads the samples, takes the loss and steps for all the others. `whole` is the
     space of all ranks, where this one is that of a coordinate (`at`).
@@ -108,6 +108,7 @@ class Space:
     anatomy: Anatomy
     homes: tuple[Home, ...]
     tokens: Layout = Layout()
+    stream: Layout = Layout()
     led: tuple[str, ...] = ()
     whole: "Space | None" = None
 
@@ -119,6 +120,10 @@ class Space:
     def with_tokens(self, axis: str, place: Place) -> "Space":
         """This space with the samples at `place` along `axis`."""
         return replace(self, tokens=self.tokens.with_place(axis, place))
+
+    def with_stream(self, axis: str, place: Place) -> "Space":
+        """This space with what goes from block to block at `place` along `axis`."""
+        return replace(self, stream=self.stream.with_place(axis, place))
 
     def with_homes(self, change: Callable[[Home], Home], *, frozen: bool = False) -> "Space":
         """This space with every trainable weight's home changed by `change`; with `frozen`, those of all others instead."""

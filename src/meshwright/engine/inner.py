@@ -7,6 +7,7 @@ asks moves it, the others get what it got, and backward sums their gradients bef
 """
 
 import torch
+from torch import nn
 
 from meshwright.comm.moves import move
 from meshwright.core.layout import Place
@@ -30,7 +31,10 @@ class Inner:
         self._moved.clear()
 
     def move(self, tensor: torch.Tensor, axis: str, src: Place, dst: Place) -> torch.Tensor:
-        """`tensor`, which is in `src` along `axis`, in `dst`; differentiable. Under autocast it travels as products take it."""
+        """`tensor`, which is in `src` along `axis`, in `dst`; differentiable.
+
+        Under autocast it travels as products take it, unless it is a parameter.
+        """
         if not torch.is_grad_enabled():  # no block begins, and nothing would ever be forgotten
             return self._done(tensor, axis, src, dst)
         key = (id(tensor), tensor._version, axis, src, dst)
@@ -40,5 +44,6 @@ class Inner:
 
     def _done(self, tensor: torch.Tensor, axis: str, src: Place, dst: Place) -> torch.Tensor:
         kind = tensor.device.type
-        cast = tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
+        casts = torch.is_autocast_enabled(kind) and not isinstance(tensor, nn.Parameter)
+        cast = tensor.to(torch.get_autocast_dtype(kind)) if casts else tensor
         return move(cast, self._state.world.group((axis,)), src, dst, lambda: self._state.acting)

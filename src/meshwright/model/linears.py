@@ -1,4 +1,4 @@
-"""The linear layers of a model that can be divided in pairs, and how: found by running it once and by the roles of its sockets.
+"""The layers of a model that can be divided, and how: found by running it once and by the roles of its sockets.
 
 Within a block, the *columns* layers that ran since the last *rows* layer make what that one takes in:
 
@@ -6,7 +6,8 @@ Within a block, the *columns* layers that ran since the last *rows* layer make w
     gate up -> act, times -> down      units are single features
 
 A pair is divided when its widths agree: the rows layer takes in what the columns layers give out, whole units of it. Whatever
-does not fit that picture stays whole on every rank, and `meshwright plan --explain-model` says so.
+does not fit that picture stays whole on every rank, and `meshwright plan --explain-model` says so. Tables (embeddings), heads and
+norms are divided by themselves.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,13 +16,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from meshwright.core.anatomy import Linear
+from meshwright.core.anatomy import Call
 from meshwright.core.cut import Cut
+
+ALONE = ("table", "head", "norm")  # roles of layers that are no part of a pair
 
 
 @dataclass
 class Seen:
-    """What a trial run saw, in order: uses of linear layers, and the head widths of attention between them."""
+    """What a trial run saw, in order: uses of layers that have a role, and the head widths of attention between them."""
 
     uses: list["Use"] = field(default_factory=list)
     heads: list[tuple[int, int]] = field(default_factory=list)  # after how many uses, and the width of a head
@@ -30,7 +33,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Use:
-    """One call of the layer `name` in `visit`: which tensor went in, its elements, if its gradient is needed; elements out."""
+    """`Call`, as a trial sees it: which tensor went in, and elements of the whole trial batch."""
 
     name: str
     visit: str
@@ -54,6 +57,8 @@ def pairs(seen: Seen, roles: Mapping[str, str]) -> Iterator[Pair]:
     waiting: list[Use] = []
     begun = 0
     for number, use in enumerate(seen.uses):
+        if roles[use.name] not in ("columns", "rows"):
+            continue
         if waiting and waiting[-1].visit != use.visit:
             waiting = []
         if roles[use.name] == "columns":
@@ -66,25 +71,45 @@ def pairs(seen: Seen, roles: Mapping[str, str]) -> Iterator[Pair]:
             waiting = []
 
 
-def found(module: nn.Module, seen: Seen, roles: Mapping[str, str], batch: int) -> tuple[tuple[Linear, ...], dict[str, Cut]]:
-    """The layers of `module` that can be divided, in the order of their uses, and the cut of each weight by logical name.
+@dataclass(frozen=True)
+class Part:
+    """Of one weight, the role of its layer and how its dims may be divided."""
+
+    role: str
+    cuts: tuple[Cut, ...]
+
+
+UNKNOWN = Part("", ())
+
+
+def found(module: nn.Module, seen: Seen, roles: Mapping[str, str], batch: int) -> tuple[tuple[Call, ...], dict[str, Part]]:
+    """The calls of layers of `module` that can be divided, in order, and what is known of their weights, by logical name.
 
     `batch` is the number of samples of the trial.
     """
-    linears: list[Linear] = []
-    cuts: dict[str, Cut] = {}
-    sources: dict[tuple[str, int], int] = {}
+    parts: dict[str, Part] = {}
+    divided: set[int] = set()
     for pair in pairs(seen, roles):
         units = _units(module, pair)
-        if not units:
-            continue
-        for use in (*pair.columns, pair.rows):
-            layer = module.get_submodule(use.name)
-            cuts |= _cuts(use.name, layer, roles[use.name], units)
+        if units:
+            divided |= {id(use) for use in (*pair.columns, pair.rows)}
+            for use in (*pair.columns, pair.rows):
+                parts |= _parts(use.name, module.get_submodule(use.name), roles[use.name], units)
+    alone = [use for use in seen.uses if roles[use.name] in ALONE]
+    for use in alone:
+        parts |= {
+            name: part
+            for name, part in _parts(use.name, module.get_submodule(use.name), roles[use.name], 0).items()
+            if name not in parts
+        }
+    sources: dict[tuple[str, int], int] = {}
+    calls = []
+    for use in seen.uses:
+        if id(use) in divided or roles[use.name] in ALONE:
             source = sources.setdefault((use.visit, use.source), len(sources))
             sizes = use.into // batch, use.out // batch
-            linears.append(Linear(use.name, use.visit, roles[use.name], source, *sizes, use.needed))
-    return tuple(linears), cuts
+            calls.append(Call(use.name, use.visit, roles[use.name], source, *sizes, use.needed))
+    return tuple(calls), parts
 
 
 def _units(module: nn.Module, pair: Pair) -> int:
@@ -110,11 +135,17 @@ def lies_transposed(layer: nn.Module) -> bool:
     return type(layer).__name__ == "Conv1D"
 
 
-def _cuts(name: str, layer: nn.Module, role: str, units: int) -> dict[str, Cut]:
-    into, out = _widths(layer)
-    width = out if role == "columns" else into
-    dim = int((role == "rows") != lies_transposed(layer))
-    made = {f"{name}.weight": Cut(dim, units, (width,))}
-    if role == "columns" and layer._parameters.get("bias") is not None:
-        made[f"{name}.bias"] = Cut(0, units, (width,))
-    return made
+def _parts(name: str, layer: nn.Module, role: str, units: int) -> dict[str, Part]:
+    """What is known of the weights of `layer`; the side that both of a pair have in common is divided by `units`."""
+    found = {}
+    for leaf, parameter in layer.named_parameters(recurse=False):
+        shape = tuple(parameter.shape)
+        sides = {len(shape) - 1: "out"} if len(shape) == 1 else dict(enumerate(_sides(layer)))
+        common = "out" if role == "columns" else "in"
+        cuts = (Cut(dim, units if units and side == common else shape[dim], (shape[dim],), side) for dim, side in sides.items())
+        found[f"{name}.{leaf}"] = Part(role, tuple(cuts))
+    return found
+
+
+def _sides(layer: nn.Module) -> tuple[str, str]:
+    return ("in", "out") if lies_transposed(layer) or isinstance(layer, nn.Embedding) else ("out", "in")

@@ -23,8 +23,9 @@ from meshwright.model.configs import use_experts_on_trial, use_plain_experts
 from meshwright.model.dice import Dice, Sites
 from meshwright.model.dropout import trial
 from meshwright.model.handed import Judge, columns, handed
+from meshwright.model.linears import UNKNOWN
 from meshwright.model.linears import found as divided
-from meshwright.model.sockets import hidden_matrices, linear_roles
+from meshwright.model.sockets import hidden_matrices, layer_roles
 from meshwright.model.sources import Loaded
 from meshwright.model.trial import PROBE_BATCH, Findings, depends_on_values, fake_copy, observe, visits_of
 from meshwright.model.wide import widen
@@ -89,7 +90,7 @@ def read(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Judg
     names = tuple(find_blocks(module, loaded.blocks or ()))
     look = partial(handed, judge or Judge(_any_loss, targets), {key: _rows(value, PROBE_BATCH) for key, value in example.items()})
     other = judge is not None and judge.whole_batch
-    roles = linear_roles(module, loaded.sockets)
+    roles = layer_roles(module, loaded.sockets)
     found, sites, outputs = _trial(plan, names, inputs, look, tuple(roles), other=other)
     _check_declared(loaded.blocks or (), found.visits)
     if not found.visits:  # the blocks' own forwards are never called: somebody calls into their parts
@@ -98,7 +99,7 @@ def read(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Judg
     held = owners(module, _blocks(module, names))
     holders = {name: held.get(id(parameter), []) for name, parameter in module.named_parameters()}
     hidden = hidden_matrices(module)
-    linears, cuts = divided(module, found.seen, roles, PROBE_BATCH)
+    calls, parts = divided(module, found.seen, roles, PROBE_BATCH)
     weights = tuple(
         Weight(
             name,
@@ -108,7 +109,8 @@ def read(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Judg
             entry.aliases,
             str(entry.dtype).removeprefix("torch.") if plan.keeps_dtype(name) else "",
             name in hidden,
-            (cuts[name],) if name in cuts else (),
+            parts.get(name, UNKNOWN).role,
+            parts.get(name, UNKNOWN).cuts,
         )
         for name, entry in plan.logical.items()
     )
@@ -117,7 +119,7 @@ def read(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Judg
     anatomy = Anatomy(loaded.name, tuple(found.visits), weights, numel, flops, bool(sites.allowed), found.in_place, notes)
     batch = columns(inputs), columns({key: value for key, value in example.items() if key in targets})
     anatomy = replace(anatomy, inputs=batch[0], targets=batch[1], outputs=outputs, whole_batch=other, origin=plan.origin)
-    anatomy = replace(anatomy, inside_numel=tuple(found.inside_numel), linears=linears)
+    anatomy = replace(anatomy, inside_numel=tuple(found.inside_numel), calls=calls)
     row = {key: value.detach()[:1].clone() for key, value in example.items()}
     unused = tuple(name for name, entry in plan.logical.items() if entry.requires_grad and not found.users[name])
     attends = tuple(dict.fromkeys(found.attends))

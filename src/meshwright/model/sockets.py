@@ -98,10 +98,16 @@ def hidden_matrices(module: nn.Module) -> frozenset[str]:
     )
 
 
-def linear_roles(module: nn.Module, declared: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The role of each linear layer that splits by itself, by module name: "columns" or "rows"."""
-    sockets = find_sockets(module, declared)
-    return {socket.name: socket.role for socket in sockets if socket.kind == "linear" and socket.role in ("columns", "rows")}
+def layer_roles(module: nn.Module, declared: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The role of each layer that can be divided, by module name (core.anatomy.Call): pairs as declared, all else by its kind."""
+    by_kind = {"embedding": "table", "head": "head", "norm": "norm"}
+    roles = {}
+    for socket in find_sockets(module, declared):
+        if socket.kind == "linear" and socket.role in ("columns", "rows"):
+            roles[socket.name] = socket.role
+        elif socket.kind in by_kind:
+            roles[socket.name] = by_kind[socket.kind]
+    return roles
 
 
 def _kind(owner: nn.Module) -> str:

@@ -36,7 +36,7 @@ def test_ranks_hold_slices_of_their_own_sizes():
     assert [each[query] for each in shapes] == [(32, 48), (16, 48)]  # two groups of two heads, and one
     for weight in reading.anatomy.weights:
         held = sum(prod(each[weight.name]) for each in shapes)
-        assert held == (weight.numel if weight.cuts else 2 * weight.numel)
+        assert held == (weight.numel if weight.role in ("columns", "rows") else 2 * weight.numel)
 
 
 def test_more_ranks_than_groups_of_heads_are_refused():

@@ -5,6 +5,7 @@ import torch
 
 from meshwright.api import build, trace, verify
 from meshwright.comm.group import World
+from meshwright.core.layout import I
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.precision import Precision
@@ -43,7 +44,7 @@ def test_it_equals_one_device(case: str):
 
 
 def test_a_sum_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(line, "P", line.I)  # what rows layers give out is taken for whole
+    monkeypatch.setattr(line, "P", I)  # what rows layers give out is taken for whole
     reading, plan = planned(llama(), Mesh(tp=2))
     verdict = verify(reading, plan, batches(2))
     assert not verdict.passed
