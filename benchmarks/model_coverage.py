@@ -71,7 +71,7 @@ def covered(family: Family, folder: Path) -> dict[str, Any]:
     """What was found in `family`, what had to be declared, and its largest error on each number of ranks; files in `folder`."""
     source = _source(family, folder)
     config = _config(family, source, folder)
-    found, _ = explain(config, [])
+    found = explain(config, []).found
     errors = {}
     for ranks in RANKS:
         verdict, _ = verify(config, [f"--mesh.dp_replicate={ranks}"], STEPS, None, None, launcher=None, shrink=False)

@@ -101,7 +101,7 @@ def ordinary(rank: int, size: int, workload: str) -> Callable[[], object]:
 
 def ddp(rank: int, size: int, workload: str, store: str, *, half: bool = False) -> Callable[[], object]:
     """The same loop around torch's DistributedDataParallel over gloo, each rank on its share of the batch."""
-    _join(rank, size, store)
+    join(rank, size, store)
 
     def wrap(model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -134,7 +134,7 @@ def _engine(
 
 def fsdp(rank: int, size: int, workload: str, store: str, *, reshard: bool = True, half: bool = False) -> Callable[[], object]:
     """The same loop on torch's FSDP2 (fully_shard of each layer and of the rest) over gloo; `reshard`: after forward too."""
-    _join(rank, size, store)
+    join(rank, size, store)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
 
     def wrap(model: nn.Module) -> nn.Module:
@@ -148,7 +148,7 @@ def fsdp(rank: int, size: int, workload: str, store: str, *, reshard: bool = Tru
 
 def deepspeed_zero(rank: int, size: int, workload: str, store: str, *, stage: int) -> Callable[[], object]:
     """The same step by DeepSpeed's ZeRO over gloo, with its own defaults but for the optimizer (torch's fused AdamW)."""
-    _join(rank, size, store)
+    join(rank, size, store)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     torch.set_num_threads(1)
     deepspeed, spec = import_module("deepspeed"), WORKLOADS[workload]
@@ -177,7 +177,7 @@ def sharded(
 ) -> Callable[[], object]:
     """The step of the engine on the same model, with all ranks on dp_shard, and the fields of `Zero` and `Precision` given."""
     mesh = Mesh(dp_shard=size)
-    _join(rank, size, store)
+    join(rank, size, store)
     world = TorchWorld(mesh, rank, "cpu", shared=False)
     return _engine(workload, mesh, (SplitBatch(axis="dp_shard"), Zero(**zero)), world, Precision(**precision or {}))
 
@@ -221,9 +221,10 @@ def joined(rank: int, size: int, store: str) -> World:
     """The world of one of `size` ranks, over gloo: without the memory that ranks of one host can share."""
     if size == 1:
         return alone(torch.device("cpu"))
-    _join(rank, size, store)
+    join(rank, size, store)
     return TorchWorld(Mesh(dp_replicate=size), rank, "cpu", shared=False)
 
 
-def _join(rank: int, size: int, store: str) -> None:
+def join(rank: int, size: int, store: str) -> None:
+    """Make this process one of `size` ranks of torch.distributed, over gloo, that meet at the file `store`."""
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)

@@ -26,6 +26,7 @@ from docs.algorithm_pages import algorithm_pages
 from docs.essay import NOTE, PACKAGE, Essay, cell, markdown
 
 ROOT = Path(__file__).parents[1]
+SHARED = ("tensor/overlap", "tensor/refusals", "tensor/ways")  # what the techniques of a family share: no technique itself
 FOLDERS = ("docs/techniques", "docs/algorithms")
 COVERAGE, COVERAGE_SOURCE = "benchmarks/results/model_coverage.json", "benchmarks/model_coverage.py"
 
@@ -48,11 +49,12 @@ def essays(root: Path = ROOT) -> list[Essay]:
 
 
 def techniques(modules: Iterable[Essay]) -> list[Essay]:
-    """The modules `strategies/FAMILY/NAME.py`.
+    """The modules `strategies/FAMILY/NAME.py`, but for what those of a family share.
 
     Raises ValueError when two families have a technique of one name, because names stand alone in plan files.
     """
     found = [essay for essay in modules if re.fullmatch(rf"{PACKAGE}/strategies/\w+/[a-z]\w*\.py", essay.path)]
+    found = [essay for essay in found if f"{essay.family}/{essay.name}" not in SHARED]
     names = [essay.name for essay in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

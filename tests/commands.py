@@ -38,6 +38,7 @@ import signal
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import meshwright as mw
 
@@ -76,12 +77,12 @@ class Centred(Bytes):
 
 
 def _at_step(step, act):
-    """A model whose loss acts in the `step`-th step of a process, after the call that the reading makes."""
+    """A model whose loss acts in the `step`-th step of a process; what the reading tries on fake tensors is no step."""
     calls, usual = [], mw.token_cross_entropy()
 
     def total(outputs, batch):
-        calls.append(1)
-        if len(calls) == step + 1:
+        calls.extend([] if isinstance(outputs, FakeTensor) else [1])
+        if len(calls) == step:
             act()
         return usual.total(outputs, batch)
 

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from meshwright.comm.distributed import TorchWorld
 from meshwright.comm.group import World
 from meshwright.comm.threads import alone
+from meshwright.core.anatomy import Anatomy
 from meshwright.core.errors import PlanError, raise_faults
 from meshwright.core.job import Job
 from meshwright.core.mesh import Mesh
@@ -47,6 +48,7 @@ from meshwright.strategies.data.batch import Batch as SplitBatch
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.data.zero import Zero
 from meshwright.strategies.tensor.line import Line
+from meshwright.strategies.tensor.vocabulary import Vocabulary, divisible
 from meshwright.testing.spawn import on_threads
 from meshwright.verifier.parity import alone_job, compare_rank, exact_job, judge
 from meshwright.verifier.reference import Case, run_reference
@@ -86,17 +88,19 @@ def make_plan(
     A `job` need not name a model and data that are handed over. Raises PlanError with every fault.
     """
     mesh, job = mesh or Mesh(), completed(job, reading.anatomy)
-    chosen = default_strategies(mesh) if strategies is None else strategies
+    chosen = default_strategies(mesh, reading.anatomy) if strategies is None else strategies
     plan = Plan.make(job, mesh, reading.anatomy, chosen, micro_batch, run)
     raise_faults(split_faults(plan, reading.blueprint.instance()))
     return plan
 
 
-def default_strategies(mesh: Mesh) -> tuple[Strategy, ...]:
+def default_strategies(mesh: Mesh, anatomy: Anatomy) -> tuple[Strategy, ...]:
     """What a mesh gets when nothing is asked for: the batch split along the data axes, whole copies of the weights along
-    dp_replicate, and shards of all that is kept along dp_shard; matrices divided along tp.
+    dp_replicate, and shards of all that is kept along dp_shard; matrices divided along tp, and, where the model of `anatomy`
+    allows it, the vocabulary.
     """
     pairs: tuple[Strategy, ...] = (Line(),) if mesh.tp > 1 else ()
+    pairs += (Vocabulary(),) if mesh.tp > 1 and divisible(anatomy, mesh.tp) else ()
     if mesh.dp_shard == 1:
         return (*pairs, SplitBatch(), Replicate()) if mesh.dp_replicate > 1 else pairs
     split = SplitBatch(axis="dp_shard")
@@ -159,7 +163,11 @@ def make_subject(
         masters = {weight.name for weight in plan.anatomy.trainable} if master != dtype else set()
     module, blocks, parameters = reading.make(device, dtype, fake, blank)
     stand_in = _wide(reading.example) if dtype == torch.float64 else reading.example
-    values = OnDemand(blank | masters, lambda name: reading.blueprint.value(name, master, device))
+
+    def value(name: str, rows: range | None = None) -> torch.Tensor:
+        return reading.blueprint.value(name, master, device, rows)
+
+    values = OnDemand(blank | masters, value, value)
     return Subject(module, blocks, parameters, reading.anatomy, stand_in, values)
 
 
@@ -216,7 +224,7 @@ def parity_case(reading: Reading, plan: Plan, loss: Loss, rows: Callable[[Plan, 
     def wide_subject() -> Subject:
         return make_subject(reading, torch.device("cpu"), torch.float64)
 
-    loss = replace(loss, total=widened(loss.total))
+    loss = loss.within(widened)
     return Case(exact, one_device, loss, wide_subject, lambda: make_dice(reading, exact), wide_rows)
 
 

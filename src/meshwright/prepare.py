@@ -32,6 +32,7 @@ from meshwright.run.config import Request
 from meshwright.run.evaluate import Evaluating, divided, source_of
 from meshwright.run.feed import Data, ExampleData, Feed, open_data, open_feed
 from meshwright.run.tokens import Bytes, Codec
+from meshwright.strategies.tensor.vocabulary import undivided
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,9 @@ def prepared(request: Request, world: int | None = None) -> Prepared:
     if isinstance(data, ExampleData) and not loss.counted(data.batch(range(len(data))))[0]:
         raise nothing_counts(f"of the {len(data)} samples of the example batch")
     reading = read_model(loaded, loaded.example or data.batch([0]), loss.targets, judge_of(loss))
-    strategies = default_strategies(mesh) if request.strategies is None else request.strategies
+    strategies = default_strategies(mesh, reading.anatomy) if request.strategies is None else request.strategies
     strategies, notes = chosen(strategies, mesh, request.cluster, Path(request.run.folder))
+    notes = [*notes, *(undivided(reading.anatomy) if request.strategies is None and mesh.tp > 1 else ())]
     plan = make_plan(reading, job, mesh, strategies, request.micro_batch, request.run)
     raise_faults(whole_batch_faults(loss) if job.evaluate.asked_for else ())
     return Prepared(plan, reading, data, loss, held, callbacks_of(loaded.callbacks), tuple(notes))

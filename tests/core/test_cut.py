@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.core.cut import Cut
+from meshwright.core.cut import Cut, Span
 
 
 @given(
@@ -34,11 +34,48 @@ def test_packed_sections_are_cut_each_by_itself():
     packed = Cut(1, 4, (8, 4, 4))
     assert packed.ranges(1, 2) == ((4, 8), (10, 12), (14, 16))
     assert packed.local((5, 16), 1, 2) == (5, 8)
-    assert list(packed.boxes((5, 16), 0, 4)) == [((0, 0), (5, 2)), ((0, 8), (5, 1)), ((0, 12), (5, 1))]
+
+
+@given(data=st.data(), lengths=st.lists(st.integers(0, 4), min_size=1, max_size=4))
+def test_a_stretch_of_a_slice_is_found_in_the_whole(data: st.DataObject, lengths: list[int]):
+    ends = [sum(lengths[: i + 1]) + 3 * i for i in range(len(lengths))]  # three elements of others between the ranges
+    span = Span(0, tuple((end - length, end) for length, end in zip(lengths, ends, strict=True)))
+    mine = [element for first, end in span.ranges for element in range(first, end)]
+    assert span.size == len(mine)
+    first = data.draw(st.integers(0, len(mine)))
+    length = data.draw(st.integers(0, len(mine) - first))
+    assert [e for begin, end in span.parts(first, length) for e in range(begin, end)] == mine[first : first + length]
 
 
 @pytest.mark.parametrize("index", [0, 4])
 def test_a_rank_without_units_has_nothing(index: int):
     cut = Cut(0, 3, (6,))
     assert cut.size(index, 5) == (2 if index == 0 else 0)
-    assert len(list(cut.boxes((6, 2), index, 5))) == (index == 0)
+    assert list(cut.span(index, 5).parts(0, 2)) == ([(0, 2)] if index == 0 else [])
+
+
+@given(groups=st.integers(1, 4), each=st.integers(1, 4), width=st.integers(1, 3), ranks=st.integers(1, 16))
+def test_single_heads_are_dealt_out_where_groups_are_too_few(groups: int, each: int, width: int, ranks: int):
+    heads = groups * each
+    query = Cut(0, groups, (heads * width,), heads=heads, own=(each * width,))
+    key = Cut(0, groups, (groups * width,), heads=heads, own=(0,))
+    assert (query.most, query.overlaps(ranks)) == (heads, False)
+    assert key.overlaps(ranks) == (ranks > groups)
+    dealt = [place for index in range(ranks) for first, end in query.ranges(index, ranks) for place in range(first, end)]
+    assert dealt == list(range(heads * width))
+    for index in range(min(ranks, heads)):
+        mine = [place // width for first, end in query.ranges(index, ranks) for place in range(first, end)][::width]
+        keys = [place // width for first, end in key.ranges(index, ranks) for place in range(first, end)][::width]
+        wanted = [head // each for head in mine]
+        assert keys in (wanted, list(dict.fromkeys(wanted)))  # with every head, or once for all of them
+        assert len(mine) % len(keys) == 0
+
+
+def test_what_heads_share_lies_behind_what_is_their_own():
+    packed = Cut(0, 2, (20,), heads=6, own=(6,))  # two groups of three heads, each of 2 features, with a key and a value of 2
+    assert [packed.ranges(index, 4) for index in range(4)] == [
+        ((0, 4), (6, 10)),  # heads 0 and 1 of the first group, and what they share
+        ((4, 12), (16, 20)),  # head 2 with the first group's, head 3 with the second's
+        ((12, 14), (16, 20)),
+        ((14, 20),),
+    ]

@@ -1,11 +1,13 @@
 """Where tensors live: the gradient of a weight that ranks use apart is a sum, shards cover a tensor, ties travel alone."""
 
+from dataclasses import replace
 from itertools import product
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.core.anatomy import ROOT, Anatomy, Weight
+from meshwright.core.cut import Cut
 from meshwright.core.layout import I, Layout, P, R, S
 from meshwright.core.mesh import AXES, Mesh
 from meshwright.core.space import Home, Space
@@ -92,3 +94,14 @@ def test_shards_cover_a_tensor_once_and_as_evenly_as_can_be(mesh: Mesh, shape: t
 def test_the_first_ranks_hold_the_larger_shards():
     space, layout = Space.one_device(Mesh(tp=3), MODEL), Layout.of({"tp": S(0)})
     assert [space.local((7, 2), layout, {axis: i if axis == "tp" else 0 for axis in AXES})[0] for i in range(3)] == [3, 2, 2]
+
+
+def test_a_dim_cut_along_two_axes_is_dealt_to_all_their_ranks_the_last_innermost():
+    weight = Weight("w", (12, 7), ("a",), cuts=(Cut(0, 6, (12,), "out"), Cut(1, 7, (7,), "in")))
+    home = Home(weight, Layout.of({"tp": S(0), "tp_depth": S(0), "cp": S(1)}))
+    space = replace(Space.one_device(Mesh(cp=3, tp_depth=2, tp=3), SPACE.anatomy), homes=(home,))
+    found = [space.at({**dict.fromkeys(AXES, 0), "cp": 1, "tp_depth": d, "tp": t}) for d in range(2) for t in range(3)]
+    assert {each.homes[0].weight.shape for each in found} == {(2, 2)}
+    sides = [space.sides(home, dict(each.coordinate)) for each in found]
+    assert [side.span.ranges for _, side in sides] == [((first, first + 2),) for first in range(0, 12, 2)]
+    assert [(side.axes, side.ranks) for side in sides[0]] == [(("cp",), 3), (("tp_depth", "tp"), 6)]

@@ -19,9 +19,12 @@ ORDINARY = {
     "line": "a line of text or source",
     "master": "the host and port where processes meet, as torch and its MASTER_ADDR have it",
     "replicate": "half of the name of the mesh axis dp_replicate",
+    "vocabulary": "the words that a tokenizer and a model know",
+    "sequence": "the tokens of a sample, job.data.sequence",
 }
 
 FOREIGN = {
+    "grid": "rich.table.Table.grid",
     "zero_": "torch.Tensor.zero_",
     "zero_grad": "torch.optim.Optimizer.zero_grad",
 }

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
+from docs.generate import SHARED
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = "src/meshwright"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -39,9 +41,10 @@ class Source:
 
     @property
     def is_technique(self) -> bool:
-        """Whether this file is `strategies/FAMILY/NAME.py`."""
+        """Whether this file is `strategies/FAMILY/NAME.py`, and none that the techniques of a family share."""
         parts = PurePosixPath(self.path).parts
-        return parts[2:3] == ("strategies",) and len(parts) == 5 and not parts[-1].startswith("_")
+        shared = "/".join(parts[-2:]).removesuffix(".py") in SHARED
+        return parts[2:3] == ("strategies",) and len(parts) == 5 and not parts[-1].startswith("_") and not shared
 
     def functions(self) -> Iterator[Function]:
         """Every function and method, nested ones included."""

@@ -124,7 +124,10 @@ def test_what_passes_is_the_gradients_of_one_block_and_activations():
     plan = Plan.make(job_of(), Mesh(dp_shard=3), Paper(layers=5, numel=1200).anatomy, (SHARD, Zero()), 1)
     activations = 5 * 4  # one element per block and sample, in float32
     assert passing_bytes(plan) == activations + 1200 * 4
-    assert passing_bytes(Plan.make(job_of(), Mesh(), Paper(layers=5, numel=1200).anatomy, (), 1)) == activations
+    whole = Plan.make(job_of(), Mesh(), Paper(layers=5, numel=1200).anatomy)
+    assert passing_bytes(whole) == activations * whole.job.train.batch
+    later = Plan.make(job_of(), Mesh(), Paper(layers=5, numel=1200).anatomy, (), 1)
+    assert passing_bytes(later) == activations + 1200 * 4  # a second micro-batch's gradient, until it is added
 
 
 def test_the_last_ranks_hold_padding_and_fewer_moments():

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -25,9 +26,16 @@ from meshwright.strategies.data.naive import Naive
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.data.zero import Zero
 from meshwright.strategies.memory.recompute import Recompute
+from meshwright.strategies.tensor.cube import Cube
+from meshwright.strategies.tensor.grid import Grid
+from meshwright.strategies.tensor.grid25 import Grid25
 from meshwright.strategies.tensor.line import Line
+from meshwright.strategies.tensor.sequence import Sequence
+from meshwright.strategies.tensor.vocabulary import Vocabulary
 from meshwright.verifier.verdict import COMPARED, Difference, Verdict
 from tests.paper import Paper
+from tests.strategies.tensor.llama import planned
+from tests.strategies.tensor.squares import even_llama
 
 JOB = Job(ModelSource("model.json"), DataSource("text.txt", sequence=64), Train(batch=12))
 DEEP = tuple(f"model.language_model.decoder.transformer.h.{i}.a_rather_long_name_of_a_mixture_of_experts" for i in range(3))
@@ -104,6 +112,19 @@ def test_every_strategy_stands_with_its_fields(store: Strategy):
         assert words(str(strategy)) in text
 
 
+@cache
+def divided_programs() -> tuple[Plan, ...]:
+    """Of a small Llama: the stream in slices of tokens, and over a square, squares and a cube of ranks."""
+    rows = Batch(axis="dp_shard")
+    ways = {
+        Mesh(tp=3): (Line(), Vocabulary(), Sequence()),
+        Mesh(dp_shard=2, tp=2): (Grid(), rows, Zero()),
+        Mesh(dp_replicate=2, dp_shard=2, tp=2): (Grid25(), Batch(), rows, Zero(across="dp_replicate")),
+        Mesh(dp_shard=2, tp_depth=2, tp=2): (Cube(), rows, Zero(gather="micro")),
+    }
+    return tuple(planned(even_llama(num_hidden_layers=1), mesh, strategies)[1] for mesh, strategies in ways.items())
+
+
 def all_programs() -> list[Plan]:
     papers = [Paper(), Paper(tied=True)]
     precisions = [Precision(), Precision(reduce="bfloat16")]
@@ -122,12 +143,14 @@ def all_programs() -> list[Plan]:
     return [
         *plans,
         Plan.make(JOB, Mesh(tp=3), divided, (Line(),)),
+        Plan.make(replace(JOB, optimizer=Optimizer("adafactor")), Mesh(tp=3), divided, (Line(),)),
         noisy,
         cut,
         glued,
         Plan.make(JOB, Mesh(dp_replicate=3), Paper().anatomy, (Batch(), Replicate(), Recompute())),
         *(plan_of(Replicate(), Paper().anatomy, precision) for precision in precisions),
         plan_of(ranks=1),
+        *divided_programs(),
     ]
 
 

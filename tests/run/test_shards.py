@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from meshwright.run.checkpoint import load, save
 from meshwright.run.manifest import FILE_NAME, CheckpointError, Entry, Manifest, Shard, Slice
-from meshwright.run.shards import read_manifest, write_shard
+from meshwright.run.shards import read_entry, read_manifest, write_shard
 from meshwright.testing.spawn import on_threads
 from tests.run.states import META, THREE, alone, assert_holds, bits, saved, state
 
@@ -32,6 +32,22 @@ def test_a_tensor_of_many_pieces_survives_short_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[: max(1, len(data) // 2)]))
     tensors = {"model/w": torch.arange(3_000_001, dtype=torch.float32)}
     assert_holds(save(tmp_path, 1, tensors, {}, alone(), 1), tensors)
+
+
+def test_rows_are_read_from_the_files_that_hold_them(tmp_path):
+    whole = torch.arange(7 * 3 * 2).view(7, 3, 2)
+    places = {"a": (0, 0, 7, 1), "b": (0, 1, 2, 2), "c": (2, 1, 5, 2)}  # a column, and the rest in two parts
+    boxes = []
+    for file, (row, column, rows, columns) in places.items():
+        write_shard(tmp_path / file, {"w": whole[row : row + rows, column : column + columns].contiguous()})
+        boxes.append(Slice(file, "w", (row, column, 0), (rows, columns, 2)))
+    entry = Entry((7, 3, 2), "int64", tuple(boxes))
+    for rows in (range(7), range(1, 3), range(2, 7), range(3, 3)):
+        assert torch.equal(read_entry(tmp_path, "w", entry, rows), whole[rows.start : rows.stop])
+    (tmp_path / "c").unlink()
+    assert torch.equal(read_entry(tmp_path, "w", entry, range(2)), whole[:2]), "what is not needed is not opened"
+    with pytest.raises(CheckpointError, match="no tensor 'w' in it"):
+        read_entry(tmp_path, "w", entry, range(3))
 
 
 def test_what_was_read_stays_when_the_file_goes_and_what_was_not_is_an_error(tmp_path):

@@ -47,15 +47,16 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_data_that_is_not_there_and_a_mesh_that_does_not_fit_do_not_matter(config: Path):
-    found, width = explain(config, [])
+    explained = explain(config, [])
+    found = explained.found
     assert [row.first for row in found.blocks] == ["model.embed_tokens", "model.layers.0", "model.norm", "lm_head"]
-    assert (found.faults, width) == ((), 4)
+    assert (explained.faults, explained.width) == ((), 4)
     assert found.blocks[0].stream_numel == 32 * 16  # data.sequence = 256 by default; the model takes 32
 
 
 def test_the_precision_of_the_job_decides_the_bytes(config: Path):
     words = ["--precision.parameters", "bfloat16", "--precision.compute", "bfloat16"]
-    assert explain(config, words)[1] == 2
+    assert explain(config, words).width == 2
 
 
 def test_a_model_that_is_not_there_is_refused(config: Path):
@@ -96,3 +97,25 @@ def test_words_that_do_not_go_together_are_refused(config: Path, words: list[str
 def test_a_file_that_cannot_be_written_is_refused(config: Path, tmp_path: Path):
     with pytest.raises(PlanError, match=r"the explanation cannot be written: .*(?s:.*)--json"):
         write_explanation(explain(config, []), tmp_path / "no" / "folder.json")
+
+
+def test_a_mesh_that_divides_shows_where_every_parameter_lies(config: Path, tmp_path: Path):
+    words = ["--explain-model", "--mesh.tp", "2", "--json", str(tmp_path / "found.json")]
+    done = CliRunner().invoke(app, ["plan", str(config), *words], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    assert "parameters over tp 2" in done.output
+    rows = {row["pattern"]: row for row in json.loads((tmp_path / "found.json").read_text())["parameters"]}
+    assert rows["model.layers.*.mlp.up_proj.weight"]["layout"] == "tp: out side, 32 features"
+    assert "no strategy divides norms" in rows["model.norm.weight"]["why"]
+
+
+def test_without_one_it_shows_what_could_be_divided(config: Path):
+    done = CliRunner().invoke(app, ["plan", str(config), "--explain-model"], env={"COLUMNS": "200"})
+    assert "parameters, if they were divided over tp 2" in done.output
+
+
+def test_what_keeps_it_from_being_divided_is_said_behind_the_tables(config: Path):
+    done = CliRunner().invoke(app, ["plan", str(config), "--explain-model", "--mesh.tp", "48"], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert "parameters over tp 48" in done.output
+    assert "set mesh.tp to at most 32" in " ".join((done.output + done.stderr).split())

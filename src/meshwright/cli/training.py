@@ -106,7 +106,7 @@ def _explain(verb: Any, config: Path, overrides: list[str], out: Path | None, as
     console.print(verb.explained(found))
     if as_json is not None:
         verb.write_explanation(found, as_json)
-    raise_faults(found[0].faults)
+    raise_faults(found.faults)
 
 
 def add_to(app: typer.Typer) -> None:

@@ -13,7 +13,7 @@ elements is fine: the last ranks hold padding. An optimizer says how finely a we
 Coarser grains pad more; `numel` is what is stored and sent, padding included.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,10 +49,21 @@ class Arena:
     weights: tuple[tuple[str, int, int], ...]
 
     @classmethod
-    def of(cls, name: str, weights: Sequence[Weight], axes: tuple[str, ...], ranks: int, grain: Grain = "element") -> "Arena":
-        """The arena of `weights` in their order; of whole matrices the largest first, each to the rank with the least."""
+    def of(
+        cls,
+        name: str,
+        weights: Sequence[Weight],
+        axes: tuple[str, ...],
+        ranks: int,
+        grain: Grain = "element",
+        whole: Mapping[str, int] | None = None,
+    ) -> "Arena":
+        """The arena of `weights` in their order; of whole matrices the largest first, each to the rank with the least.
+
+        `whole` are the elements of the logical weights, where these are slices: all slices of one go to the same index.
+        """
         if grain == "matrix":
-            return cls(name, axes, ranks, *_owned(weights, ranks))
+            return cls(name, axes, ranks, *_owned(weights, ranks, whole or {weight.name: weight.numel for weight in weights}))
         step = BLOCK if grain == "block" else 1
         placed, end = [], 0
         for weight in weights:
@@ -78,13 +89,14 @@ class Arena:
         return tuple(found)
 
 
-def _owned(weights: Sequence[Weight], ranks: int) -> tuple[int, tuple[tuple[str, int, int], ...]]:
+def _owned(weights: Sequence[Weight], ranks: int, whole: Mapping[str, int]) -> tuple[int, tuple[tuple[str, int, int], ...]]:
     """The length of a shard that holds whole weights, and where each lies."""
-    loads, owner = [0] * ranks, {}
-    for weight in sorted(weights, key=lambda each: -each.numel):
+    loads, fills, owner = [0] * ranks, [0] * ranks, {}
+    for weight in sorted(weights, key=lambda each: -whole[each.name]):
         index = min(range(ranks), key=loads.__getitem__)
-        owner[weight.name] = index, loads[index]
-        loads[index] += weight.numel
-    shard = max(loads)
+        owner[weight.name] = index, fills[index]
+        loads[index] += whole[weight.name]
+        fills[index] += weight.numel
+    shard = max(fills)
     placed = ((weight.name, weight.numel, owner[weight.name][0] * shard + owner[weight.name][1]) for weight in weights)
     return shard, tuple(placed)

@@ -7,36 +7,88 @@
 A plain matrix is one section of single rows. Grouped-query heads are cut by groups: the unit of q is all heads that share one
 key, that of k and v is one head. Sections of one weight have as many units each, so a rank gets the same units of all.
 
+Where ranks are more than units, single heads are dealt out, and every rank needs the keys and values of its heads:
+
+    q, 3 heads a unit, 3 ranks              | h0 h1 | h2 : h3 | h4 h5 |         a rank may have heads of two units
+    k, one head a unit                      | k0 | k0 k1 | k1 |                  these overlap: k stays whole, rows are picked
+
 A weight has two sides: "out", a row or column per feature that the layer gives out (per entry, of its bias), and "in", one per
 feature that it takes in (per word, of an embedding).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
 
 Range = tuple[int, int]  # the first index, and the one behind the last
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # from which index, and how large
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a rank has of a tensor along `dim`: `ranges` of it, one behind the other."""
+
+    dim: int
+    ranges: tuple[Range, ...]
+
+    @property
+    def size(self) -> int:
+        """How many elements along the dim that is."""
+        return sum(end - first for first, end in self.ranges)
+
+    def parts(self, first: int, length: int) -> Iterator[Range]:
+        """Where `length` elements of what the rank has, from its `first` on, lie in the whole tensor: in order."""
+        for begin, end in self.ranges:
+            taken = min(length, end - begin - first)
+            if taken > 0:
+                yield begin + first, begin + first + taken
+                length -= taken
+            first = max(0, first - (end - begin))
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Along `dim`: `sections` of so many elements each, every one of `units` units; `side` is what that dim is to the layer."""
+    """Along `dim`: `sections` of so many elements each, every one of `units` units; `side` is what that dim is to the layer.
+
+    Units are made of `heads` in all (0: of nothing smaller). In each section, so many elements at the front of a unit are its
+    heads' `own`, head after head; the others are used by all of them.
+    """
 
     dim: int
     units: int
     sections: tuple[int, ...]
     side: str = "out"
+    heads: int = 0
+    own: tuple[int, ...] = ()
+
+    @property
+    def most(self) -> int:
+        """How many ranks can have something of it."""
+        return max(self.units, self.heads)
+
+    def overlaps(self, ranks: int) -> bool:
+        """Whether some of `ranks` ranks need the same elements."""
+        shared = any(own * self.units < length for own, length in zip(self.own, self.sections, strict=False))
+        return ranks > self.units and shared
+
+    @property
+    def by_section(self) -> tuple["Cut", ...]:
+        """The same of each section alone."""
+        own = self.own or (0,) * len(self.sections)
+        return tuple(
+            replace(self, sections=(length,), own=(mine,) if self.own else ())
+            for length, mine in zip(self.sections, own, strict=True)
+        )
 
     def units_of(self, index: int, ranks: int) -> Range:
-        """The units of the rank at `index` among `ranks`."""
-        each, more = divmod(self.units, ranks)
+        """The units, or the heads where ranks are more than units, of the rank at `index` among `ranks`."""
+        each, more = divmod(self.units if ranks <= self.units or not self.heads else self.heads, ranks)
         first = index * each + min(index, more)
         return first, first + each + (index < more)
 
     def ranges(self, index: int, ranks: int) -> tuple[Range, ...]:
         """Which elements along the dim that rank has, section after section."""
         first, end = self.units_of(index, ranks)
+        if ranks > self.units and self.heads:
+            return tuple(_joined(self._by_head(first, end)))
         found, start = [], 0
         for length in self.sections:
             unit = length // self.units
@@ -44,18 +96,55 @@ class Cut:
             start += length
         return tuple(found)
 
+    def span(self, index: int, ranks: int) -> Span:
+        """The same, with the dim."""
+        return Span(self.dim, self.ranges(index, ranks))
+
     def size(self, index: int, ranks: int) -> int:
         """How many elements along the dim that rank has."""
-        return sum(end - first for first, end in self.ranges(index, ranks))
+        return self.span(index, ranks).size
 
     def local(self, shape: tuple[int, ...], index: int, ranks: int) -> tuple[int, ...]:
         """What that rank holds of a tensor of `shape`."""
         return (*shape[: self.dim], self.size(index, ranks), *shape[self.dim + 1 :])
 
-    def boxes(self, shape: tuple[int, ...], index: int, ranks: int) -> Iterator[Box]:
-        """The same as boxes of the tensor of `shape`, in the order in which the rank has them along the dim."""
-        for first, end in self.ranges(index, ranks):
-            start, size = [0] * len(shape), list(shape)
-            start[self.dim], size[self.dim] = first, end - first
-            if prod(size):
-                yield tuple(start), tuple(size)
+    def _by_head(self, first: int, end: int) -> Iterator[Range]:
+        """What these heads need: of one unit, what is shared comes once, else with every head."""
+        each, start = self.heads // self.units, 0
+        within = end > first and first // each == (end - 1) // each
+        for length, own in zip(self.sections, self.own, strict=True):
+            unit, wide = length // self.units, own // each
+            for run in [(first, end)] if within else [(head, head + 1) for head in range(first, end)]:
+                begin = start + run[0] // each * unit
+                yield begin + run[0] % each * wide, begin + (run[0] % each + run[1] - run[0]) * wide
+                yield begin + own, begin + unit
+            start += length
+
+
+@dataclass(frozen=True)
+class Side:
+    """A dim that is cut along `axes`, dealt at once to all their `ranks`, the last axis innermost; and the rank at `index`."""
+
+    axes: tuple[str, ...]
+    cut: Cut
+    ranks: int
+    index: int
+
+    @property
+    def span(self) -> Span:
+        """What the rank has along the dim."""
+        return self.cut.span(self.index, self.ranks)
+
+
+def _joined(ranges: Iterator[Range]) -> Iterator[Range]:
+    """The same elements in the same order, in as few ranges as can be."""
+    last: Range | None = None
+    for first, end in ranges:
+        if last is not None and last[1] == first:
+            last = last[0], end
+        elif end > first:
+            if last is not None:
+                yield last
+            last = first, end
+    if last is not None:
+        yield last

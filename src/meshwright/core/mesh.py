@@ -7,6 +7,7 @@ Axes in order, outermost first, so that neighbours along the last axis are neigh
     dp_replicate  samples        whole copies of the weights
     dp_shard      samples        copies that share the storage of the weights
     cp            tokens         slices of one sequence
+    tp_depth      features       slices of a matrix along its other side
     tp            features       slices of one matrix
 
     Mesh.of(dp_replicate=2, tp=3): rank = dp_replicate * 3 + tp        ranks 0 1 2 | 3 4 5
@@ -18,17 +19,18 @@ from math import prod
 
 from meshwright.core.errors import Fault, nearest, raise_faults
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp_depth", "tp")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The sizes of the five axes; an axis of size 1 is an axis that is not used."""
+    """The sizes of the axes; an axis of size 1 is an axis that is not used."""
 
     pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
     cp: int = 1
+    tp_depth: int = 1
     tp: int = 1
 
     def __post_init__(self) -> None:
@@ -80,7 +82,18 @@ class Mesh:
 
     def size(self, axis: str) -> int:
         """The number of ranks along `axis`."""
-        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}[axis]
+        return {
+            "pp": self.pp,
+            "dp_replicate": self.dp_replicate,
+            "dp_shard": self.dp_shard,
+            "cp": self.cp,
+            "tp_depth": self.tp_depth,
+            "tp": self.tp,
+        }[axis]
+
+    def as_dict(self) -> dict[str, int]:
+        """The sizes by axis, as plans hold them; tp_depth, which most do not know, where it is used."""
+        return {axis: self.size(axis) for axis in AXES if axis != "tp_depth" or self.tp_depth > 1}
 
     @property
     def world(self) -> int:

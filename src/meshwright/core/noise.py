@@ -11,7 +11,8 @@ micro-batch. `engine.noise` has the formulas. The list of a rank, with other ran
     F0 F1 LOSS B1 B0  MEASURE  F0 F1 LOSS B1 B0                         TALLY  NOISE              CLIP STEP  ESTIMATE
 
 Where PACK takes the gradients of a backward away, to be scattered, they are measured before it. If each micro-batch's are, each
-is a part of its own; what was scattered is not measured again when it is added up further.
+is a part of its own; what was scattered is not measured again when it is added up further. Ranks that have slices of the same
+weights have the same part: its norm is added up over them, what all of them have counts once.
 Cost: one message of 24 bytes per rank and step, and one more reading of the gradients; nothing when it is off.
 """
 
@@ -38,9 +39,6 @@ def noise_faults(job: Job, space: Space, micro_batch: int) -> Iterator[Fault]:
             "one rank takes the loss and the gradients of the others' rows belong to it: no rank has a gradient of its own part"
         )
         yield Fault(text, 'use the strategy "replicate", or set train.noise_scale = false', WHERE)
-    elif any(home.cut for home in space.homes):
-        text = "matrices are divided among ranks, and the squared norms that are compared are not added up over them"
-        yield Fault(text, "set train.noise_scale = false", WHERE)
     elif space.anatomy.whole_batch:
         text = "the loss compares the rows of the whole batch, so the gradient of a part is not that of a smaller batch"
         yield Fault(text, "set train.noise_scale = false", WHERE)
@@ -52,10 +50,11 @@ def noise_faults(job: Job, space: Space, micro_batch: int) -> Iterator[Fault]:
 
 def measured(program: Program, space: Space) -> Program:
     """`program` with MEASURE, NOISE and ESTIMATE; `noise_faults` had nothing to say."""
+    axes = (*space.data_axes, *space.cut_axes)
+    total = Transfer("all_reduce", axes, NBYTES, dtype="float64") if space.mesh.extent(axes) > 1 else None
     if space.mesh.extent(space.data_axes) > 1:
-        total = Transfer("all_reduce", space.data_axes, NBYTES, dtype="float64")
         return program.edit(lambda actions: _ended(_before_sums(actions, space.data_axes), total))
-    return program.edit(lambda actions: _ended(_behind_first(actions), None))
+    return program.edit(lambda actions: _ended(_behind_first(actions), total))
 
 
 def _before_sums(actions: list[Action], axes: tuple[str, ...]) -> list[Action]:

@@ -14,11 +14,11 @@ from typing import Any
 from meshwright.core.anatomy import Anatomy
 from meshwright.core.errors import Fault, raise_faults
 from meshwright.core.job import Job, Optimizer
-from meshwright.core.layout import FLAT
 from meshwright.core.mesh import AXES, Mesh
 from meshwright.core.noise import measured, noise_faults
+from meshwright.core.owners import brought
 from meshwright.core.program import Program
-from meshwright.core.rules import by_role, grain_of, stepping_of
+from meshwright.core.rules import by_role, grain_of
 from meshwright.core.run import Run
 from meshwright.core.space import Space
 from meshwright.core.steps import one_device
@@ -63,7 +63,9 @@ class Plan:
         for strategy in ordered:
             faults += strategy.check(job, space)
             space = strategy.place(space)
-        faults += [*_space_faults(space), *_grain_faults(cut_for, space), *_precision_faults(job, space)]
+        faults += [fault for strategy in ordered for fault in strategy.partners(space)]
+        space = space.with_homes(lambda home: replace(home, grain="matrix") if home.apart else home)
+        faults += [*_space_faults(space, ordered), *_precision_faults(job, space)]
         faults += [*_batch_faults(job, space, micro_batch), *_whole_faults(job, space, micro_batch)]
         faults += noise_faults(job, space, micro_batch)
         raise_faults(faults)
@@ -75,7 +77,7 @@ class Plan:
         """This plan as `rank` plays it: where ranks have slices of several sizes, with its own in space and program."""
         space = self.space.at(self.mesh.coordinate(rank))
         if space.homes == self.space.homes:
-            return self
+            return replace(self, space=space)
         return replace(self, space=space, program=_program(self.job, space, self.strategies, self.micro_batch))
 
     @property
@@ -139,7 +141,7 @@ class Plan:
         ]
         return {
             "job": asdict(self.job),
-            "mesh": {axis: self.mesh.size(axis) for axis in AXES},
+            "mesh": self.mesh.as_dict(),
             "micro_batch": self.micro_batch,
             "strategies": [strategy.as_dict() for strategy in self.strategies],
             "visits": list(self.anatomy.visits),
@@ -168,6 +170,7 @@ def _program(job: Job, space: Space, strategies: tuple[Strategy, ...], micro_bat
     program = one_device(space, job, micro_batch, local // micro_batch)
     for strategy in strategies:
         program = strategy.rewrite(program, space, job)
+    program = brought(program, space, job)
     return measured(program, space) if job.train.noise_scale else program
 
 
@@ -203,7 +206,7 @@ def _choice_faults(strategies: tuple[Strategy, ...]) -> Iterator[Fault]:
         yield Fault(f"{name} stands twice in the list", "remove one", "strategies")
 
 
-def _space_faults(space: Space) -> Iterator[Fault]:
+def _space_faults(space: Space, strategies: tuple[Strategy, ...]) -> Iterator[Fault]:
     pending = list(space.unreduced())
     if pending:
         axes = ", ".join(sorted({axis for home in pending for axis in home.grad.axes("P")}))
@@ -212,25 +215,14 @@ def _space_faults(space: Space) -> Iterator[Fault]:
         if any(home.flat for home in pending):  # who cuts them into shards must hand those out along other axes too
             fix = f'have the shards copied along {axes}: across = "{axes}" in the strategy that makes them'
         yield Fault(text, fix, "strategies")
-    idle = [axis for axis in AXES if space.mesh.size(axis) > 1 and not _used(space, axis)]
+    meant = {strategy.as_dict().get("axis", "") for strategy in strategies}  # one that cannot use its axis says why itself
+    idle = [axis for axis in AXES if space.mesh.size(axis) > 1 and axis not in meant and not _used(space, axis)]
     if idle:
         ranks = " x ".join(str(space.mesh.size(axis)) for axis in idle)
         text = f"no strategy uses the axis {' and '.join(idle)}: {ranks} ranks would do the same work"
         yield Fault(
             text, 'give the axis a strategy (for data parallelism: "batch" and "replicate"), or set its size to 1', "strategies"
         )
-
-
-def _grain_faults(spec: Optimizer, space: Space) -> Iterator[Fault]:
-    """Rules that look at more than one element, and weights that are cut along a dim of theirs."""
-    for home in space.homes:
-        places = [pair for layout in (home.layout, home.grad, home.stored) for pair in layout.places]
-        cut = next((f"{axis}:{place}" for axis, place in places if place.letter == "S" and place.dim != FLAT), "")
-        if cut and home.weight.trainable and home.grain != "element":
-            rule, needs = stepping_of(spec, home.weight).rule, {"block": "blocks of 256 elements", "matrix": "all of it"}
-            text = f"{rule} steps {home.weight.name}, of which it needs {needs[home.grain]}, and the plan cuts it ({cut})"
-            fix = f'step it by single elements: [[optimizer.groups]] pattern = "{home.weight.name}", name = "adamw"'
-            yield Fault(text, fix, "optimizer.name")
 
 
 def _precision_faults(job: Job, space: Space) -> Iterator[Fault]:

@@ -10,7 +10,7 @@ a hundred thousand ranks are as cheap as one. In `waits`, `role/name` points to 
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Lane = Literal["compute", "wire"]
@@ -26,13 +26,17 @@ class Hold:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What an action moves: which collective over which axes, by which algorithm, and the bytes each rank puts in."""
+    """What an action moves: which collective over which axes, by which algorithm, and the bytes each rank puts in.
+
+    Of those within an action, `at` says their order.
+    """
 
     collective: str
     axes: tuple[str, ...]
     nbytes: int
     algorithm: str = "backend"
     dtype: str = "float32"
+    at: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)

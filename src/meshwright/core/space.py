@@ -7,12 +7,13 @@ stored or stepped S(flat) lies in an arena. `Space.at` is what the rank at a coo
 dim of theirs have the shape of its slice, and all sizes that follow are its own.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
-from meshwright.core.anatomy import Anatomy, Weight
+from meshwright.core.anatomy import Anatomy, Call, Weight
 from meshwright.core.arena import Arena, Grain
-from meshwright.core.layout import FLAT, Layout, Place, move_name
+from meshwright.core.cut import Side
+from meshwright.core.layout import FLAT, I, Layout, Place, move_name
 from meshwright.core.mesh import AXES, Mesh
 
 
@@ -57,6 +58,12 @@ class Home:
         """The axes along which each rank has a slice of it, and the dim that is sliced."""
         return {axis: place.dim for axis, place in self.layout.places if place.dim is not None}
 
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """The axes along whose slices one rank steps all of it (core/owners.py); none where each steps its own."""
+        cut = self.cut if self.weight.trainable and self.grain != "element" else {}
+        return tuple(axis for axis in AXES if axis in cut)
+
 
 @dataclass(frozen=True)
 class Bundle:
@@ -98,10 +105,11 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Space:
-    """The layouts of samples, of the stream between blocks, and of weights on a mesh. Axes that no layout names are invariant.
+    """The layouts of samples, of the stream between blocks, of logits, and of weights on a mesh. Unnamed axes are invariant.
 
-    Along the axes `led`, the rank at index 0 reads the samples, takes the loss and steps for all the others. `whole` is the
-    space of all ranks, where this one is that of a coordinate (`at`).
+    Where the stream goes in slices of tokens, it does so `through` the visits that are named. Along the axes `led`, the rank at
+    index 0 reads the samples, takes the loss and steps for all the others. `whole` is the space of all ranks, where this one is
+    that of a coordinate (`at`).
     """
 
     mesh: Mesh
@@ -109,8 +117,12 @@ class Space:
     homes: tuple[Home, ...]
     tokens: Layout = Layout()
     stream: Layout = Layout()
+    logits: Layout = Layout()
+    through: tuple[str, ...] = ()
+    anew: bool = False
     led: tuple[str, ...] = ()
     whole: "Space | None" = None
+    coordinate: tuple[tuple[str, int], ...] = field(default=(), compare=False)
 
     @classmethod
     def one_device(cls, mesh: Mesh, anatomy: Anatomy) -> "Space":
@@ -121,13 +133,44 @@ class Space:
         """This space with the samples at `place` along `axis`."""
         return replace(self, tokens=self.tokens.with_place(axis, place))
 
-    def with_stream(self, axis: str, place: Place) -> "Space":
-        """This space with what goes from block to block at `place` along `axis`."""
-        return replace(self, stream=self.stream.with_place(axis, place))
+    def with_stream(self, axis: str, place: Place, through: tuple[str, ...] = (), *, anew: bool = False) -> "Space":
+        """This space with what goes from block to block at `place` along `axis`: `through` these visits alone, if any.
+
+        `anew`: layers keep it as it lies for backward, not what it became for them.
+        """
+        return replace(self, stream=self.stream.with_place(axis, place), through=through, anew=anew)
+
+    def stream_for(self, calls: Iterable[Call], axis: str) -> Place:
+        """Where the stream lies along `axis` when `calls` take it in: it is whole for those that do not take its slices."""
+        return self.stream.place(axis) if not self.through or all(map(self.takes_slices, calls)) else I
+
+    def takes_slices(self, call: Call) -> bool:
+        """Whether `call` takes in the stream where that goes through visits in slices; a head that is a block may too."""
+        if call.visit in self.through or not call.streams:
+            return call.streams
+        behind = [passage.visit for passage in self.anatomy.passages if passage.onward == call.visit]
+        return call.role == "head" and call.name == call.visit and any(visit in self.through for visit in behind)
+
+    def borders(self, visit: str) -> tuple[bool, bool]:
+        """Whether the stream is cut into slices where `visit` takes it in, and put together again where it gives it out."""
+        passage = next((each for each in self.anatomy.passages if each.visit == visit), None)
+        if passage is None or visit not in self.through:
+            return False, False
+        cut = {name for home in self.homes if home.cut for name in (home.weight.name, *home.weight.aliases)}
+        taken = any(
+            self.takes_slices(call) and f"{call.name}.weight" in cut
+            for call in self.anatomy.calls
+            if call.visit == passage.onward and call.role == "head"
+        )
+        return passage.source not in self.through, passage.onward not in self.through and not taken
 
     def with_homes(self, change: Callable[[Home], Home], *, frozen: bool = False) -> "Space":
         """This space with every trainable weight's home changed by `change`; with `frozen`, those of all others instead."""
         return replace(self, homes=tuple(change(home) if home.weight.trainable != frozen else home for home in self.homes))
+
+    def with_logits(self, axis: str, place: Place) -> "Space":
+        """This space with what a head hands to the loss at `place` along `axis`."""
+        return replace(self, logits=self.logits.with_place(axis, place))
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -141,6 +184,17 @@ class Space:
         cut = {axis for home in self.homes if home.weight.trainable for axis in home.grad.axes("S")}
         return tuple(axis for axis in AXES if axis in cut)
 
+    @property
+    def cut_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks have slices of weights, outermost first."""
+        cut = {axis for home in self.homes for axis in home.cut}
+        return tuple(axis for axis in AXES if axis in cut)
+
+    def told_first(self, coordinate: Mapping[str, int]) -> Iterator[str]:
+        """The weights that count at `coordinate` in what is added up along `cut_axes`: nobody else tells the same of them."""
+        away = {axis for axis in self.cut_axes if coordinate[axis]}
+        yield from (home.weight.name for home in self.homes if away <= home.cut.keys())
+
     def held_first(self, coordinate: Mapping[str, int]) -> Iterator[str]:
         """The weights of which the rank at `coordinate` is the first to step its elements: those that count in the norm there."""
         away = [axis for axis in self.norm_axes if coordinate[axis]]
@@ -150,12 +204,28 @@ class Space:
         """This space as the rank at `coordinate` sees it."""
         logical = self.whole or self
         homes = tuple(logical._sliced(home, coordinate) for home in logical.homes)
-        return replace(logical, homes=homes, whole=logical)
+        return replace(logical, homes=homes, whole=logical, coordinate=tuple(coordinate.items()))
+
+    def range_of(self, name: str, axis: str) -> tuple[int, int]:
+        """Of the weight `name`, which is cut along `axis`, the first index and the one behind the last of what this rank has."""
+        home = next(home for home in (self.whole or self).homes if home.weight.name == name)
+        (found,) = home.weight.cut(home.cut[axis]).ranges(dict(self.coordinate)[axis], self.mesh.size(axis))
+        return found
+
+    def sides(self, home: Home, coordinate: Mapping[str, int]) -> tuple[Side, ...]:
+        """How `home` is cut, dim by dim, and which slice the rank at `coordinate` has."""
+        found = []
+        for dim in dict.fromkeys(home.cut[axis] for axis in AXES if axis in home.cut):
+            axes, index = tuple(axis for axis in AXES if home.cut.get(axis) == dim), 0
+            for axis in axes:
+                index = index * self.mesh.size(axis) + coordinate[axis]
+            found.append(Side(axes, home.weight.cut(dim), self.mesh.extent(axes), index))
+        return tuple(found)
 
     def _sliced(self, home: Home, coordinate: Mapping[str, int]) -> Home:
         shape = home.weight.shape
-        for axis, dim in home.cut.items():
-            shape = home.weight.cut(dim).local(shape, coordinate[axis], self.mesh.size(axis))
+        for side in self.sides(home, coordinate):
+            shape = side.cut.local(shape, side.index, side.ranks)
         return home if shape == home.weight.shape else replace(home, weight=replace(home.weight, shape=shape))
 
     def local(self, shape: tuple[int, ...], layout: Layout, coordinate: Mapping[str, int]) -> tuple[int, ...]:
@@ -173,7 +243,7 @@ class Space:
         found: dict[tuple, list[Home]] = {}
         for home in self.homes:
             if home.weight.trainable != frozen:
-                weight, grain = home.weight, home.grain if home.flat else ""
+                weight, grain = home.weight, (home.grain, home.apart) if home.flat else ()
                 key = (weight.visits, weight.dtype, tuple(home.moves().items()), home.flat, home.in_shards, grain)
                 found.setdefault(key, []).append(home)
         bundles = [self._bundle(homes) for homes in found.values()]
@@ -185,12 +255,12 @@ class Space:
 
     def arenas(self) -> dict[str, Arena]:
         """The arenas, by the name of their bundle: those of bundles that are stepped or stored S(flat)."""
-        found = {}
+        found, whole = {}, {home.weight.name: home.weight.numel for home in (self.whole or self).homes}
         for bundle in self.all_bundles():
             axes = bundle.homes[0].flat
             if axes:
                 ranks, grain = self.mesh.extent(axes), bundle.homes[0].grain
-                found[bundle.name] = Arena.of(bundle.name, bundle.weights, axes, ranks, grain)
+                found[bundle.name] = Arena.of(bundle.name, bundle.weights, axes, ranks, grain, whole)
         return found
 
     def unreduced(self) -> Iterator[Home]:
@@ -204,7 +274,7 @@ class Space:
         apart = [axis for axis in first.moves() if axis not in self.data_axes]
         name += f" over {' '.join(apart)}" if apart else ""
         if first.flat and first.grain != "element":
-            name += f" by {first.grain}"
+            name += f" by owner along {' '.join(first.apart)}" if first.apart else f" by {first.grain}"
         weights = [home.weight for home in homes]
         return Bundle(name, tuple(homes), self.anatomy.last_backward(weights))
 

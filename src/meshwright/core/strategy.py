@@ -10,6 +10,7 @@ most one strategy decides the order of the step, and one, per axis, how weights 
 
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -45,8 +46,17 @@ class Runtime(Protocol):
     def fill(self, name: str, forward: Callable[..., Any]) -> None:
         """Have the module `name` of the model compute `forward(module, *its arguments)`."""
 
-    def move(self, tensor: Any, axis: str, src: Place, dst: Place) -> Any:
-        """`tensor` moved along `axis` for the action under way; the same tensor is moved once in a block."""
+    def wrap(self, name: str, around: Callable[..., Any]) -> None:
+        """Have the module `name` of the model compute `around(what it computes otherwise, *its arguments)`."""
+
+    def move(self, tensor: Any, axis: str, src: Place, dst: Place, meanwhile: Callable[[], None] | None = None) -> Any:
+        """`tensor` moved along `axis` for the action under way; the same tensor is moved once in a block.
+
+        `meanwhile()` is called while it is under way.
+        """
+
+    def again(self, tensor: Any, axis: str, src: Place, dst: Place) -> AbstractContextManager[Any]:
+        """While it lasts, autograd keeps nothing of what `tensor` became by this move: backward moves it once more."""
 
     def rerun(self, action: Action) -> None:
         """Run a visit once more that kept only what it took in, so that its backward finds a graph."""
@@ -57,7 +67,7 @@ Handler = Callable[[Action], None]
 
 @dataclass(frozen=True)
 class Strategy(ABC):
-    """A technique as a value. The four methods default to "change nothing"; a technique overrides what it needs."""
+    """A technique as a value. The methods default to "change nothing"; a technique overrides what it needs."""
 
     name: ClassVar[str]
     phase: ClassVar[Phase]
@@ -65,6 +75,10 @@ class Strategy(ABC):
 
     def check(self, job: Job, space: Space) -> Iterator[Fault]:
         """What is wrong with this technique on this job and mesh."""
+        return iter(())
+
+    def partners(self, space: Space) -> Iterator[Fault]:
+        """What this technique misses, or cannot bear, in the space that all strategies together have made."""
         return iter(())
 
     def place(self, space: Space) -> Space:

@@ -19,7 +19,7 @@ from meshwright.core.anatomy import NBYTES
 from meshwright.core.job import Job
 from meshwright.core.program import Action, Hold, Transfer, index_of_last, with_waits
 from meshwright.core.space import Bundle, Space
-from meshwright.core.steps import backwards, first_backward, gradient
+from meshwright.core.steps import SCRATCH, backwards, first_backward, gradient
 
 NUM_BUFFERS = 2
 
@@ -162,7 +162,8 @@ class Sums:
         if action.kind != "B" or not self.every:
             return action
         made = (bundle for bundle in self.bundles if action.subject == first_backward(bundle, self.visits))
-        return replace(action, takes=tuple(Hold(gradient(bundle), bundle.numel * NBYTES[self.dtype]) for bundle in made))
+        own = tuple(hold for hold in action.takes if hold.name == SCRATCH)
+        return replace(action, takes=(*own, *(Hold(gradient(bundle), bundle.numel * NBYTES[self.dtype]) for bundle in made)))
 
     def _stepped(self, action: Action) -> Action:
         """STEP, which frees what is kept of the sums."""

@@ -20,6 +20,7 @@ from meshwright.engine.buckets import Bucket
 from meshwright.engine.draws import Draws
 from meshwright.engine.evaluation import Evaluation, evaluate
 from meshwright.engine.exchange import Exchange
+from meshwright.engine.inner import Inner
 from meshwright.engine.loss import Batch
 from meshwright.engine.rows import micro_batches, undivided
 from meshwright.engine.spikes import Spike, Spiked, Spikes
@@ -36,8 +37,10 @@ from meshwright.model.values import tensors
 class Acts:
     """Handlers over one rank's state."""
 
-    def __init__(self, plan: Plan, state: State, store: Store, update: Update, drive: Drive, dice: Dice | None) -> None:
-        self.plan, self.state, self.store, self.update = plan, state, store, update
+    def __init__(
+        self, plan: Plan, state: State, store: Store, update: Update, drive: Drive, inner: Inner, dice: Dice | None
+    ) -> None:
+        self.plan, self.state, self.store, self.update, self._inner = plan, state, store, update, inner
         self.spikes = None if plan.job.guard.action == "off" else Spikes(plan.job.guard)
         self.spike: Spike | None = None
         self.overflow = False  # of this step
@@ -242,6 +245,7 @@ class Acts:
         return bool(reasons)
 
     def _fetch_again(self, block: str) -> None:
+        self._inner.begin("GUARD")
         self.store.fetch(block, "GUARD")
 
     def metrics(self, step: int, lr: float) -> Metrics:

@@ -9,12 +9,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+from meshwright.core.cut import Cut
+from meshwright.core.mesh import AXES
 from meshwright.core.plan import Plan
+from meshwright.core.space import Home
 from meshwright.engine.state import State
-from meshwright.model.dice import Dice
+from meshwright.model.dice import Dice, Sites
 from meshwright.model.drive import Reach
 from meshwright.model.dropout import StatelessDropout
+from meshwright.model.sliced import Division
 
+STREAM_DIMS, WIDTH = 3, -1  # rows, tokens, width
 IN_BACKWARD = "a recomputation in backward, which redraws its dropout: turn off the model's own checkpointing"
 
 
@@ -25,6 +30,8 @@ class Draws:
         self.step = 0
         self._plan, self._state, self._dice = plan, state, dice
         self._stateless = nullcontext() if dice is None else StatelessDropout(dice)
+        if dice is not None:
+            dice.divide(divisions(plan, state.world.rank, dice.sites))
 
     def during(self, micro: int) -> AbstractContextManager:
         """Round the forward of a micro-batch: dropout by global sample."""
@@ -69,3 +76,37 @@ class Draws:
         first = plan.first_rows(plan.data_index(self._state.world.rank))[micro]
         cursor = self.step * plan.job.train.batch + first
         return torch.arange(cursor, cursor + rows, device=self._state.world.device)
+
+
+def divisions(plan: Plan, rank: int, sites: Sites) -> dict[str, tuple[Division, ...]]:
+    """By which divisions `rank` may have slices of what is drawn, by site.
+
+    Between columns and rows, by what they have in common; everywhere by that of the stream, along axes of which nothing else is
+    known.
+    """
+    space, coordinate = plan.space, plan.mesh.coordinate(rank)
+    layers = {name: home for home in (space.whole or space).homes for name in (home.weight.name, *home.weight.aliases)}
+    found = {}
+    for site in sites.allowed:
+        columns, rows = (layers.get(f"{layer}.weight") for layer in sites.inside.get(site, ("", "")))
+        inner = _cut(columns, "out") or _cut(rows, "in")  # columns that heads share may be whole on every rank
+        mine = []
+        for axis in (axis for axis in AXES if axis in inner or space.stream.place(axis).dim is not None):
+            dim = None if axis in inner else _from_end(space.stream.place(axis).dim or 0)
+            within = dim == WIDTH and site in sites.inside  # whatever dim the width has become
+            mine.append(Division(space.mesh.size(axis), coordinate[axis], None if within else dim, inner.get(axis)))
+        others = (axis for axis in space.cut_axes if axis not in inner and space.stream.place(axis).dim is None)
+        mine += [Division(space.mesh.size(axis), coordinate[axis], meant=False) for axis in others]
+        found[site] = tuple(mine)
+    return found
+
+
+def _cut(home: Home | None, side: str) -> dict[str, Cut]:
+    """The axes along which that side of a weight is cut, and how."""
+    cuts = {axis: home.weight.cut(dim) for axis, dim in home.cut.items()} if home is not None else {}
+    return {axis: cut for axis, cut in cuts.items() if cut.side == side}
+
+
+def _from_end(dim: int) -> int:
+    """A dim of the stream, counted from its end."""
+    return dim - STREAM_DIMS if dim >= 0 else dim

@@ -19,7 +19,7 @@ from torch import nn
 from meshwright.core.errors import Fault, PlanError, raise_faults
 from meshwright.core.mesh import AXES
 from meshwright.core.plan import Plan
-from meshwright.engine.loss import Batch, Loss, token_cross_entropy
+from meshwright.engine.loss import Batch, Loss
 from meshwright.engine.rows import micro_batches
 from meshwright.engine.state import State
 from meshwright.model.dice import Dice
@@ -82,7 +82,7 @@ def evaluate(
     if not count > 0:
         text = "no token of the evaluation counts: all labels are ignored, or there are no samples"
         raise PlanError(text, fix="point evaluate.source at samples with labels, or hold out others", where="evaluate")
-    return Evaluation(total / count, int(tokens), per_token=state.loss.total is token_cross_entropy().total)
+    return Evaluation(total / count, int(tokens), per_token=state.loss.per_token)
 
 
 def _as_long_as_any(batches: Iterable[Batch | None], state: State) -> Iterator[Batch | None]:

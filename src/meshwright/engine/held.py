@@ -50,6 +50,20 @@ class Held:
         """What the optimizer's parameters are views of."""
         return self.shard if self.master is None else self.master
 
+    def piece(self, name: str) -> Piece:
+        """What lies in the shard of the weight `name`, of which it has a part."""
+        return next(piece for piece in self.pieces if piece.name == name)
+
+    def summed(self, name: str) -> torch.Tensor | None:
+        """The summed gradient of that part, flat; None before the first."""
+        piece = self.piece(name)
+        return None if self.gradient is None else self.gradient[piece.at : piece.at + piece.numel]
+
+    @property
+    def nbytes_of_master(self) -> int:
+        """The bytes of the master, if there is one."""
+        return 0 if self.master is None else self.master.nbytes
+
     def value(self, piece: Piece) -> torch.Tensor:
         """The values of a piece as exactly as they are known, flat."""
         return self.stepped[piece.at : piece.at + piece.numel]

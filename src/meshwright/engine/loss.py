@@ -7,10 +7,13 @@ hold different numbers of valid tokens: a mean of means is not the mean.
 
 A loss that is no sum over rows (contrastive: each row is compared with all others) says `whole_batch`. The outputs and
 targets of all ranks then meet, in the order of the global batch, and `total` sees all rows at once on every rank.
+
+A loss of logits may say how it is taken where each rank has the logits of some words only: `split` (engine/logits.py).
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -19,11 +22,27 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
+from meshwright.engine.logits import NUMBERS, Words, cross_entropy
 from meshwright.model.handed import Judge
 
 Batch = Mapping[str, torch.Tensor]
 IGNORED = -100  # the label of a token that does not count
 WEIGHTS = "loss_weights"
+SAME = "pass the same loss to read(...) and to build(...) or verify(...)"
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a loss is taken on logits of some words.
+
+    `logits(outputs)` are those that it takes, words along the last dim; `total(outputs, batch, words)` is the sum that
+    `Loss.total` is on logits of all words, the same on every rank. Of each token the ranks tell each other so many `numbers`,
+    by one call of `words.told`.
+    """
+
+    logits: Callable[[Any], torch.Tensor]
+    total: Callable[[Any, Batch, Words], torch.Tensor]
+    numbers: int
 
 
 @dataclass(frozen=True)
@@ -33,6 +52,8 @@ class Loss:
     `targets` are the keys of the batch that are not passed to the model. `count` sees the batch before the forward, and is
     a sum over rows, whole numbers or not, never below 0. `tokens(batch)` is what metrics call tokens; None where that is
     the count. With `whole_batch`, `total` gets the outputs of all rows of the global batch, and of the batch its targets.
+    `split` is how it is taken on logits of some words; None: it needs those of all. `per_token`: it is the mean surprise of a
+    token, and its exponential a perplexity.
     """
 
     total: Callable[[Any, Batch], torch.Tensor]
@@ -40,6 +61,13 @@ class Loss:
     targets: tuple[str, ...] = ("labels",)
     tokens: Callable[[Batch], torch.Tensor | None] = lambda batch: None
     whole_batch: bool = False
+    split: Split | None = None
+    per_token: bool = False
+
+    def within(self, wrap: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]) -> "Loss":
+        """This loss with its totals as `wrap` changes them."""
+        split = None if self.split is None else replace(self.split, total=wrap(self.split.total))
+        return replace(self, total=wrap(self.total), split=split)
 
     def counted(self, batch: Batch) -> tuple[float, float]:
         """What these rows weigh, and how many tokens they are.
@@ -59,16 +87,26 @@ class Loss:
         return weight, weight if tokens is None else float(tokens)
 
 
-def token_cross_entropy() -> Loss:
+def token_cross_entropy(label_smoothing: float = 0.0) -> Loss:
     """Cross-entropy summed over tokens, labels already aligned with the logits (shifted when the data was made).
 
     The model's outputs are logits of shape (rows, tokens, vocabulary), or an object with `.logits`. Labels of -100 do
-    not count. The sum is taken in float32 at least.
+    not count. The sum is taken in float32 at least. With `label_smoothing` e the target is 1 - e on the label, and e spread
+    evenly over all words.
 
     A batch may hold `loss_weights` (rows, tokens), floats from 0 up: each token's loss is multiplied by its weight, and the
     loss is divided by the sum of the weights of all labels that count. Metrics still count tokens, whatever they weigh.
+
+    Raises PlanError for a `label_smoothing` outside of 0 to 1.
     """
-    return Loss(total=_token_total, count=_token_count, targets=("labels", WEIGHTS), tokens=_tokens_if_weighted)
+    if not 0 <= label_smoothing <= 1:
+        text = f"label_smoothing = {label_smoothing}"
+        raise PlanError(text, fix="write a number from 0, the label alone, to 1, all words alike", where="loss")
+    smooth = label_smoothing > 0
+    split = Split(logits_of, partial(_split_total, smoothing=label_smoothing), NUMBERS + smooth)
+    total = partial(_token_total, smoothing=label_smoothing)
+    targets = ("labels", WEIGHTS)
+    return Loss(total, _token_count, targets, _tokens_if_weighted, split=split, per_token=not smooth)
 
 
 def check_loss(plan: Plan, loss: Loss) -> None:
@@ -76,7 +114,12 @@ def check_loss(plan: Plan, loss: Loss) -> None:
     if loss.whole_batch != plan.anatomy.whole_batch:
         kinds = {True: "one of the whole batch", False: "a sum over rows"}
         text = f"the loss is {kinds[loss.whole_batch]}, and the plan was made for {kinds[plan.anatomy.whole_batch]}"
-        raise PlanError(text, fix="pass the same loss to read(...) and to build(...) or verify(...)", where="loss")
+        raise PlanError(text, fix=SAME, where="loss")
+    logits = plan.anatomy.logits
+    if plan.space.logits.places and logits is not None and (loss.split is None or loss.split.numbers != logits.numbers):
+        what = "needs whole logits" if loss.split is None else f"tells {loss.split.numbers} numbers of a token"
+        text = f"the loss {what}, and the plan divides them by words and has {logits.numbers} numbers of a token told"
+        raise PlanError(text, fix=SAME, where="loss")
 
 
 def nothing_counts(where: str) -> PlanError:
@@ -87,7 +130,9 @@ def nothing_counts(where: str) -> PlanError:
 
 def judge_of(loss: Loss) -> Judge:
     """`loss` as the reading of a model tries it out."""
-    return Judge(loss.total, loss.targets, loss.whole_batch)
+    if loss.split is None:
+        return Judge(loss.total, loss.targets, loss.whole_batch)
+    return Judge(loss.total, loss.targets, loss.whole_batch, loss.split.logits, loss.split.numbers)
 
 
 def logits_of(outputs: Any) -> torch.Tensor:
@@ -99,15 +144,22 @@ def logits_of(outputs: Any) -> torch.Tensor:
     return outputs["logits"]
 
 
-def _token_total(outputs: Any, batch: Batch) -> torch.Tensor:
+def _token_total(outputs: Any, batch: Batch, smoothing: float) -> torch.Tensor:
     logits = logits_of(outputs)
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
-    labels = batch["labels"]
+    flat, labels = logits.reshape(-1, logits.shape[-1]), batch["labels"].reshape(-1)
+    taken = partial(F.cross_entropy, flat, labels, ignore_index=IGNORED, label_smoothing=smoothing)
     if WEIGHTS in batch:
-        each = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED, reduction="none")
+        each = taken(reduction="none")
         return (each * _weights(batch).reshape(-1).to(each.dtype)).sum()
-    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED, reduction="sum")
+    return taken(reduction="sum")
+
+
+def _split_total(outputs: Any, batch: Batch, words: Words, smoothing: float) -> torch.Tensor:
+    logits, labels = logits_of(outputs), batch["labels"].reshape(-1)
+    weights = _weights(batch) if WEIGHTS in batch else (batch["labels"] != IGNORED)
+    return cross_entropy(logits.reshape(-1, logits.shape[-1]), labels, weights.reshape(-1), words, smoothing)
 
 
 def _token_count(batch: Batch) -> torch.Tensor:

@@ -56,14 +56,18 @@ class Noise:
         self._used = plan.job.train.noise_scale
         self._num_parts = plan.num_micro if plan.num_data > 1 else 1  # micro-batches behind a gradient that is measured once
         self._part = {action.name: action.micro for action in plan.program.actions(ROLE) if action.kind == "MEASURE"}
+        coordinate = plan.mesh.coordinate(state.world.rank)
+        self._counted = frozenset(plan.space.told_first(coordinate))
+        self._tells = not any(coordinate[axis] for axis in plan.space.cut_axes)  # those with other slices say it for all
         self._message = torch.zeros(3, dtype=torch.float64)
         self._averages = torch.zeros(2, dtype=torch.float64)
 
     def measure(self, action: Action) -> None:
         """Take the squared norm of the gradients of `action.tensors`, as they are on this rank alone."""
-        parameters = (self._state.subject.parameters[name] for name in action.tensors)
+        parameters = (self._state.subject.parameters[name] for name in action.tensors if name in self._counted)
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        self._state.squares[action.name] = total_norm(grads).double().to(self._state.world.device) ** 2
+        norm = total_norm(grads) if grads else torch.zeros(())
+        self._state.squares[action.name] = norm.double().to(self._state.world.device) ** 2
 
     def add_up(self, action: Action) -> None:
         """Start adding up over the ranks: this part's c/C |G_part|^2, its share c/C of the batch, and that it is one part.
@@ -77,7 +81,8 @@ class Noise:
         behind = {micro: weights[: self._num_parts] if micro is None else weights[micro : micro + 1] for micro in squares}
         shares = {micro: sum(counted) / count for micro, counted in behind.items()}
         total = torch.stack([torch.stack(squares[micro]).sum() / (share or 1.0) for micro, share in shares.items()]).sum()
-        known = [sum(shares.values()), float(sum(share > 0 for share in shares.values()))]
+        told = shares if self._tells else {}
+        known = [sum(told.values(), 0.0), float(sum(share > 0 for share in told.values()))]
         total = total / self._acts.update.factor**2
         self._message = torch.cat([total.view(1), torch.tensor(known, dtype=torch.float64, device=total.device)])
         self._acts.start(action, self._message)

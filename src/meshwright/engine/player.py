@@ -8,12 +8,11 @@ player calls the model at a micro-batch's first F; each block, before it runs, p
 actions are looked up in a table from kind to handler; strategies bring handlers for the kinds they introduced.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
-from torch import nn
 
 from meshwright.core.errors import PlanError
 from meshwright.core.layout import Place
@@ -25,23 +24,19 @@ from meshwright.engine.acts import Acts
 from meshwright.engine.again import Again
 from meshwright.engine.evaluation import Evaluation
 from meshwright.engine.heap import give_back
-from meshwright.engine.inner import Inner
+from meshwright.engine.inner import Inner, Meanwhile
 from meshwright.engine.loss import Batch
 from meshwright.engine.noise import Noise
-from meshwright.engine.optimizers import (
-    MakeOptimizer,
-    group_numbers,
-    groups_of,
-    make_optimizers,
-)
+from meshwright.engine.optimizers import MakeOptimizer, group_numbers, groups_of, make_optimizers
 from meshwright.engine.saved import Saved, model_tensors, moments, restore_model, restore_moments
 from meshwright.engine.schedule import factor
-from meshwright.engine.slices import Slices
+from meshwright.engine.sockets import Sockets
 from meshwright.engine.state import Metrics, State
 from meshwright.engine.store import Store
 from meshwright.engine.update import Update
 from meshwright.engine.watch import GLUE, Entry, Watch, wait, watched
 from meshwright.engine.whole import whole
+from meshwright.engine.words import Divided
 from meshwright.model.dice import Dice
 from meshwright.model.drive import Drive, Reach
 from meshwright.model.ondemand import under
@@ -64,25 +59,25 @@ class Player:
         self.plan, self.state = plan, state
         self.steps_done = 0
         self._settling = SETTLING
-        self.slices = Slices(plan, state.world)
-        self.slices.cut(state.subject)
-        self.store = Store(plan, state, self.slices)
+        self.store = Store(plan, state)
+        self._logits = Divided(plan, state)
         weights = {weight.name: weight for weight in plan.anatomy.trainable}
-        grains = {home.weight.name: home.grain for home in plan.space.homes if home.flat}
+        grains = {home.weight.name: home.grain for home in plan.space.homes if home.flat or home.cut}
         self.optimizers = make_optimizers(plan.job.optimizer, self.store.owned(), optimizer, weights, grains)
         self._base_lrs = [group["lr"] for group in groups_of(self.optimizers)]
         self._numbers = group_numbers(self.optimizers)
         self._inner = Inner(state)
-        self._filled: list[nn.Module] = []
+        self._sockets = Sockets(state.subject.module)
         bound: dict[str, Handler] = {}
         for strategy in plan.strategies:  # before the blocks' own forwards are replaced: a block may be a socket itself
             bound |= strategy.bind(self)
+        self._sockets.close()
         self._drive = Drive(state.subject.blocks, in_place=plan.anatomy.in_place, cut=_parts_blocks(plan))
         self._update = Update(plan, state, self.store, self.optimizers, made=optimizer is not None)
-        self._acts = Acts(plan, state, self.store, self._update, self._drive, dice)
+        self._acts = Acts(plan, state, self.store, self._update, self._drive, self._inner, dice)
         self._noise = Noise(plan, state, self._acts)
         self._again = Again(state, self._drive, self._acts.draws)
-        handlers: dict[str, Handler] = self._acts.handlers | self._noise.handlers | bound
+        handlers: dict[str, Handler] = self._acts.handlers | self._noise.handlers | self.store.owners.handlers | bound
         handlers |= {kind: self._with_state(act) for kind, act in (extra or {}).items()}
         self._list = self._resolve(plan.program.actions(ROLE), handlers)
         forwards = [(i, action) for i, (action, _, _) in enumerate(self._list) if action.kind in FORWARDS]
@@ -130,7 +125,7 @@ class Player:
         Each batch holds this rank's rows, as for `step`. Raises PlanError when nothing counts in any of them.
         """
         self._inner.begin("EVALUATE")
-        with self.whole("EVALUATE"):
+        with whole(self.state.subject, self.store, self._drive, "EVALUATE"):
             return self._acts.evaluate(batches)
 
     def start(self, action: Action) -> None:
@@ -151,13 +146,19 @@ class Player:
 
     def fill(self, name: str, forward: Callable[..., torch.Tensor]) -> None:
         """Have the module `name` of the model compute `forward(module, *its arguments)`."""
-        module = self.state.subject.module.get_submodule(name)
-        self._filled.append(module)
-        module.forward = partial(forward, module)
+        self._sockets.fill(name, forward)
 
-    def move(self, tensor: torch.Tensor, axis: str, src: Place, dst: Place) -> torch.Tensor:
+    def wrap(self, name: str, around: Callable[..., Any]) -> None:
+        """Have the module `name` of the model compute `around(what it computes otherwise, *its arguments)`."""
+        self._sockets.wrap(name, around)
+
+    def move(self, tensor: torch.Tensor, axis: str, src: Place, dst: Place, meanwhile: Meanwhile = None) -> torch.Tensor:
         """`tensor` moved along `axis` for the action under way; the same tensor is moved once in a block."""
-        return self._inner.move(tensor, axis, src, dst)
+        return self._inner.move(tensor, axis, src, dst, meanwhile)
+
+    def again(self, tensor: torch.Tensor, axis: str, src: Place, dst: Place) -> AbstractContextManager[object]:
+        """While it lasts, autograd keeps nothing of what `tensor` became by this move: backward moves it once more."""
+        return self._inner.again(tensor, axis, src, dst)
 
     def rerun(self, action: Action) -> None:
         """Run a visit once more that kept only what it took in, so that its backward finds a graph."""
@@ -191,9 +192,12 @@ class Player:
         self._noise.restore(under("noise/", saved))
         self.steps_done = steps_done
 
-    def whole(self, action: str) -> AbstractContextManager:
-        """Have the module's forward find its weights, outside of steps; all ranks enter, and run the same forwards."""
-        return whole(self.state.subject, self.store, self._drive, action)
+    @contextmanager
+    def whole(self, action: str) -> Iterator[None]:
+        """Have the module's forward find its weights, and give whole outputs, outside of steps; all ranks run the same."""
+        subject = self.state.subject
+        with whole(subject, self.store, self._drive, action), self._logits.joined(subject.module, action):
+            yield
 
     def parameters(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
         """Every logical parameter, whole, with its present value; all ranks call this, and nothing of it is in the ledger.
@@ -233,8 +237,7 @@ class Player:
     def close(self) -> None:
         """Give the user's module its own forwards back."""
         self._drive.detach()
-        for module in self._filled:
-            del module.forward
+        self._sockets.empty()
 
     def _set_lr(self) -> float:
         scale = factor(self.plan.job.schedule, self.steps_done, self.plan.job.train.steps)

@@ -10,33 +10,33 @@ rank of another plan finds in it what it holds.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import nn
 
 from meshwright.core.arena import BLOCK, Piece
+from meshwright.core.cut import Span
 from meshwright.core.errors import PlanError
 from meshwright.engine.optimizers import Numbers, restore_state, state_tensors
 from meshwright.engine.rules.cuts import keys_by_block
 from meshwright.engine.rules.rule import Rule
 from meshwright.engine.state import Subject
 from meshwright.engine.store import Store
-from meshwright.model.ondemand import OnDemand
-
-Ranges = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]  # by dim: from which index to which, one behind the other
+from meshwright.model.ondemand import OnDemand, shape_of
 
 
 @dataclass(frozen=True)
 class Share:
     """The elements from `begin` on of a flattened tensor of `shape`; `values` is flat. One of shape () is all of a number.
 
-    With `ranges`, by dim, it is a part of what those leave of the tensor: of a slice.
+    With `spans`, it is a part of what those leave of the tensor: of a slice.
     """
 
     values: torch.Tensor
     begin: int
     shape: tuple[int, ...]
-    ranges: Ranges = ()
+    spans: tuple[Span, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -50,13 +50,16 @@ Saved = torch.Tensor | Share
 def model_tensors(subject: Subject, store: Store) -> dict[str, Saved]:
     """The parameters and persistent buffers, as this rank holds them."""
     found: dict[str, Saved] = {}
+    owned = store.owners.steps
     for weight in subject.anatomy.weights:
-        name, piece, ranges = weight.name, store.piece(weight.name), store.slices.ranges(weight.name)
-        if piece is not None:
-            found[f"model/{name}"] = Share(store.stored(piece), piece.begin, weight.shape, ranges)
+        name, piece, spans = weight.name, store.piece(weight.name), store.slices.spans(weight.name)
+        if name in store.owners.names:
+            found |= {f"model/{name}": _all_of(owned[name])} if name in owned else {}
+        elif piece is not None and name in store.told:  # beside slices, copies of a shard may end elsewhere
+            found[f"model/{name}"] = Share(store.stored(piece), piece.begin, weight.shape, spans)
         elif not store.holds(name):
             value = store.masters.value(name, subject.parameters[name])
-            found[f"model/{name}"] = Share(value.reshape(-1), 0, weight.shape, ranges) if ranges else value
+            found[f"model/{name}"] = Share(value.reshape(-1), 0, weight.shape, spans) if spans else value
     return found | {f"buffer/{name}": buffer for name, buffer in _persistent_buffers(subject.module)}
 
 
@@ -67,16 +70,20 @@ def moments(optimizers: Sequence[torch.optim.Optimizer], subject: Subject, store
     owned, by_block = store.owned(), _by_block(optimizers)
     for entry, value in state_tensors(optimizers, owned, numbers).items():
         key, _, name = entry.partition("/")
-        piece, ranges = store.piece(name), store.slices.ranges(name)
-        if ranges and not entry.startswith("group.") and value.ndim:
-            found[f"optimizer/{entry}"] = Share(value.reshape(-1), piece.begin if piece else 0, shapes[name], ranges)
+        piece, spans = store.piece(name), store.slices.spans(name)
+        if piece is not None and name not in store.told:
+            continue
+        if name in store.owners.names:
+            found[f"optimizer/{entry}"] = _all_of(value)
+        elif spans and not entry.startswith("group.") and value.ndim:
+            found[f"optimizer/{entry}"] = _share(entry, value, piece, owned[name], shapes[name], spans)
         elif piece is None or entry.startswith("group."):
             found[f"optimizer/{entry}"] = value
         elif key in by_block[id(owned[name])]:
             num_blocks = -(-subject.parameters[name].numel() // BLOCK)
             found[f"optimizer/{entry}"] = Share(value, piece.begin // BLOCK, (num_blocks,))
         else:
-            found[f"optimizer/{entry}"] = _share(entry, value, piece, owned[name], subject.parameters[name])
+            found[f"optimizer/{entry}"] = _share(entry, value, piece, owned[name], shapes[name])
     return found
 
 
@@ -90,12 +97,15 @@ def restore_model(subject: Subject, store: Store, saved: Mapping[str, torch.Tens
         for name, parameter in subject.parameters.items():
             if store.holds(name) and not store.keeps(name):
                 continue
-            value = saved[f"model/{name}"]
-            dtypes[name] = value.dtype
+            whole = saved[f"model/{name}"] if name in store.owners.steps else None
+            mine = store.slices.read(name, saved, f"model/{name}") if whole is None else store.slices.mine(name, whole)
+            dtypes[name] = mine.dtype
             if store.holds(name):
-                store.take(name, value)
+                store.take(name, mine)
             else:
-                store.masters.take(name, parameter, store.slices.mine(name, value))
+                store.masters.take(name, parameter, mine)
+            if whole is not None:
+                store.owners.take(name, whole)
         for name, buffer in _persistent_buffers(subject.module):
             buffer.copy_(saved[f"buffer/{name}"])
     return dtypes
@@ -119,35 +129,51 @@ def restore_moments(
     alike = {id(p) for each in optimizers if _follows(each) for group in each.param_groups for p in group["params"]}
 
     def part(entry: str) -> torch.Tensor:
-        tensor, (key, _, name) = saved[entry], entry.partition("/")
-        piece = store.piece(name)
-        by_element = key.partition(":")[0] != "step" and name in owned and tensor.shape == shapes[name]
+        key, _, name = entry.partition("/")
+        piece, counts = store.piece(name), key.partition(":")[0] == "step" or name not in owned
+        cut = not counts and name not in store.owners.steps and bool(store.slices.spans(name))
+        sliced = cut and shape_of(saved, entry) == shapes[name]
+        tensor = store.slices.read(name, saved, entry) if sliced else saved[entry]
+        by_element = sliced or (not counts and tensor.shape == shapes[name])
         if by_element and id(owned[name]) in alike and tensor.dtype == dtypes.get(name):
             tensor = tensor.to(owned[name].dtype)
-        tensor = store.slices.mine(name, tensor) if by_element else tensor
-        if piece is None or name not in owned:  # what is not trained here is refused below
+        if name not in owned or name in store.owners.steps or piece is None:  # what is not trained here is refused below
             return tensor
         if key in by_block[id(owned[name])]:
             return tensor[piece.begin // BLOCK : -(-piece.end // BLOCK)]
         return tensor.reshape(-1)[piece.begin : piece.end].view(owned[name].shape) if by_element else tensor
 
     names = ((entry, entry.partition("/")[2]) for entry in saved)
-    mine = [entry for entry, name in names if not store.holds(name) or store.piece(name) is not None]
+    mine = [entry for entry, name in names if name in owned or name not in subject.trainable]
     restore_state(optimizers, owned, OnDemand(mine, part))
 
 
-def _share(entry: str, value: torch.Tensor, piece: Piece, stepped: torch.Tensor, whole: torch.Tensor) -> Share:
-    """State of a piece of the weight `whole`, which the optimizer sees as `stepped`: by element, or a number, or all of anything.
+def _share(
+    entry: str,
+    value: torch.Tensor,
+    piece: Piece | None,
+    stepped: torch.Tensor,
+    shape: tuple[int, ...],
+    spans: tuple[Span, ...] = (),
+) -> Share:
+    """State of a part of a weight of `shape`, which the optimizer sees as `stepped`: by element, or a number, or all of anything.
 
-    Raises PlanError for what belongs to a part of a weight and is neither.
+    The part is a piece, or a slice (`spans`), or a piece of one. Raises PlanError for what belongs to a part and is neither.
     """
+    begin = 0 if piece is None else piece.begin
     if value.ndim and value.shape == stepped.shape:
-        return Share(value.reshape(-1), piece.begin, tuple(whole.shape))
-    if value.ndim and piece.numel < whole.numel():
-        text = f"the optimizer keeps '{entry}' of shape {list(value.shape)} for elements {piece.begin} to {piece.end} of a weight"
+        return Share(value.reshape(-1), begin, shape, spans)
+    if value.ndim and (spans or stepped.numel() < prod(shape)):
+        which = f"elements {begin} to {begin + stepped.numel()} of a {'slice of a ' if spans else ''}weight"
+        text = f"the optimizer keeps '{entry}' of shape {list(value.shape)} for {which}"
         fix = "keep one number, or one per element; or have no weight cut: optimizer.name = 'adafactor' cuts none"
         raise PlanError(text, fix=fix, where="optimizer")
-    return Share(value.reshape(-1), 0, tuple(value.shape))
+    return _all_of(value)
+
+
+def _all_of(value: torch.Tensor) -> Share:
+    """All of `value`, which not every rank has."""
+    return Share(value.detach().reshape(-1), 0, tuple(value.shape))
 
 
 def _follows(optimizer: torch.optim.Optimizer) -> bool:

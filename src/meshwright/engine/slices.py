@@ -3,51 +3,39 @@
     logical weight      whole: as the model declares it, as checkpoints hold it
     along tp, rank 1    the ranges of its cut (core/cut.py), one behind the other: what the module's parameter holds
 
-A weight may be cut along several axes, one dim each. Whole values exist where somebody asks for them: initial values one weight
-at a time, checkpoints, comparisons, exports. No step does.
+A weight may be cut along several dims, and a dim along several axes. Whole values exist where somebody asks for them: initial
+values one weight at a time, checkpoints, comparisons, exports. No step does.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 import torch
 
 from meshwright.comm.group import World
-from meshwright.core.cut import Cut
-from meshwright.core.mesh import AXES
+from meshwright.core.cut import Span
 from meshwright.core.plan import Plan
-from meshwright.core.space import Home
 from meshwright.engine.state import Subject
-from meshwright.model.ondemand import OnDemand
+from meshwright.model.ondemand import OnDemand, rows_of
 
 
-@dataclass(frozen=True)
-class _Side:
-    """One axis along which a weight is cut: how, from what shape, among how many ranks, and which of them this one is."""
+def taken(whole: torch.Tensor, spans: Iterable[Span]) -> torch.Tensor:
+    """The slice of `whole` that `spans` say, dim by dim: a view, where it can be."""
+    for span in spans:
+        parts = [whole.narrow(span.dim, first, end - first) for first, end in span.ranges]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, span.dim)
+    return whole
 
-    axis: str
-    cut: Cut
-    shape: tuple[int, ...]
-    ranks: int
-    index: int
 
-    def local(self, index: int) -> tuple[int, ...]:
-        """The shape that the rank at `index` has."""
-        return self.cut.local(self.shape, index, self.ranks)
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of `tensor`."""
-        ranges = self.cut.ranges(self.index, self.ranks)
-        parts = [tensor.narrow(self.cut.dim, first, end - first) for first, end in ranges]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self.cut.dim)
-
-    def put(self, whole: torch.Tensor, index: int, tensor: torch.Tensor) -> None:
-        """Put the slice of the rank at `index` into its places in `whole`."""
-        ranges = self.cut.ranges(index, self.ranks)
-        parts = tensor.split([end - first for first, end in ranges], self.cut.dim)
-        for (first, end), part in zip(ranges, parts, strict=True):
-            whole.narrow(self.cut.dim, first, end - first).copy_(part)
+def put(whole: torch.Tensor, spans: Sequence[Span], mine: torch.Tensor) -> None:
+    """Copy the slice `mine` into its places in `whole`."""
+    if not spans:
+        whole.copy_(mine)
+        return
+    dim, at = spans[0].dim, 0
+    for first, end in spans[0].ranges:
+        put(whole.narrow(dim, first, end - first), spans[1:], mine.narrow(dim, at, end - first))
+        at += end - first
 
 
 class Slices:
@@ -55,8 +43,10 @@ class Slices:
 
     def __init__(self, plan: Plan, world: World) -> None:
         self._plan, self._world = plan, world
-        homes = (plan.space.whole or plan.space).homes
-        self._sides = {home.weight.name: tuple(self._of(home)) for home in homes if home.cut}
+        logical, coordinate = plan.space.whole or plan.space, plan.mesh.coordinate(world.rank)
+        cut = {home.weight.name: home for home in logical.homes if home.cut}
+        self._sides = {name: logical.sides(home, coordinate) for name, home in cut.items()}
+        self._shapes = {name: home.weight.shape for name, home in cut.items()}
 
     def __bool__(self) -> bool:
         return bool(self._sides)
@@ -67,43 +57,50 @@ class Slices:
         if not self._sides:
             return
         in_arenas = {name for arena in self._plan.space.arenas().values() for name, _, _ in arena.weights}
-        for name, sides in self._sides.items():
+        for name in self._sides:
             parameter = subject.parameters[name]
             if name in blank and name in in_arenas:
-                parameter.data = parameter.data.new_zeros(()).expand(sides[-1].local(sides[-1].index))
+                parameter.data = parameter.data.new_zeros(()).expand(self._cut_before(name)[-1])
             else:
-                values = blank[name].to(parameter.dtype) if name in blank else parameter.detach()
-                parameter.data = self.mine(name, values).clone(memory_format=torch.contiguous_format)
-        subject.blank = OnDemand(blank, lambda name: self.mine(name, blank[name]))
+                values = self.read(name, blank) if name in blank else self.mine(name, parameter.detach())
+                parameter.data = values.to(parameter.dtype).clone(memory_format=torch.contiguous_format)
+        subject.blank = OnDemand(blank, lambda name: self.read(name, blank))
+
+    def read(self, name: str, logical: Mapping[str, torch.Tensor], entry: str = "") -> torch.Tensor:
+        """What this rank has of the weight `name`, of whose `logical` values (`entry` there) other rows are not made."""
+        spans, entry = self.spans(name), entry or name
+        if not spans or spans[0].dim != 0:
+            return self.mine(name, logical[entry])
+        parts = [rows_of(logical, entry, range(*each)) for each in spans[0].ranges]
+        return taken(parts[0] if len(parts) == 1 else torch.cat(parts), spans[1:])
 
     def mine(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """What this rank has of the logical values `whole` of the weight `name`: a view of them, where it can be."""
-        for side in self._sides.get(name, ()):
-            whole = side.of(whole)
-        return whole
+        return taken(whole, self.spans(name))
 
     def whole(self, name: str, mine: torch.Tensor, action: str) -> torch.Tensor:
         """The logical values of the weight `name`, of which this rank has `mine`; all ranks that have slices take part."""
-        for side in reversed(self._sides.get(name, ())):
-            group = self._world.group((side.axis,))
-            shapes = [side.local(index) for index in range(side.ranks)]
+        for side, shape in reversed(list(zip(self._sides.get(name, ()), self._cut_before(name), strict=False))):
+            group = self._world.group(side.axes)
+            shapes = [side.cut.local(shape, index, side.ranks) for index in range(side.ranks)]
             largest = max(map(prod, shapes))
             sent = mine.new_zeros(largest)
             sent[: mine.numel()] = mine.reshape(-1)
             arrived = mine.new_empty(side.ranks * largest)
             group.all_gather(arrived, sent, action=action).wait()
-            mine = mine.new_empty(side.shape)
-            for index, shape in enumerate(shapes):
-                side.put(mine, index, arrived[index * largest : index * largest + prod(shape)].view(shape))
+            mine = mine.new_empty(shape)
+            for index, each in enumerate(shapes):
+                theirs = arrived[index * largest : index * largest + prod(each)].view(each)
+                put(mine, (side.cut.span(index, side.ranks),), theirs)
         return mine
 
-    def ranges(self, name: str) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
-        """By dim, the ranges of the logical weight that this rank has; empty for one that is not cut."""
-        return tuple((side.cut.dim, side.cut.ranges(side.index, side.ranks)) for side in self._sides.get(name, ()))
+    def spans(self, name: str) -> tuple[Span, ...]:
+        """What this rank has of the logical weight, dim by dim; empty for one that is not cut."""
+        return tuple(side.span for side in self._sides.get(name, ()))
 
-    def _of(self, home: Home) -> Iterator[_Side]:
-        mesh, shape, cut = self._plan.mesh, home.weight.shape, home.cut
-        coordinate = mesh.coordinate(self._world.rank)
-        for axis in (axis for axis in AXES if axis in cut):
-            yield _Side(axis, home.weight.cut(cut[axis]), shape, mesh.size(axis), coordinate[axis])
-            shape = home.weight.cut(cut[axis]).local(shape, coordinate[axis], mesh.size(axis))
+    def _cut_before(self, name: str) -> list[tuple[int, ...]]:
+        """The shapes of the weight `name` before it is cut along each of its sides, and what this rank has in the end."""
+        shapes = [self._shapes.get(name, ())]
+        for side in self._sides.get(name, ()):
+            shapes.append(side.cut.local(shapes[-1], side.index, side.ranks))
+        return shapes

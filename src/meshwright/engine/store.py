@@ -22,6 +22,7 @@ from meshwright.core.program import Action
 from meshwright.core.steps import ROLE
 from meshwright.engine.held import Held
 from meshwright.engine.masters import Masters, Stepped
+from meshwright.engine.owners import Owners
 from meshwright.engine.precision import total_norm
 from meshwright.engine.slices import Slices
 from meshwright.engine.state import State
@@ -30,27 +31,30 @@ from meshwright.engine.state import State
 class Store:
     """The arenas of one rank, filled from the values that the model's parameters have."""
 
-    def __init__(self, plan: Plan, state: State, slices: Slices) -> None:
-        self._plan, self._state, self.slices = plan, state, slices
+    def __init__(self, plan: Plan, state: State) -> None:
+        self._plan, self._state, self.slices = plan, state, Slices(plan, state.world)
+        self._of: dict[str, Held] = {}  # by weight
+        self.owners = Owners(plan, state, self._of)
+        self.slices.cut(state.subject)
         roles = {role: getattr(torch, dtype) for role, dtype in plan.job.precision.roles.items()}
         self._dtype, self._wire, self._kept, self._master = (roles[r] for r in ("parameters", "reduce", "gradients", "master"))
         self._like = next(iter(state.subject.parameters.values()))  # buffers are of its kind: on its device, fake where it is
         self._buffers: dict[str, torch.Tensor] = {}
         self.arenas: dict[str, Held] = {}
-        self._of: dict[str, Held] = {}  # by weight
         self.squared = torch.zeros(1, dtype=torch.float64)  # the norm's, of this rank's shards or of all
         taken = {action.tensors[0]: action.takes for action in plan.program.actions(ROLE) if action.kind == "UNSHARD"}
         self._homes = {home.weight.name: home for home in plan.space.homes}
-        self._first = frozenset(plan.space.held_first(plan.mesh.coordinate(state.world.rank)))
+        coordinate = plan.mesh.coordinate(state.world.rank)
+        self._first, self.told = frozenset(plan.space.held_first(coordinate)), frozenset(plan.space.told_first(coordinate))
         for name, arena in plan.space.arenas().items():
             first = arena.weights[0][0]
             flat = self._homes[first].in_shards
             held = self._stored_flat(arena, taken[first][0].name, taken[first][0].nbytes) if flat else self._stored_whole(arena)
             self.arenas[name] = held
             self._of |= dict.fromkeys((weight for weight, _, _ in arena.weights), held)
-            if self._homes[first].weight.trainable:
+            if self._homes[first].weight.trainable and first not in self.owners.names:
                 held.steps = {p.name: nn.Parameter(held.value(p).detach().view(self._stepped_as(p))) for p in held.pieces}
-        self.masters = Masters(plan, state, self._of)
+        self.masters = Masters(plan, state, self._of.keys() | self.owners.names)
         sums = [action for action in plan.program.actions(ROLE) if action.kind in ("REDUCE", "ADD")]
         self._in_place = not any(action.kind == "ADD" or action.takes for action in sums)  # gradients stay where they are summed
         packs = (action for action in plan.program.actions(ROLE) if action.kind == "PACK")
@@ -59,18 +63,19 @@ class Store:
 
     def owned(self) -> dict[str, nn.Parameter]:
         """What the optimizer steps on this rank, by logical name: pieces of what is cut, and whole parameters."""
-        found, apart = {}, self.masters.stepped
+        found, apart = {}, self.masters.stepped | self.owners.steps
         for name in self._state.subject.trainable:
             if name in apart:
                 found[name] = apart[name]
-            elif name in self._of[name].steps:
+            elif name in self._of and name in self._of[name].steps:
                 found[name] = self._of[name].steps[name]
         return found
 
     def bundles(self) -> Iterator[Stepped]:
         """What is stepped on this rank, one bundle after the other, with the gradients that the last backward and REDUCE left."""
-        yield from (held.bundle(held.gradient) for held in self.arenas.values() if held.gradient is not None)
+        yield from (held.bundle(held.gradient) for held in self.arenas.values() if held.gradient is not None and held.steps)
         yield from self.masters.bundles()
+        yield from self.owners.bundles()
 
     @property
     def together(self) -> bool:
@@ -95,8 +100,8 @@ class Store:
         return self._of[piece.name].value(piece)
 
     def take(self, name: str, values: torch.Tensor) -> None:
-        """Take up the whole weight `name`: its piece, and all of it where it is stored whole."""
-        held, piece, values = self._of[name], self.piece(name), self.slices.mine(name, values)
+        """Take up what this rank has of the weight `name`: its piece, and all of that where it is stored whole."""
+        held, piece = self._of[name], self.piece(name)
         if piece is not None:
             held.take(piece, values)
         if not held.flat:
@@ -249,7 +254,8 @@ class Store:
         return held
 
     def _with_master(self, held: Held) -> Held:
-        if self._master != self._dtype and self._homes[held.arena.weights[0][0]].weight.trainable:
+        first = held.arena.weights[0][0]
+        if self._master != self._dtype and self._homes[first].weight.trainable and first not in self.owners.names:
             held.master = held.shard.new_zeros(held.arena.shard, dtype=self._master)
         return held
 
@@ -268,8 +274,9 @@ class Store:
     @staticmethod
     def _take_gradient(held: Held, gradient: torch.Tensor) -> None:
         held.gradient = gradient
-        for piece in held.pieces if gradient.dtype == held.stepped.dtype else ():  # else it is cast when it is read
-            held.steps[piece.name].grad = held.place(gradient, piece)
+        if gradient.dtype == held.stepped.dtype:  # else it is cast when it is read
+            for piece in held.pieces if held.steps else ():
+                held.steps[piece.name].grad = held.place(gradient, piece)
 
     def _buffer(self, name: str, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         """The buffer of that name, made at its first use, as elements of `dtype`; it stays, and may serve others in turn."""
@@ -287,7 +294,7 @@ class Store:
         stays = sum(sizes.pop(name) for name in list(sizes) if self._in_place and name in self._gathering)
         return {
             "parameters": sum((each.shard if each.flat else each.whole).nbytes for each in held),
-            "master": sum(0 if each.master is None else each.master.nbytes for each in held) + self.masters.nbytes,
+            "master": sum(each.nbytes_of_master for each in held) + self.masters.nbytes + self.owners.nbytes,
             "gradients": kept + stays,
             "buffers": sum(sizes.values()),
         }

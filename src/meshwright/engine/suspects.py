@@ -6,10 +6,11 @@ tell each other what they found in one small message, GUARD, which is in no prog
 
 Weights that are stored in shards are brought together once more for each block, forward and backward, in the plan's order of
 blocks: so all ranks meet, also one that has no rows or whose forward leaves a block out. No whole gradient outlives its block.
+Ranks that have slices of the same weights play the same rows: what they find they add up first, in a GUARD of their own.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from math import isfinite
 
 import torch
@@ -44,8 +45,9 @@ def find_suspects(plan: Plan, state: State, forward: Forward, fetch: Callable[[s
             share, found, where = replay.play(forward, micro, count) if micro < state.num_real else replay.stand_in()
             loss += share
             stage, block = (stage, block) if stage else (found, where)
-    norms = {name: replay.squares[name] ** 0.5 for name in state.subject.trainable}
-    names, visits = list(norms), plan.anatomy.visits
+    names, visits = list(state.subject.trainable), plan.anatomy.visits
+    squares, stage, block = _joined(plan, state, replay.squares, stage, block)
+    norms = {name: squares[name] ** 0.5 for name in names}
     odd = [name for name in names if not isfinite(norms[name])]
     if stage == "backward":
         odd = [name for name in odd if name in {weight.name for weight in plan.anatomy.of(block)}] or odd
@@ -115,6 +117,27 @@ class _Replay:
             if parameter.grad is not None:
                 self.squares[name] += parameter.grad.double().square().sum().item()
                 parameter.grad = None
+
+
+def _joined(
+    plan: Plan, state: State, squares: Mapping[str, float], stage: Stage, block: str
+) -> tuple[Mapping[str, float], Stage, str]:
+    """The squares of whole gradients, of which ranks have slices, and where the first of these ranks met what is not finite."""
+    space, names, visits = plan.space, list(state.subject.trainable), plan.anatomy.visits
+    if not space.cut_axes:
+        return squares, stage, block
+    counted = set(space.told_first(plan.mesh.coordinate(state.world.rank)))
+    mine = [squares[name] if name in counted else 0.0 for name in names]
+    mine += [STAGES.index(stage), visits.index(block) if block in visits else -1]
+    group = state.world.group(space.cut_axes)
+    told = torch.tensor(mine, dtype=torch.float64, device=state.world.device)
+    gathered = told.new_empty(group.size * len(told))
+    group.all_gather(gathered, told, action="GUARD").wait()
+    rows = gathered.view(group.size, -1)
+    met = [(int(kind), int(place)) for kind, place in rows[:, -2:].tolist() if kind]
+    last = STAGES.index("backward")
+    kind, place = min(met, key=lambda each: (each[0], -each[1] if each[0] == last else each[1]), default=(0, -1))
+    return dict(zip(names, rows[:, :-2].sum(0).tolist(), strict=True)), STAGES[kind], visits[place] if place >= 0 else ""
 
 
 def _odd(tensor: torch.Tensor) -> bool:

@@ -31,6 +31,7 @@ from torch import nn
 from meshwright.core.anatomy import Origin
 from meshwright.core.errors import Fault, PlanError, nearest, raise_faults
 from meshwright.model.recorder import is_meta, recording
+from meshwright.model.rows import replay_rows
 from meshwright.model.tape import Tape, Window, storage_of
 
 if TYPE_CHECKING:
@@ -133,17 +134,20 @@ class Blueprint:
             fix = "keep open files, locks and computed tensors out of the module's attributes, or define __deepcopy__"
             raise PlanError(what, fix=fix, where="model") from error
 
-    def value(self, name: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> torch.Tensor:
-        """The initial value of the parameter `name` (or of its alias), whole, on `device`.
+    def value(
+        self, name: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", rows: range | None = None
+    ) -> torch.Tensor:
+        """The initial value of the parameter `name` (or of its alias), whole or its `rows` along dim 0, on `device`.
 
-        It is in the dtype that `made_in` tells; one that is drawn is cast to it by way of float32.
+        Rows are made alone where the recipe allows it (model/rows.py), else cut out of the whole. It is in the dtype that
+        `made_in` tells; one that is drawn is cast to it by way of float32.
 
         Raises PlanError when the recipe leaves a NaN: an element that was never written, or a faulty initialisation.
         """
         first, dtype = self._first_name(name), self.made_in(name, dtype)
         if self._weights is not None and first in self._weights:
-            return self._weights.read(first, dtype, device)
-        value = self._tape.replay(self._windows[first], self._seed, torch.device(device))
+            return self._weights.read(first, dtype, device, rows)
+        value = self._drawn(first, torch.device(device), rows)
         if not value.is_floating_point():
             return value
         value = value.to(torch.float32)
@@ -151,6 +155,14 @@ class Blueprint:
             fix = "initialise every element, for example with torch.nn.init"
             raise PlanError("the initial value holds NaN: elements that were never written, or 0/0", fix=fix, where=first)
         return value.to(dtype)
+
+    def _drawn(self, first: str, device: torch.device, rows: range | None) -> torch.Tensor:
+        window = self._windows[first]
+        some = None if rows is None else replay_rows(self._tape, window, self._seed, device, rows)
+        if some is not None:
+            return some
+        whole = self._tape.replay(window, self._seed, device)
+        return whole if rows is None else whole[rows.start : rows.stop].clone()
 
     def materialize(
         self,

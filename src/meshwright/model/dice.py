@@ -16,11 +16,12 @@ it is learnt beforehand from trial runs at one or more batch sizes, and kept in 
 
 A trial leaves the kinds that its shape allows; the first that all trials allow, in the order above, is taken. One trial
 at a batch size that occurs nowhere else in the model settles nearly all sites; a second one at another size, the rest.
+Where a rank has a slice of the tensor, the logical index is that in the whole one (model/sliced.py).
 
 Cost per element: one splitmix64, about ten integer operations; temporary memory of a few chunks of `model.random`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -29,6 +30,7 @@ import torch
 
 from meshwright.core.errors import PlanError
 from meshwright.model.random import CHUNK, bits, key, top53
+from meshwright.model.sliced import Division, Slice, slice_of
 
 Kind = Literal["first", "second", "rows", "shared"]
 KINDS: tuple[Kind, ...] = ("first", "second", "rows", "shared")
@@ -36,9 +38,14 @@ KINDS: tuple[Kind, ...] = ("first", "second", "rows", "shared")
 
 @dataclass
 class Sites:
-    """For every site, the kinds that all trials so far allow."""
+    """For every site, the kinds that all trials so far allow, and the last trial's batch and shape.
+
+    `inside` names the columns layer and the rows layer of sites that lie between such.
+    """
 
     allowed: dict[str, tuple[Kind, ...]] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, torch.Size]] = field(default_factory=dict)
+    inside: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def learn(self, site: str, shape: torch.Size, batch: int) -> None:
         """Note that `site` drew a tensor of `shape` when the forward ran on `batch` samples."""
@@ -50,6 +57,7 @@ class Sites:
         }
         before = self.allowed.get(site, KINDS)
         self.allowed[site] = tuple(kind for kind in before if fits[kind])
+        self.shapes[site] = batch, shape
 
     def kind(self, site: str) -> Kind:
         """Where the samples of `site` lie. Raises PlanError for a site that no trial met."""
@@ -58,6 +66,24 @@ class Sites:
             fix = "let the forward draw whatever the data and the step are, or set the dropout to 0"
             raise PlanError(what, fix=fix, where=site)
         return self.allowed[site][0]
+
+    def whole(self, site: str) -> tuple[int, ...]:
+        """The shape that the whole model draws at `site` for one sample."""
+        batch, shape = self.shapes[site]
+        return per_sample(self.kind(site), shape, batch)
+
+
+def per_sample(kind: Kind, shape: torch.Size, batch: int) -> tuple[int, ...]:
+    """Of a tensor of `shape` for `batch` samples, the part of one of them."""
+    match kind:
+        case "first":
+            return tuple(shape[1:])
+        case "second":
+            return (shape[0], *shape[2:])
+        case "rows":
+            return (shape[0] // max(1, batch), *shape[1:])
+        case "shared":
+            return tuple(shape)
 
 
 class Dice:
@@ -75,6 +101,12 @@ class Dice:
         self._visit = ""
         self._count = 0
         self._trial_batch: int | None = None
+        self._divisions: dict[str, tuple[Division, ...]] = {}
+
+    @property
+    def count(self) -> int:
+        """How many sites the visit has passed."""
+        return self._count
 
     @property
     def place(self) -> str:
@@ -100,6 +132,10 @@ class Dice:
         """Say that a trial forward on `batch` samples comes; None ends the trials."""
         self._trial_batch = batch
         self.enter("")
+
+    def divide(self, divisions: Mapping[str, tuple[Division, ...]]) -> None:
+        """Say by which divisions this rank may have slices at each site; at all others it has all."""
+        self._divisions = {site: each for site, each in divisions.items() if each}
 
     def enter(self, block_visit: str) -> None:
         """Say which visit of a block comes; its sites are numbered from 0, also when it is run again."""
@@ -131,8 +167,11 @@ class Dice:
             self._check(site, kind, size)
             keys = bits(key_of_site, samples)
             order = torch.Size((size[1], size[0], *size[2:])) if kind == "second" else size
-        drawn = on_trial.new_empty(order)
-        _fill(drawn.view(len(keys), order.numel() // max(len(keys), 1)), keys, convert)
+        drawn, mine = on_trial.new_empty(order), None
+        if site in self._divisions:
+            local = per_sample(kind, size, len(samples))
+            mine = slice_of(self.sites.whole(site), local, self._divisions[site], site) if drawn.numel() else None
+        _fill(drawn.view(len(keys), order.numel() // max(len(keys), 1)), keys, convert, mine)
         return drawn.transpose(0, 1) if kind == "second" else drawn
 
     def _check(self, site: str, kind: Kind, size: torch.Size) -> None:
@@ -142,12 +181,15 @@ class Dice:
             raise PlanError(what, fix="run the forward on the samples announced by Dice.begin, all at once", where=site)
 
 
-def _fill(drawn: torch.Tensor, keys: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Fill `drawn` (samples, elements of one sample), a chunk at a time."""
+def _fill(
+    drawn: torch.Tensor, keys: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor], mine: Slice | None = None
+) -> None:
+    """Fill `drawn` (samples, elements of one sample), a chunk at a time; where they are a slice, with the numbers of `mine`."""
     num_samples, width = drawn.shape
     rows = max(1, CHUNK // max(width, 1))
     for column in range(0, width, CHUNK):
         index = torch.arange(column, min(column + CHUNK, width), dtype=torch.int64, device=drawn.device)
+        index = index if mine is None else mine.places(index)
         for row in range(0, num_samples, rows):
             part = drawn[row : row + rows, column : column + CHUNK]
             part.copy_(convert(top53(bits(keys[row : row + rows, None], index))))

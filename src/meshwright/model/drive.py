@@ -102,6 +102,10 @@ class Drive:
         """Whether a forward is under way, and between blocks."""
         return self._pass is not None and not self._pass.inside
 
+    def is_block(self, name: str) -> bool:
+        """Whether the module `name` is one of the blocks."""
+        return name in self._blocks
+
     @contextmanager
     def cutting(self) -> Iterator[None]:
         """Cut the graph meanwhile, whatever the list does."""

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.core.anatomy import Column
 from meshwright.core.errors import PlanError
+from meshwright.model.inside import Inside
 from meshwright.model.values import tensors
 
 Rows = Mapping[str, torch.Tensor]
@@ -26,11 +27,16 @@ Rows = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Judge:
-    """The loss as a trial sees it: `total(outputs, batch)`, its `targets`, and whether it needs the whole batch at once."""
+    """The loss as a trial sees it: `total(outputs, batch)`, its `targets`, and whether it needs the whole batch at once.
+
+    `logits(outputs)` are those that it can take divided by words (None: it cannot); of each token ranks then tell `numbers`.
+    """
 
     total: Callable[[Any, Rows], torch.Tensor]
     targets: tuple[str, ...]
     whole_batch: bool = False
+    logits: Callable[[Any], torch.Tensor] | None = None
+    numbers: int = 0
 
 
 def columns(rows: Rows) -> tuple[Column, ...]:
@@ -61,6 +67,21 @@ def handed(judge: Judge, batch: Rows, outputs: Any, other: Any = None) -> tuple[
                 raise _between(name, list(tensor.shape), list(wide.shape))
         found.append(Column(name, tuple(tensor.shape[1:] if per_row else tensor.shape), _dtype(tensor), per_row, takes))
     return tuple(found)
+
+
+def kept(judge: Judge, batch: Rows, outputs: Any) -> int:
+    """The elements that the loss keeps of its own, from its forward to its backward, over all rows of `batch`.
+
+    0 for a loss of the whole batch, and where it cannot be played.
+    """
+    inside = Inside(lambda: "loss")
+    try:
+        with inside.watching():
+            total = None if judge.whole_batch else judge.total(outputs, batch)
+    except Exception:
+        return 0  # as above
+    inside.leave_out(tensors((outputs, dict(batch))))
+    return sum(inside.numel(["loss"])) if total is not None else 0
 
 
 def _used(judge: Judge, outputs: Any, batch: Rows) -> set[int] | None:

@@ -4,22 +4,31 @@ Not counted are weights and buffers, what the visit was given, and what it hands
 memory count once, and what several visits save was made by none of them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 import torch
 
 MASK = 4  # bytes that count as one element, of tensors that are no numbers to compute with: masks, indices
 
 
-class Inside:
-    """Notes what is saved; `where()` tells the visit that runs, "" between blocks."""
+@dataclass
+class _Storage:
+    """What was saved, when first, and by which visits; it is kept meanwhile, so its address is its own."""
 
-    def __init__(self, where: Callable[[], str]) -> None:
-        self._where = where
-        self._saved: dict[
-            int, tuple[torch.UntypedStorage, float, set[str]]
-        ] = {}  # the storage is kept, so its address is its own
+    storage: torch.UntypedStorage
+    numel: float
+    when: int
+    users: set[str] = field(default_factory=set)
+
+
+class Inside:
+    """Notes what is saved; `where()` tells the visit that runs, "" between blocks, and `when()` counts on."""
+
+    def __init__(self, where: Callable[[], str], when: Callable[[], int] = lambda: 0) -> None:
+        self._where, self._when = where, when
+        self._saved: dict[int, _Storage] = {}
         self._outside: dict[int, torch.UntypedStorage] = {}
 
     def watching(self) -> AbstractContextManager:
@@ -37,11 +46,17 @@ class Inside:
     def numel(self, visits: Sequence[str]) -> list[int]:
         """The elements within each of `visits`, over all samples."""
         total = dict.fromkeys(visits, 0.0)
-        for key, (_, numel, users) in self._saved.items():
-            if key not in self._outside and len(users) == 1:
-                (user,) = users
-                total[user] = total.get(user, 0.0) + numel
+        for each in self._within():
+            (user,) = each.users
+            total[user] = total.get(user, 0.0) + each.numel
         return [round(total[visit]) for visit in visits]
+
+    def saved(self) -> list[tuple[int, int, float]]:
+        """Of each storage within a visit when it was first saved, which one it is, and its elements, over all samples."""
+        return [(each.when, each.storage._cdata, each.numel) for each in self._within()]
+
+    def _within(self) -> Iterator["_Storage"]:
+        return (each for key, each in self._saved.items() if key not in self._outside and len(each.users) == 1)
 
     def _note(self, tensor: torch.Tensor) -> torch.Tensor:
         kept = tensor.detach()  # an output that its own graph held would hold the graph, for good
@@ -49,5 +64,5 @@ class Inside:
             return kept
         storage = tensor.untyped_storage()
         numel = storage.nbytes() / (tensor.itemsize if tensor.is_floating_point() else MASK)
-        self._saved.setdefault(storage._cdata, (storage, numel, set()))[2].add(self._where())
+        self._saved.setdefault(storage._cdata, _Storage(storage, numel, self._when())).users.add(self._where())
         return kept

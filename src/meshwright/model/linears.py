@@ -5,21 +5,23 @@ Within a block, the *columns* layers that ran since the last *rows* layer make w
     q k v -> attend -> o          units are groups of heads that share a key and a value
     gate up -> act, times -> down      units are single features
 
-A pair is divided when its widths agree: the rows layer takes in what the columns layers give out, whole units of it. Whatever
-does not fit that picture stays whole on every rank, and `meshwright plan --explain-model` says so. Tables (embeddings), heads and
-norms are divided by themselves.
+So it is where a user has declared the roles: a pair is divided when its widths agree, the rows layer takes in what the columns
+layers give out, whole units of it. Where nobody has, the flow of features says how layers are cut (model/proposed.py). What fits
+neither picture stays whole on every rank, and `meshwright plan --explain-model` says so. Tables (embeddings), heads and norms are
+divided by themselves.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from meshwright.core.anatomy import Call
 from meshwright.core.cut import Cut
+from meshwright.model.statistics import formula_of
 
-ALONE = ("table", "head", "norm")  # roles of layers that are no part of a pair
+ALONE = ("table", "lookup", "head", "logits", "norm", "gathered")  # roles of layers that are no part of a pair
 
 
 @dataclass
@@ -82,19 +84,36 @@ class Part:
 UNKNOWN = Part("", ())
 
 
-def found(module: nn.Module, seen: Seen, roles: Mapping[str, str], batch: int) -> tuple[tuple[Call, ...], dict[str, Part]]:
+def found(
+    module: nn.Module,
+    seen: Seen,
+    roles: Mapping[str, str],
+    batch: int,
+    cuts: Mapping[str, Cut] | None = None,
+    asked: Collection[str] = (),
+) -> tuple[tuple[Call, ...], dict[str, Part]]:
     """The calls of layers of `module` that can be divided, in order, and what is known of their weights, by logical name.
 
-    `batch` is the number of samples of the trial.
+    `batch` is the number of samples of the trial; `cuts` are those known already, by layer. Of columns layers that no rows layer
+    follows, those that are `asked` for are divided alone, and what they give out is gathered.
     """
     parts: dict[str, Part] = {}
-    divided: set[int] = set()
+    known = cuts or {}
+    divided = {id(use) for use in seen.uses if use.name in known or roles[use.name] == "inside"}
+    for use in (use for use in seen.uses if id(use) in divided):
+        parts |= _cut_parts(use.name, module.get_submodule(use.name), roles[use.name], known.get(use.name))
     for pair in pairs(seen, roles):
+        if any(id(use) in divided for use in (*pair.columns, pair.rows)):
+            continue
         units = _units(module, pair)
         if units:
             divided |= {id(use) for use in (*pair.columns, pair.rows)}
             for use in (*pair.columns, pair.rows):
                 parts |= _parts(use.name, module.get_submodule(use.name), roles[use.name], units)
+    lone = {use.name for use in seen.uses if use.name in asked and roles[use.name] == "columns"}
+    lone -= {use.name for use in seen.uses if id(use) in divided}
+    lone -= {use.name for pair in pairs(seen, roles) for use in pair.columns}  # it has a partner, and they do not agree
+    roles = {**roles, **dict.fromkeys(lone, "gathered")}
     alone = [use for use in seen.uses if roles[use.name] in ALONE]
     for use in alone:
         parts |= {
@@ -108,7 +127,8 @@ def found(module: nn.Module, seen: Seen, roles: Mapping[str, str], batch: int) -
         if id(use) in divided or roles[use.name] in ALONE:
             source = sources.setdefault((use.visit, use.source), len(sources))
             sizes = use.into // batch, use.out // batch
-            calls.append(Call(use.name, use.visit, roles[use.name], source, *sizes, use.needed))
+            formula = formula_of(module.get_submodule(use.name)) if roles[use.name] == "norm" else None
+            calls.append(Call(use.name, use.visit, roles[use.name], source, *sizes, use.needed, formula))
     return tuple(calls), parts
 
 
@@ -145,6 +165,23 @@ def _parts(name: str, layer: nn.Module, role: str, units: int) -> dict[str, Part
         cuts = (Cut(dim, units if units and side == common else shape[dim], (shape[dim],), side) for dim, side in sides.items())
         found[f"{name}.{leaf}"] = Part(role, tuple(cuts))
     return found
+
+
+def _cut_parts(name: str, layer: nn.Module, role: str, cut: Cut | None) -> dict[str, Part]:
+    """The same where it is known how the features that a pair has in common are cut; what stands inside may be cut in no way."""
+    return {
+        f"{name}.{leaf}": Part(role, () if cut is None else part_of(layer, parameter, role, cut))
+        for leaf, parameter in layer.named_parameters(recurse=False)
+    }
+
+
+def part_of(layer: nn.Module, parameter: torch.Tensor, role: str, cut: Cut) -> tuple[Cut, ...]:
+    """How the dims of a `parameter` of `layer` may be divided, of whose features those that a pair has in common are cut so."""
+    shape = tuple(parameter.shape)
+    sides = {len(shape) - 1: "out"} if len(shape) == 1 else dict(enumerate(_sides(layer)))
+    common = "in" if role == "rows" else "out"
+    whole = {dim: Cut(dim, shape[dim], (shape[dim],), side) for dim, side in sides.items()}
+    return tuple(replace(cut, dim=dim, side=side) if side == common else whole[dim] for dim, side in sides.items())
 
 
 def _sides(layer: nn.Module) -> tuple[str, str]:

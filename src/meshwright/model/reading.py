@@ -7,6 +7,7 @@ A model is run in training mode. One that comes in training mode keeps what it s
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,19 +16,23 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.core.anatomy import ROOT, Anatomy, Column, Weight
+from meshwright.core.anatomy import ROOT, Anatomy, Column, Number, Weight
 from meshwright.core.errors import PlanError
 from meshwright.model.anatomy import WHOLE, find_blocks, owners
 from meshwright.model.blueprint import Blueprint
 from meshwright.model.configs import use_experts_on_trial, use_plain_experts
 from meshwright.model.dice import Dice, Sites
 from meshwright.model.dropout import trial
-from meshwright.model.handed import Judge, columns, handed
+from meshwright.model.handed import Judge, columns, handed, kept
+from meshwright.model.layers import Propose, layers, noted
 from meshwright.model.linears import UNKNOWN
-from meshwright.model.linears import found as divided
-from meshwright.model.sockets import hidden_matrices, layer_roles
+from meshwright.model.proposed import Proposal
+from meshwright.model.sliced import between
+from meshwright.model.sockets import find_sockets, hidden_matrices
 from meshwright.model.sources import Loaded
+from meshwright.model.streaming import followed
 from meshwright.model.trial import PROBE_BATCH, Findings, depends_on_values, fake_copy, observe, visits_of
+from meshwright.model.trying import tried
 from meshwright.model.wide import widen
 
 Example = Mapping[str, torch.Tensor]
@@ -88,18 +93,22 @@ def read(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Judg
     inputs = {key: value for key, value in example.items() if key not in targets}
     module = plan.instance()
     names = tuple(find_blocks(module, loaded.blocks or ()))
-    look = partial(handed, judge or Judge(_any_loss, targets), {key: _rows(value, PROBE_BATCH) for key, value in example.items()})
-    other = judge is not None and judge.whole_batch
-    roles = layer_roles(module, loaded.sockets)
-    found, sites, outputs = _trial(plan, names, inputs, look, tuple(roles), other=other)
+    judge = judge or Judge(_any_loss, targets)
+    few = {key: _rows(value, PROBE_BATCH) for key, value in example.items()}
+    look = partial(handed, judge, few)
+    other = judge.whole_batch
+    sockets = find_sockets(module, loaded.sockets)
+    roles = noted(module, sockets, loaded.sockets)
+    found, sites, outputs = _trial(plan, names, inputs, look, roles, other=other)
     _check_declared(loaded.blocks or (), found.visits)
     if not found.visits:  # the blocks' own forwards are never called: somebody calls into their parts
         names = (WHOLE,)
-        found, sites, outputs = _trial(plan, names, inputs, look, tuple(roles), other=other)
+        found, sites, outputs = _trial(plan, names, inputs, look, roles, other=other)
     held = owners(module, _blocks(module, names))
     holders = {name: held.get(id(parameter), []) for name, parameter in module.named_parameters()}
     hidden = hidden_matrices(module)
-    calls, parts = divided(module, found.seen, roles, PROBE_BATCH)
+    shown = layers(module, found, sockets, roles, judge, partial(_tried, plan, names, inputs))
+    sites.inside = between(found.seen.uses, found.drawn, shown.calls)
     weights = tuple(
         Weight(
             name,
@@ -109,17 +118,21 @@ def read(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Judg
             entry.aliases,
             str(entry.dtype).removeprefix("torch.") if plan.keeps_dtype(name) else "",
             name in hidden,
-            parts.get(name, UNKNOWN).role,
-            parts.get(name, UNKNOWN).cuts,
+            shown.parts.get(name, UNKNOWN).role,
+            shown.parts.get(name, UNKNOWN).cuts,
+            shown.whole.get(name, ""),
+            shown.asked.get(name, ""),
         )
         for name, entry in plan.logical.items()
     )
     numel, flops = tuple(found.stream_numel), tuple(found.flops)
-    notes = tuple(_notes(names == (WHOLE,) and not loaded.blocks, weights, found.stateful))
+    notes = tuple(_notes(names == (WHOLE,) and not loaded.blocks, weights, found.stateful)) + shown.notes
     anatomy = Anatomy(loaded.name, tuple(found.visits), weights, numel, flops, bool(sites.allowed), found.in_place, notes)
     batch = columns(inputs), columns({key: value for key, value in example.items() if key in targets})
     anatomy = replace(anatomy, inputs=batch[0], targets=batch[1], outputs=outputs, whole_batch=other, origin=plan.origin)
-    anatomy = replace(anatomy, inside_numel=tuple(found.inside_numel), calls=calls)
+    anatomy = replace(anatomy, inside_numel=tuple(found.inside_numel), calls=shown.calls, logits=shown.logits)
+    anatomy = replace(anatomy, numbers=shown.numbers, portions=shown.portions)
+    anatomy = replace(_streamed(anatomy, plan, names, inputs), loss_numel=kept(judge, few, found.outputs) // PROBE_BATCH)
     row = {key: value.detach()[:1].clone() for key, value in example.items()}
     unused = tuple(name for name, entry in plan.logical.items() if entry.requires_grad and not found.users[name])
     attends = tuple(dict.fromkeys(found.attends))
@@ -135,7 +148,7 @@ def _training(module: nn.Module) -> nn.Module:
 
 
 def _trial(
-    plan: Blueprint, names: tuple[str, ...], inputs: Example, look: Look, layers: tuple[str, ...], *, other: bool
+    plan: Blueprint, names: tuple[str, ...], inputs: Example, look: Look, layers: Mapping[str, str], *, other: bool
 ) -> Shown:
     rows = {batch: {key: _rows(value, batch) for key, value in inputs.items()} for batch in (PROBE_BATCH, OTHER_BATCH)}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -161,6 +174,48 @@ def _trial(
         raise _failed(error, inputs) from error
 
 
+def _tried(
+    plan: Blueprint, names: tuple[str, ...], inputs: Example, propose: Propose
+) -> tuple[Proposal, tuple[Number, ...], tuple[str, ...]]:
+    """What runs on slices of what is proposed."""
+    mode, dice = FakeTensorMode(allow_non_fake_inputs=True), Dice(seed=0)
+
+    def made() -> nn.Module:
+        module = _on_trial(plan)
+        fake_copy(module, mode)
+        return module
+
+    @contextmanager
+    def ready(module: nn.Module) -> Iterator[Callable[[], object]]:
+        rows = {key: mode.from_tensor(_rows(value, PROBE_BATCH)) for key, value in inputs.items()}
+        with mode, trial(dice, PROBE_BATCH):
+            yield lambda: module(**rows)
+
+    return tried(propose, made, ready, () if names == (WHOLE,) else names)
+
+
+def _streamed(anatomy: Anatomy, plan: Blueprint, names: tuple[str, ...], inputs: Example) -> Anatomy:
+    """`anatomy` with the way of the stream, where there are pairs of layers on it: what a second trial shows that knows them.
+
+    Of a model whose forward looks at values, nothing is found.
+    """
+    if not any(call.role == "columns" for call in anatomy.calls):
+        return anatomy
+    mode, dice = FakeTensorMode(allow_non_fake_inputs=True), Dice(seed=0)
+    module = _on_trial(plan)
+    fake_copy(module, mode)
+    try:
+        rows = {key: mode.from_tensor(_rows(value, PROBE_BATCH)) for key, value in inputs.items()}
+        with mode, trial(dice, PROBE_BATCH):
+            blocks, forward = _blocks(module, names), lambda: module(**rows)
+            calls, passages = followed(module, blocks, anatomy.calls, dice.enter, forward, in_place=anatomy.in_place)
+    except Exception as error:
+        if not depends_on_values(error):
+            raise
+        return anatomy
+    return replace(anatomy, calls=calls, passages=passages)
+
+
 def _on_trial(plan: Blueprint) -> nn.Module:
     module = _training(plan.instance())
     use_experts_on_trial(module)  # the grouped product takes no fake float32, and says so on the terminal
@@ -168,13 +223,13 @@ def _on_trial(plan: Blueprint) -> nn.Module:
 
 
 def _forwards(
-    module: nn.Module, names: tuple[str, ...], rows: Mapping[int, Example], look: Look, layers: tuple[str, ...], *, other: bool
+    module: nn.Module, names: tuple[str, ...], rows: Mapping[int, Example], look: Look, layers: Mapping[str, str], *, other: bool
 ) -> Shown:
     dice, blocks = Dice(seed=0), _blocks(module, names)
 
     def forward(batch: int) -> Findings:
         with trial(dice, batch):
-            return observe(module, blocks, dice.enter, lambda: module(**rows[batch]), layers)
+            return observe(module, blocks, dice.enter, lambda: module(**rows[batch]), layers, lambda: dice.count)
 
     found = forward(PROBE_BATCH)
     wider = None

@@ -99,12 +99,18 @@ def hidden_matrices(module: nn.Module) -> frozenset[str]:
 
 
 def layer_roles(module: nn.Module, declared: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The role of each layer that can be divided, by module name (core.anatomy.Call): pairs as declared, all else by its kind."""
+    """The role of each layer that can be divided, by module name (core.anatomy.Call): pairs as declared, all else by its kind.
+
+    Without a head that the model declares, its last linear layer may be one.
+    """
     by_kind = {"embedding": "table", "head": "head", "norm": "norm"}
-    roles = {}
-    for socket in find_sockets(module, declared):
+    roles, sockets = {}, find_sockets(module, declared)
+    linears = [socket.name for socket in sockets if socket.kind == "linear"] if head_of(module) is None else []
+    for socket in sockets:
         if socket.kind == "linear" and socket.role in ("columns", "rows"):
             roles[socket.name] = socket.role
+        elif socket.kind == "linear" and (socket.role == "vocabulary" or socket.name in linears[-1:]):
+            roles[socket.name] = "head"
         elif socket.kind in by_kind:
             roles[socket.name] = by_kind[socket.kind]
     return roles

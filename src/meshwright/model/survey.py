@@ -12,7 +12,7 @@ from math import prod
 
 from torch import nn
 
-from meshwright.core.anatomy import ROOT
+from meshwright.core.anatomy import ROOT, Anatomy
 from meshwright.core.errors import Fault, PlanError
 from meshwright.model.anatomy import WHOLE, find_blocks
 from meshwright.model.declared import attention_of
@@ -20,7 +20,9 @@ from meshwright.model.handed import Judge
 from meshwright.model.reading import Example, Reading, read
 from meshwright.model.sockets import NUMBERED, Socket, find_sockets
 from meshwright.model.sources import Loaded
+from meshwright.model.undivided import declaration, declare
 
+BY_TRIAL = "found by a trial run"
 SHOWN = 6  # names in a list before "and 12 more"
 
 
@@ -54,7 +56,9 @@ class SocketRow:
 
 @dataclass(frozen=True)
 class Survey:
-    """What `survey` returns; `faults` are those of the trial, empty when the model can be trained as it is."""
+    """What `survey` returns; `faults` are those of the trial, empty when the model can be trained as it is; then it has an
+    `anatomy`.
+    """
 
     name: str
     kind: str
@@ -71,6 +75,7 @@ class Survey:
     notes: tuple[str, ...] = ()
     advice: tuple[Fault, ...] = ()
     faults: tuple[Fault, ...] = ()
+    anatomy: Anatomy | None = None
 
 
 def survey(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Judge | None = None) -> Survey:
@@ -92,7 +97,7 @@ def survey(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Ju
         kind=type(module).__name__,
         numel=sum(prod(entry.shape) for entry in logical.values()),
         blocks=tuple(_tree_rows(module, loaded) if reading is None else _visit_rows(module, reading)),
-        sockets=tuple(_socket_rows(sockets)),
+        sockets=tuple(_socket_rows(_as_found(reading, sockets))),
         ties=tuple((name, *entry.aliases) for name, entry in logical.items() if entry.aliases),
         attention=attention_of(module),
         glue=()
@@ -105,6 +110,7 @@ def survey(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Ju
         notes=() if reading is None else reading.anatomy.notes,
         advice=tuple(_advice(module, loaded, reading, sockets)),
         faults=faults,
+        anatomy=None if reading is None else reading.anatomy,
     )
 
 
@@ -161,26 +167,36 @@ def _advice(module: nn.Module, loaded: Loaded, reading: Reading | None, sockets:
         unused = () if reading is None else reading.unused
         inner = [name for name, child in module.named_children() if _reached(name, child, unused)] or ["layers.0"]
         text = "no chain of blocks was found: the model runs as one block, so nothing overlaps with its backward"
-        yield Fault(text, _declare(f"blocks={inner[:SHOWN]!r}"))
-    unknown = {row.pattern: row.kind for row in _socket_rows(sockets) if not row.role and row.pattern != WHOLE}
+        yield Fault(text, declare(f"blocks={inner[:SHOWN]!r}"))
+    unknown = {row.pattern: row.kind for row in _socket_rows(_unknown(reading, sockets)) if row.pattern != WHOLE}
     if unknown:
         named = ", ".join(list(unknown)[:SHOWN]) + (f" and {len(unknown) - SHOWN} more" if len(unknown) > SHOWN else "")
         text = f"no role is declared for {named}: such weights stay whole on every rank"
-        linears = [pattern for pattern, kind in unknown.items() if kind == "linear"] or list(unknown)
-        roles = {pattern: "vocabulary" if unknown[pattern] == "embedding" else "columns" for pattern in linears[:2]}
-        yield Fault(text, f'{_declare(f"sockets={roles}")}  # or "rows", "packed columns"...: see docs/models.md')
+        linears, tables = ([name for name, kind in unknown.items() if kind == wanted] for wanted in ("linear", "embedding"))
+        fix = declaration(linears or list(unknown), tables)
+        yield Fault(text, f'{fix}  # or "rows", "packed columns"...: see docs/models.md')
     if reading is not None and reading.unused:
         names = ", ".join(reading.unused[:SHOWN]) + ("..." if len(reading.unused) > SHOWN else "")
         text = f"{len(reading.unused)} parameters are not used by the forward ({names}): they hold memory, and only decay"
         yield Fault(text, "remove them from the model, or freeze them: parameter.requires_grad_(False)")
 
 
+def _as_found(reading: Reading | None, sockets: Sequence[Socket]) -> list[Socket]:
+    """`sockets`, with the roles that were found for those of which nobody says one."""
+    weights = () if reading is None else reading.anatomy.weights
+    found = {name.rpartition(".")[0]: weight.role for weight in weights for name in (weight.name, *weight.aliases)}
+    roles = {name: role for name, role in found.items() if role and role != "norm"}
+    return [
+        replace(socket, role=roles[socket.name], source=BY_TRIAL) if not socket.role and socket.name in roles else socket
+        for socket in sockets
+    ]
+
+
+def _unknown(reading: Reading | None, sockets: Sequence[Socket]) -> list[Socket]:
+    """Those of `sockets` for which nobody declares a role, and none was found."""
+    return [socket for socket in _as_found(reading, sockets) if not socket.role]
+
+
 def _reached(name: str, child: nn.Module, unused: Sequence[str]) -> bool:
     """Whether the forward may use a parameter of this child."""
     return any(f"{name}.{leaf}" not in unused for leaf, _ in child.named_parameters())
-
-
-def _declare(argument: str) -> str:
-    """The two lines of a factory that declares `argument`."""
-    lines = ("def build():", f"    return meshwright.Model(make_it(), {argument})")
-    return "\n    ".join(('model.source = "file.py:build", and in file.py', *lines))

@@ -134,6 +134,10 @@ class Tape:
             mine = [n for n in self.recipe(storage) if self.entries[n].op in RANDOM and n not in self._keys]
             self._keys.update({number: (name, ordinal) for ordinal, number in enumerate(mine)})
 
+    def key_of(self, number: int, seed: int) -> int:
+        """The key by which the random entry of that number is drawn."""
+        return key(seed, "initial", *self._keys[number])
+
     def replay(self, window: Window, seed: int, device: torch.device) -> torch.Tensor:
         """A real tensor with the content that the constructor gave to `window`; contiguous, on `device`.
 
@@ -157,9 +161,8 @@ class Tape:
 
         args, kwargs = tree_map(real, (entry.args, entry.kwargs))
         if entry.op in RANDOM:
-            words = self._keys[number]
             target = self._real(entry.made[0], flats, device) if entry.made and entry.made[0] else args[0]
-            RANDOM[entry.op](target, key(seed, "initial", *words), *args[1:], **kwargs)
+            RANDOM[entry.op](target, self.key_of(number, seed), *args[1:], **kwargs)
             return
         results = [leaf for leaf in tree_leaves(entry.op(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
         for window, result in zip(entry.made, results, strict=False):
@@ -187,12 +190,16 @@ def truncated_normal_(tensor: torch.Tensor, mean: float, std: float, low: float,
     raise NotImplementedError("a truncated normal entry is played by Tape.replay; it cannot be called by itself")
 
 
-def _play_normal(target: torch.Tensor, key: int, mean: float = 0.0, std: float = 1.0, **unused: object) -> None:
-    fill_normal_(target, key, mean, std)
+def _play_normal(
+    target: torch.Tensor, key: int, mean: float = 0.0, std: float = 1.0, *, start: int = 0, **unused: object
+) -> None:
+    fill_normal_(target, key, mean, std, start=start)
 
 
-def _play_uniform(target: torch.Tensor, key: int, low: float = 0.0, high: float = 1.0, **unused: object) -> None:
-    fill_uniform_(target, key, low, high)
+def _play_uniform(
+    target: torch.Tensor, key: int, low: float = 0.0, high: float = 1.0, *, start: int = 0, **unused: object
+) -> None:
+    fill_uniform_(target, key, low, high, start=start)
 
 
 # what may stand on a tape as a random entry, and how it is played; keyword arguments are a generator, dtype, device...

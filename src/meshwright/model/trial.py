@@ -30,10 +30,13 @@ from meshwright.core.anatomy import ROOT
 from meshwright.core.errors import PlanError
 from meshwright.model.drive import LARGER, Drive
 from meshwright.model.flops import Flops
+from meshwright.model.flow import Flow, kinds_of
 from meshwright.model.inside import Inside
 from meshwright.model.linears import Seen, Use
 from meshwright.model.paths import pieces
+from meshwright.model.stretches import Saved, Stretches
 from meshwright.model.values import tensors
+from meshwright.model.words import Followed
 
 PROBE_BATCH = 3
 ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
@@ -53,7 +56,8 @@ class Findings:
 
     `users` are, per parameter by name, the visits that use it (ROOT for glue); `stateful` the buffers that are written;
     `outputs` is what it returned; `attends` the visits that call torch's attention; `captured` how many tensors left blocks
-    by each side channel.
+    by each side channel; `drawn`, for each use of a layer, the draws of its visit before it; `followed` what became of the
+    weights and outputs of tables and heads; `stretches` when layers ran, and `saved` what was kept meanwhile.
     """
 
     visits: list[str] = field(default_factory=list)
@@ -67,6 +71,11 @@ class Findings:
     attends: list[str] = field(default_factory=list)
     captured: dict[str, int] = field(default_factory=dict)
     seen: Seen = field(default_factory=Seen)
+    drawn: list[int] = field(default_factory=list)
+    flow: Flow = field(default_factory=Flow)
+    followed: Followed = field(default_factory=lambda: Followed(nn.Module(), {}))
+    stretches: Stretches = field(default_factory=lambda: Stretches(lambda: 0, lambda: 0))
+    saved: list[Saved] = field(default_factory=list)
 
 
 def observe(
@@ -74,21 +83,22 @@ def observe(
     blocks: Mapping[str, nn.Module],
     enter: Callable[[str], None],
     call: Callable[[], Any],
-    layers: Sequence[str] = (),
+    layers: Mapping[str, str] | None = None,
+    drawn: Callable[[], int] = lambda: 0,
 ) -> Findings:
     """What one training forward of `module` shows; `call()` runs it on PROBE_BATCH samples, `enter` hears of each visit.
 
-    The uses of `layers`, linear ones, are seen one by one.
+    The uses of `layers`, by name and role, are seen one by one; `drawn` counts the draws of the visit so far.
 
     Raises PlanError for a tensor that goes round the border of a block, and for gradients taken between blocks; what the
     forward itself raises passes through.
     """
     try:
-        return _observe(module, blocks, enter, call, layers, in_place=False)
+        return _observe(module, blocks, enter, call, layers or {}, drawn, in_place=False)
     except RuntimeError as error:
         if "leaf Variable" not in str(error):
             raise
-        return _observe(module, blocks, enter, call, layers, in_place=True)
+        return _observe(module, blocks, enter, call, layers or {}, drawn, in_place=True)
 
 
 def fake_copy(module: nn.Module, mode: FakeTensorMode, dtype_of: Callable[[str], torch.dtype] | None = None) -> None:
@@ -124,7 +134,8 @@ def _observe(
     blocks: Mapping[str, nn.Module],
     enter: Callable[[str], None],
     call: Callable[[], Any],
-    layers: Sequence[str],
+    layers: Mapping[str, str],
+    drawn: Callable[[], int],
     *,
     in_place: bool,
 ) -> Findings:
@@ -134,16 +145,24 @@ def _observe(
     def reach(visit: str) -> None:
         totals.append(counter.total)
         found.visits.append(visit)
+        found.flow.begin(visit)
         enter(visit)
 
     drive = Drive(blocks, in_place=in_place)
-    inside = Inside(lambda: "" if drive.in_glue or not found.visits else found.visits[-1])
+    stretches = Stretches(lambda: counter.total, lambda: len(found.seen.uses))
+    inside = Inside(lambda: "" if drive.in_glue or not found.visits else found.visits[-1], lambda: stretches.now)
     seeing = [block.register_forward_pre_hook(partial(_given, inside), with_kwargs=True) for block in blocks.values()]
-    seeing += [module.get_submodule(name).register_forward_hook(partial(_used, drive, found, name)) for name in layers]
+    seeing += stretches.watch(module, layers)  # before the use is noted
+    found.followed = followed = Followed(module, layers)
+    for name in layers:
+        layer = module.get_submodule(name)
+        seeing.append(layer.register_forward_pre_hook(partial(_entered, followed, name)))
+        seeing.append(layer.register_forward_hook(partial(_used, drive, found, drawn, name)))
     before = _versions(module)
     enter("")
     try:
-        with counter, _Watched(drive, found), inside.watching():
+        flow = found.flow.following(module, blocks, kinds_of(module), lambda: drive.in_glue)
+        with counter, _Watched(drive, found), inside.watching(), followed, flow:
             outputs, closing, passed = drive.forward(reach, call)
             totals.append(counter.total)
     finally:
@@ -159,6 +178,7 @@ def _observe(
     inside.leave_out([*module.parameters(), *module.buffers()])
     inside.leave_out(leaf for visit in passed.visits.values() for _, leaf in visit.outputs)
     found.inside_numel = [numel // PROBE_BATCH for numel in inside.numel(found.visits)]
+    found.stretches, found.saved = stretches, inside.saved()
     found.captured = dict(Counter(passed.side.values()))
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     users = pieces(passed, closing).users
@@ -196,10 +216,25 @@ class _Watched(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _used(drive: Drive, found: Findings, name: str, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    if not drive.in_glue and args and isinstance(output, torch.Tensor):
+def _entered(followed: Followed, name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
+    followed.enter(name)
+
+
+def _used(
+    drive: Drive,
+    found: Findings,
+    drawn: Callable[[], int],
+    name: str,
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    output: Any,
+) -> None:
+    found.followed.leave(name, output)
+    inside = not drive.in_glue or drive.is_block(name)
+    if inside and found.visits and args and isinstance(output, torch.Tensor):
         given = args[0]
         found.seen.alive.append(given)
+        found.drawn.append(drawn())
         found.seen.uses.append(Use(name, found.visits[-1], id(given), given.numel(), given.requires_grad, output.numel()))
 
 

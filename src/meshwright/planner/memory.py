@@ -2,7 +2,7 @@
 
     parameters   what is kept of the weights between their uses: whole, or a shard; padding included
     gradients    where the sums of a step lie until STEP
-    master       the copy that the optimizer steps where weights have a narrower dtype
+    master       the copy that the optimizer steps where weights have a narrower dtype, or where a rank has slices of them
     moments      what the optimizer keeps, counters included
     buffers      memory of fixed size that the rest passes through: whole weights for their uses, messages, casts
 
@@ -18,10 +18,12 @@ from dataclasses import asdict, dataclass
 
 from meshwright.core.anatomy import NBYTES, Weight
 from meshwright.core.job import Job
+from meshwright.core.owners import owned_by
 from meshwright.core.plan import Plan
 from meshwright.core.rules import moment_nbytes, stepping_of
 from meshwright.core.steps import USES
 
+PASSING = (*USES, "LOSS")  # kinds that take what comes and goes: activations, and gradients that nobody keeps
 COUNTER = 4  # bytes of a count of steps, where it is a tensor
 
 
@@ -52,11 +54,15 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class _Kept:
-    """Of one bundle: bytes kept of the weights, elements kept as master, and what is stepped: weight, elements."""
+    """Of one bundle: bytes kept of the weights, elements kept as master, and what is stepped: weight, elements.
+
+    `owned` are the elements of whole weights that the rank steps and has slices of.
+    """
 
     parameters: int
     master: int
     stepped: tuple[tuple[Weight, int], ...]
+    owned: int = 0
 
 
 def state_bytes(plan: Plan, rank: int) -> StateBytes:
@@ -64,7 +70,7 @@ def state_bytes(plan: Plan, rank: int) -> StateBytes:
 
     Of an optimizer that the caller makes nothing is known: moments are those of the rules that the job names.
     """
-    precision = plan.job.precision.resolved
+    precision, plan = plan.job.precision.resolved, plan.at(rank)
     width = NBYTES[precision.master]
     kept = list(_kept(plan, rank))
     gradients, buffers = _held(plan)
@@ -72,7 +78,7 @@ def state_bytes(plan: Plan, rank: int) -> StateBytes:
     return StateBytes(
         parameters=sum(each.parameters for each in kept),
         gradients=gradients,
-        master=sum(each.master for each in kept) * width if precision.master != precision.parameters else 0,
+        master=sum(each.owned + (each.master if precision.master != precision.parameters else 0) for each in kept) * width,
         moments=sum(moment_bytes(plan.job, *pair) for each in kept for pair in each.stepped),
         buffers=buffers + (cast * width if precision.gradients != precision.master else 0),
     )
@@ -93,6 +99,27 @@ def passing_bytes(plan: Plan) -> int:
     return most
 
 
+def peak_bytes(plan: Plan, rank: int) -> int:
+    """The most bytes that `rank` of `plan` holds at any moment of a step, as far as it is known.
+
+    That is what it keeps between steps, buffers and shards of gradients included, and what comes and goes at the fullest: whole
+    gradients, what blocks hand on and keep inside, and what the loss takes for itself. Scratch memory of single operations, and
+    that in which messages arrive, is not in it.
+    """
+    plan = plan.at(rank)
+    said, most = state_bytes(plan, rank), 0
+    for _, actions in plan.program.roles:
+        passing = {hold.name for action in actions if action.kind in PASSING for hold in action.takes}
+        others = {hold.name: hold.nbytes for action in actions for hold in action.takes if hold.name not in passing}
+        now: dict[str, int] = {}
+        for action in actions:
+            now |= {hold.name: hold.nbytes for hold in action.takes if hold.name in passing}
+            most = max(most, sum(now.values()) + sum(others.values()))
+            for name in action.frees:
+                now.pop(name, None)
+    return said.parameters + said.master + said.moments + most
+
+
 def moment_bytes(job: Job, weight: Weight, numel: int) -> int:
     """What the optimizer keeps for `numel` elements of `weight`, all of it or a piece; a rule says its bytes in core/rules.py."""
     stepping = stepping_of(job.optimizer, weight)
@@ -103,21 +130,24 @@ def moment_bytes(job: Job, weight: Weight, numel: int) -> int:
 
 def _kept(plan: Plan, rank: int) -> Iterator[_Kept]:
     """What `rank` keeps of each bundle."""
-    space, parameters = plan.at(rank).space, plan.job.precision.parameters
-    arenas = space.arenas()
+    space, parameters = plan.space, plan.job.precision.parameters
+    arenas, owned = space.arenas(), list(owned_by(space, rank))
+    apart = {home.weight.name for home in space.homes if home.apart}
     for bundle in space.all_bundles():
         arena, width = arenas.get(bundle.name), bundle.weights[0].width(parameters)
         steps = bundle.trainable and plan.leads(rank)
+        whole = [(weight, weight.numel) for name, weight in owned if name == bundle.name]
         if arena is None:
             mine = [(weight, weight.numel) for weight in bundle.weights]
-            numel = sum(local for _, local in mine)
-            yield _Kept(numel * width, numel if steps else 0, tuple(mine) if steps else ())
+            stepped = [(weight, numel) for weight, numel in mine if weight.name not in apart] if steps else []
+            kept, master = sum(numel for _, numel in mine), sum(numel for _, numel in stepped)
         else:
             weights = {weight.name: weight for weight in bundle.weights}
             pieces = arena.pieces(plan.mesh.peers(rank, arena.axes).index(rank)) if steps else ()
-            numel = arena.shard if bundle.homes[0].in_shards else arena.numel
-            stepped = tuple((weights[piece.name], piece.numel) for piece in pieces)
-            yield _Kept(numel * width, arena.shard if steps else 0, stepped)
+            stepped = [(weights[piece.name], piece.numel) for piece in pieces if piece.name not in apart]
+            kept = arena.shard if bundle.homes[0].in_shards else arena.numel
+            master = arena.shard if steps and not apart & set(weights) else 0
+        yield _Kept(kept * width, master, (*stepped, *whole), sum(numel for _, numel in whole))
 
 
 def _held(plan: Plan) -> tuple[int, int]:
@@ -129,7 +159,7 @@ def _held(plan: Plan) -> tuple[int, int]:
     for _, actions in plan.program.roles:
         freed = {name for action in actions if action.kind == "STEP" for name in action.frees}
         kept = {hold.name: hold.nbytes for action in actions for hold in action.takes if hold.name in freed}
-        others = {hold.name: hold.nbytes for action in actions if action.kind not in USES for hold in action.takes}
+        others = {hold.name: hold.nbytes for action in actions if action.kind not in PASSING for hold in action.takes}
         gradients = max(gradients, sum(kept.values()))
         buffers = max(buffers, sum(nbytes for name, nbytes in others.items() if name not in freed))
     return gradients, buffers

@@ -1,7 +1,7 @@
 """What a model is made of, as tables: blocks, sockets, ties, what leaves blocks sideways, and what was not understood."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -33,7 +33,8 @@ def explain_view(found: Survey, width: int) -> RenderableType:
 
 def explain_dict(found: Survey, width: int) -> dict[str, Any]:
     """The survey as plain values for JSON; `bytes_per_element` is the width of one parameter element."""
-    return {**asdict(found), "bytes_per_element": width}
+    plain = asdict(replace(found, anatomy=None))
+    return {**{key: value for key, value in plain.items() if key != "anatomy"}, "bytes_per_element": width}
 
 
 def _summary(found: Survey, width: int) -> Table:

@@ -18,7 +18,7 @@ from meshwright.report.reading import Record
 
 CATEGORIES = {  # by the first words of a hold's name
     **{"gradient": "gradients", "summed gradient": "gradients"},
-    **{"stream": "activations", "inside": "activations"},
+    **{"stream": "activations", "inside": "activations", "stream gradient": "activations", "scratch": "activations"},
     **{"bucket": "buckets", "weight buffer": "buckets", "gradient buffer": "buckets"},
 }
 ORDER = ("parameters", "master", "gradients", "moments", "buckets", "activations")

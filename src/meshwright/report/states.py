@@ -12,7 +12,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.program import Transfer
 from meshwright.core.steps import ROLE
 from meshwright.core.units import size
-from meshwright.planner.memory import StateBytes, state_bytes
+from meshwright.planner.memory import StateBytes, peak_bytes, state_bytes
 
 
 def held_nbytes(plan: Plan) -> dict[str, int]:
@@ -29,7 +29,10 @@ def states_words(plan: Plan) -> str:
 
 
 def states_table(plan: Plan) -> Table:
-    """State bytes per rank, and of rank 0 per parameter of the model; what is zero is left out."""
+    """State bytes per rank, and of rank 0 per parameter of the model; what is zero is left out.
+
+    The last row has activations, too: the most that is held at any moment of a step.
+    """
     ranks = [0, plan.mesh.world - 1]
     found = [state_bytes(plan, rank) for rank in ranks]
     said = [[size(nbytes) for nbytes in each.as_dict().values()] for each in found]
@@ -43,6 +46,8 @@ def states_table(plan: Plan) -> Table:
             table.add_row(name, *map(size, row), _each(row[0], plan))
     total = [each.total for _, each in shown]
     table.add_row("in all", *map(size, total), _each(total[0], plan), style="bold")
+    fullest = [peak_bytes(plan, rank) for rank, _ in shown]
+    table.add_row("at its fullest", *map(size, fullest), _each(fullest[0], plan))
     return table
 
 

@@ -16,6 +16,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.program import Action
 from meshwright.core.steps import ROLE, USES
 from meshwright.core.units import size
+from meshwright.report.parameters import divided_words
 from meshwright.report.roles import roles_table, roles_words
 from meshwright.report.states import sent_table, states_table, states_words
 from meshwright.verifier.trace import Traced
@@ -43,13 +44,18 @@ MEANINGS = {
     "ADD": "to the sum so far",
     "SQUARE": "squared norm of own shards",
     "NORM": "that of all shards",
+    "BRING": "slices of gradients to who steps them",
     "CLIP": "gradient norm, clip",
     "STEP": "optimizer",
+    "HAND": "slices of what was stepped",
     "ESTIMATE": "gradient noise scale",
 }
 
 # kinds that are told apart by their subject
-SUBJECTS = ("PACK", "MEASURE", "REDUCE", "UNPACK", "GATHER", "SCATTER", "BROADCAST", "ADD", "UNSHARD", "READY", "RESHARD")
+SUBJECTS = (
+    *("PACK", "MEASURE", "REDUCE", "UNPACK", "GATHER", "SCATTER", "BROADCAST", "ADD"),
+    *("UNSHARD", "READY", "RESHARD", "BRING", "HAND"),
+)
 STRETCHES = {"F": "forward", "F_LEAN": "forward", "B": "backward", "RERUN": "backward", "PACK": "backward"}
 BESIDE = ("UNSHARD", "RESHARD", "READY", "ADD", "MEASURE")  # what a stretch has for each block, and a REDUCE that scatters
 
@@ -90,6 +96,7 @@ def plan_words(plan: Plan) -> dict[str, str]:
         "strategies": ", ".join(map(str, plan.strategies)) or "none",
         "global batch": f"{job.train.batch} samples = {ranks} x {micros} of {plan.micro_batch}{each}",
         "precision": roles_words(plan),
+        **divided_words(plan),
         "states per rank": states_words(plan),
         **_origin_words(plan),
         "sent per rank and step": _sent(plan),

@@ -24,7 +24,7 @@ PARTS = {
     "forward": ("F", "F_LEAN", "RERUN", "glue"),
     "backward": ("LOSS", "B"),
     "packing": ("PACK", "UNPACK", "ADD"),
-    "communication": ("COUNT", "REDUCE", "UNSHARD", "RESHARD", "NORM", "TALLY", "NOISE", "issue"),
+    "communication": ("COUNT", "REDUCE", "UNSHARD", "RESHARD", "NORM", "TALLY", "NOISE", "BRING", "HAND", "issue"),
     "waiting": ("wait", "READY"),
     "optimizer": ("MEASURE", "SQUARE", "CLIP", "STEP", "ESTIMATE"),
     "data": ("data",),

@@ -122,7 +122,11 @@ def load(path: Path, wanted: Wanted | None = None) -> tuple[Mapping[str, torch.T
 
 def stored(path: Path, entries: Mapping[str, Entry]) -> Mapping[str, torch.Tensor]:
     """The tensors that the checkpoint in folder `path` has by its `entries`, likewise; checksums are not looked at."""
-    return OnDemand(entries, lambda name: read_entry(path, name, entries[name]))
+
+    def read(name: str, rows: range | None = None) -> torch.Tensor:
+        return read_entry(path, name, entries[name], rows)
+
+    return OnDemand(entries, read, read, lambda name: entries[name].shape)
 
 
 def newest_good(folder: Path, check: Check | None = None) -> Newest:

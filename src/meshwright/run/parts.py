@@ -11,12 +11,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from itertools import product
+from itertools import chain, product
 from math import prod
 
 import torch
 
-from meshwright.engine.saved import Ranges, Saved, Share
+from meshwright.core.cut import Span
+from meshwright.engine.saved import Saved, Share
 from meshwright.run.manifest import Entry, Slice
 from meshwright.run.shards import DTYPES, dtype_name
 from meshwright.run.stretches import boxes
@@ -26,14 +27,14 @@ Outline = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class Stretch:
-    """One share as its rank tells of it: elements `begin` to `end` of the flattened tensor `name`, or of its slice (`ranges`)."""
+    """One share as its rank tells of it: elements `begin` to `end` of the flattened tensor `name`, or of its slice (`spans`)."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     begin: int
     end: int
-    ranges: Ranges = ()
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Parts:
         cut: list[tuple[Stretch, ...]] = []
         for line in told:
             rows = json.loads(line or b"[]")
-            mine = [Stretch(name, tuple(shape), dtype, *ends, ranges=_ranges(cut)) for name, shape, dtype, cut, *ends in rows]
+            mine = [Stretch(name, tuple(shape), dtype, a, b, _spans(held)) for name, shape, dtype, held, a, b in rows]
             cut.append(tuple(stretch for stretch in mine if stretch not in known))
             known.update(mine)
         outline: Outline = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in whole.items()}
@@ -88,7 +89,7 @@ class Parts:
 def shares_of(tensors: Mapping[str, Saved]) -> bytes:
     """What this rank tells the others of its shares."""
     rows = [
-        [name, list(share.shape), dtype_name(share.dtype), share.ranges, share.begin, share.begin + share.values.numel()]
+        [name, list(share.shape), dtype_name(share.dtype), _told(share.spans), share.begin, share.begin + share.values.numel()]
         for name, share in tensors.items()
         if isinstance(share, Share)
     ]
@@ -119,32 +120,35 @@ class _Part:
 
 def _keys(stretch: Stretch) -> Iterator[_Part]:
     """The boxes of a stretch."""
-    cuts, at = dict(stretch.ranges), 0
-    local = tuple(sum(end - first for first, end in cuts[dim]) if dim in cuts else n for dim, n in enumerate(stretch.shape))
+    spans, at = {span.dim: span for span in stretch.spans}, 0
+    local = tuple(spans[dim].size if dim in spans else n for dim, n in enumerate(stretch.shape))
     for start, size in boxes(stretch.begin, stretch.end, local):
-        sides = [list(_across(first, length, cuts.get(dim))) for dim, (first, length) in enumerate(zip(start, size, strict=True))]
+        sides = [_windows(first, length, spans.get(dim)) for dim, (first, length) in enumerate(zip(start, size, strict=True))]
         for side in product(*sides):
             window, begin, length = (tuple(each) for each in zip(*side, strict=True)) if side else ((), (), ())
-            where = stretch.begin + at if len(cuts) == 0 else "-".join(map(str, begin))
+            where = "-".join(map(str, begin)) if spans else stretch.begin + at
             yield _Part(f"{stretch.name}@{where}", begin, length, at, size, window)
         at += prod(size)
 
 
-def _across(first: int, length: int, ranges: Sequence[Sequence[int]] | None) -> Iterator[tuple[int, int, int]]:
-    """A stretch along one dim of a slice: of each part where it is in the stretch, where in the whole tensor, and its length."""
-    if ranges is None:
-        yield 0, first, length
-        return
-    passed = 0
-    for begin, end in ranges:
-        low, high = max(first, passed), min(first + length, passed + end - begin)
-        if low < high:
-            yield low - first, begin + low - passed, high - low
+def _windows(first: int, length: int, span: Span | None) -> list[tuple[int, int, int]]:
+    """A stretch along one dim: of each part of it where it is in the stretch, where in the whole tensor, and its length."""
+    if span is None:
+        return [(0, first, length)]
+    found, passed = [], 0
+    for begin, end in span.parts(first, length):
+        found.append((passed, begin, end - begin))
         passed += end - begin
+    return found
 
 
-def _ranges(told: Sequence[Sequence[object]]) -> Ranges:
-    return tuple((int(str(dim)), tuple((int(a), int(b)) for a, b in pairs)) for dim, pairs in told)  # type: ignore[misc]
+def _told(spans: Sequence[Span]) -> list[list[int]]:
+    """Each span as numbers: its dim, then where its ranges begin and end."""
+    return [[span.dim, *chain.from_iterable(span.ranges)] for span in spans]
+
+
+def _spans(told: Sequence[Sequence[int]]) -> tuple[Span, ...]:
+    return tuple(Span(dim, tuple(zip(ends[::2], ends[1::2], strict=True))) for dim, *ends in told)
 
 
 def dealt(nbytes: Mapping[str, int], size: int) -> tuple[tuple[str, ...], ...]:

@@ -19,6 +19,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -160,17 +161,30 @@ def read_entries(folder: Path, entries: Mapping[str, Entry]) -> Iterator[tuple[s
             yield name, whole
 
 
-def read_entry(folder: Path, name: str, entry: Entry) -> torch.Tensor:
-    """The tensor `name` of the checkpoint in `folder`, likewise."""
-    return next(tensor for _, tensor in read_entries(folder, {name: entry}))
+def read_entry(folder: Path, name: str, entry: Entry, rows: range | None = None) -> torch.Tensor:
+    """The tensor `name` of the checkpoint in `folder`, or its `rows` along dim 0 (nothing else is read), likewise."""
+    if rows is None:
+        return next(tensor for _, tensor in read_entries(folder, {name: entry}))
+    some = torch.empty((len(rows), *entry.shape[1:]), dtype=DTYPES[entry.dtype])
+    with ExitStack() as stack:
+        files: dict[str, safe_open] = {}
+        for box in entry.slices:
+            low, high = max(rows.start, box.start[0]), min(rows.stop, box.start[0] + box.shape[0])
+            if low < high:
+                mine = range(low - box.start[0], high - box.start[0])
+                found = replace(box, start=(low - rows.start, *box.start[1:]), shape=(high - low, *box.shape[1:]))
+                _place(some, _slice(folder, box, files, stack, mine), found, where=str(folder / box.file))
+    return some
 
 
-def _slice(folder: Path, box: Slice, files: dict[str, safe_open], stack: ExitStack) -> torch.Tensor:
-    """The stored tensor of `box`; its file is opened once, kept in `files`, and closed by `stack`."""
+def _slice(folder: Path, box: Slice, files: dict[str, safe_open], stack: ExitStack, rows: range | None = None) -> torch.Tensor:
+    """The stored tensor of `box`, or `rows` of it; its file is opened once, kept in `files`, and closed by `stack`."""
     try:
         if box.file not in files:
             files[box.file] = stack.enter_context(safe_open(folder / box.file, framework="pt"))
-        return files[box.file].get_tensor(box.key)
+        if rows is None:
+            return files[box.file].get_tensor(box.key)
+        return files[box.file].get_slice(box.key)[rows.start : rows.stop]
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"no tensor {box.key!r} in it: {error}", fix=FIX, where=str(folder / box.file)) from error
 

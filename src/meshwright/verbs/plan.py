@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -10,22 +10,45 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 import meshwright
-from meshwright.api import judge_of
-from meshwright.core.anatomy import NBYTES
-from meshwright.core.errors import PlanError, raise_faults
-from meshwright.core.mesh import AXES
+from meshwright.api import default_strategies, judge_of
+from meshwright.core.anatomy import NBYTES, Anatomy
+from meshwright.core.errors import Fault, PlanError, raise_faults
+from meshwright.core.mesh import Mesh
+from meshwright.core.space import Space
+from meshwright.core.strategy import in_phase_order
 from meshwright.model.configs import text_limits
 from meshwright.model.sources import load_model
 from meshwright.model.survey import Survey, survey
 from meshwright.prepare import Prepared, loss_of, prepared
 from meshwright.report.explain import explain_dict, explain_view
+from meshwright.report.parameters import parameter_rows, parameters_view
 from meshwright.report.terminal import plan_view
 from meshwright.run.config import Request, read_request, write_request
 from meshwright.strategies import STRATEGIES
+from meshwright.strategies.data.batch import Batch
 from meshwright.verifier.static import prove
 
 Resolved = tuple[Request, Prepared]
-Explained = tuple[Survey, int]
+
+
+@dataclass(frozen=True)
+class Explained:
+    """What a model is made of; `width` is the bytes of one parameter element, `parameters` their dtype.
+
+    `space` is where a plan would lay its weights (None: its forward fails), `asked` whether the config asks for one that divides
+    them, and `faults` are all that keeps such a plan from being made.
+    """
+
+    found: Survey
+    parameters: str
+    space: Space | None
+    asked: bool
+    faults: tuple[Fault, ...]
+
+    @property
+    def width(self) -> int:
+        """The bytes of one parameter element."""
+        return NBYTES[self.parameters]
 
 
 def resolve(config: Path, overrides: Sequence[str], world: int | None) -> Resolved:
@@ -39,7 +62,7 @@ def resolve(config: Path, overrides: Sequence[str], world: int | None) -> Resolv
             f"plan_hash is {request.extra['plan_hash']}, the contents make {plan.hash}: the file was edited, or the model changed"
         )
         raise PlanError(text, fix="remove the line plan_hash, or make the plan again with `meshwright plan`", where=str(config))
-    mesh = {axis: plan.mesh.size(axis) for axis in AXES}
+    mesh = plan.mesh.as_dict()
     extra = {"plan_hash": plan.hash, "version": meshwright.__version__}
     job = replace(request.job, model=plan.job.model)  # a branch of the hub has become a commit
     resolved = replace(request, job=job, mesh=mesh, micro_batch=plan.micro_batch, strategies=plan.strategies, extra=extra)
@@ -52,30 +75,59 @@ def view(resolved: Resolved, *, every: bool) -> RenderableType:
 
 
 def explain(config: Path, overrides: Sequence[str]) -> Explained:
-    """What the model of `config` is made of, and the bytes of one parameter element. Neither data nor mesh are looked at.
+    """What the model of `config` is made of, and where its weights would lie. Data and batch are not looked at.
 
-    Raises PlanError for a config that cannot be read, and for a model that cannot be built; a forward that fails is told
-    in the survey.
+    Raises PlanError for a config that cannot be read, and for a model that cannot be built; a forward that fails, and what keeps
+    weights from being divided, is told in what is returned.
     """
-    job = read_request(config, overrides, STRATEGIES).job
+    request = read_request(config, overrides, STRATEGIES)
+    job = request.job
     raise_faults(job.model.faults())
     loaded = load_model(job.model, job.train.seed)
     loss, limits = loss_of(loaded.loss), text_limits(loaded.blueprint.instance())
     length = max(1, min(job.data.sequence, limits.positions or job.data.sequence))
     tokens = torch.zeros(1, length, dtype=torch.long)
     example = loaded.example or {"input_ids": tokens, "labels": tokens}
-    return survey(loaded, example, loss.targets, judge_of(loss)), NBYTES[job.precision.parameters]
+    found = survey(loaded, example, loss.targets, judge_of(loss))
+    if found.anatomy is None:
+        return Explained(found, job.precision.parameters, None, False, found.faults)
+    space, asked, faults = _laid(found.anatomy, request)
+    return Explained(found, job.precision.parameters, space, asked, tuple(faults))
+
+
+def _laid(anatomy: Anatomy, request: Request) -> tuple[Space, bool, list[Fault]]:
+    """Where the strategies of `request` lay weights, whether any of them divides matrices, and what keeps those from it.
+
+    Without one: where tensor parallelism on two ranks would.
+    """
+    mesh = Mesh.infer({axis: 1 if size == -1 else size for axis, size in request.mesh.items()})
+    chosen = default_strategies(mesh, anatomy) if request.strategies is None else request.strategies
+    asked = any(strategy.phase == "shard" and not isinstance(strategy, Batch) for strategy in chosen)
+    if not asked:
+        mesh = Mesh(tp=2)
+        chosen = default_strategies(mesh, anatomy)
+    space, faults = Space.one_device(mesh, anatomy), []
+    dividing = [strategy for strategy in chosen if strategy.phase == "shard" and asked]
+    for strategy in in_phase_order(chosen):
+        faults += strategy.check(request.job, space) if strategy in dividing else ()
+        space = strategy.place(space)
+    return space, asked, [*faults, *(fault for strategy in dividing for fault in strategy.partners(space))]
 
 
 def explained(found: Explained) -> RenderableType:
     """What `explain` found, as tables."""
-    return explain_view(*found)
+    view = explain_view(found.found, found.width)
+    if found.space is None:
+        return view
+    return Group(view, parameters_view(found.space, found.parameters, asked=found.asked))
 
 
 def write_explanation(found: Explained, path: Path) -> None:
     """Write what `explain` found as JSON. Raises PlanError when the file cannot be written."""
     try:
-        path.write_text(json.dumps(explain_dict(*found), indent=1) + "\n", encoding="utf-8")
+        rows = [] if found.space is None else parameter_rows(found.space, found.parameters)
+        plain = {**explain_dict(found.found, found.width), "parameters": [asdict(row) for row in rows]}
+        path.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         text = f"the explanation cannot be written: {error.strerror}"
         raise PlanError(text, fix="name another file: --json", where=str(path)) from error

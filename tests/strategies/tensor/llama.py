@@ -25,21 +25,27 @@ def llama(**more: object) -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-def batches(count: int, rows: int = ROWS) -> list[dict[str, torch.Tensor]]:
-    """Global batches of random tokens."""
+def batches(count: int, rows: int = ROWS, length: int = TOKENS) -> list[dict[str, torch.Tensor]]:
+    """Global batches of random tokens, so many of them in a row."""
     generator = torch.Generator().manual_seed(0)
 
     def tokens() -> torch.Tensor:
-        return torch.randint(0, SIZES["vocab_size"], (rows, TOKENS), generator=generator)
+        return torch.randint(0, SIZES["vocab_size"], (rows, length), generator=generator)
 
     return [{"input_ids": tokens(), "labels": tokens()} for _ in range(count)]
 
 
 def planned(
-    model: nn.Module, mesh: Mesh, strategies: Sequence[Strategy] | None = None, micro: int = 0, rows: int = ROWS, **job: object
+    model: nn.Module,
+    mesh: Mesh,
+    strategies: Sequence[Strategy] | None = None,
+    micro: int = 0,
+    rows: int = ROWS,
+    length: int = TOKENS,
+    **job: object,
 ) -> tuple[Reading, Plan]:
     """The reading of `model`, and its plan on `mesh` with clipping and weight decay."""
-    reading = read(model, batches(1, rows)[0])
+    reading = read(model, batches(1, rows, length)[0])
     train, optimizer = Train(batch=rows, clip=0.5), Optimizer("adamw", lr=0.1, weight_decay=0.1)
-    said = Job(ModelSource("llama"), DataSource("random", sequence=TOKENS), train, optimizer, **job)
+    said = Job(ModelSource("llama"), DataSource("random", sequence=length), train, optimizer, **job)
     return reading, make_plan(reading, said, mesh, strategies, micro)

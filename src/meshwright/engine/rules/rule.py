@@ -8,6 +8,9 @@ become:
     block     256 elements of the flattened weight share something: pieces begin and end at multiples of 256 (or at its end)
     matrix    the rule looks at the whole weight: one rank has all of it, in its own shape
 
+Of a weight of which ranks have slices, cut along a dim of it, one rank steps all for the others (core/owners.py), unless any
+piece does.
+
 State is tensors and numbers by key, so that it can be saved by logical name. A tensor is of the parameter's shape (by
 element), has one element per block if its key is in `by_block`, or belongs to a whole weight and has any shape.
 """

@@ -13,63 +13,68 @@ So each rank has some columns of A and the same rows of B, and computes a summan
     weights, gradients and moments of the pairs: 1/t; norms, embedding and head: whole on every rank
 
 Units that are divided are whole heads (groups of heads, where several share a key) and single features; they need not divide by
-the number of ranks: the first ranks get one more.
-Cost: the sums stand in the way of the computation, two per layer and direction: for fast links, inside a host.
-Limits: layers whose roles nobody knows stay whole (`meshwright plan --explain-model`).
+the number of ranks: the first ranks get one more. Where groups are fewer than ranks, single heads are dealt out (grouped.py).
+Packed matrices (q k v, gate and up) are divided part by part. What stands between the two (a norm over single heads) is used by
+every rank with its own features: its gradient is a sum over the ranks. Columns without rows, where a user asks for them, have
+their output gathered.
+Cost: the sums stand in the way of the computation, two per layer and direction: for fast links, inside a host. Backward hides
+them behind the gradients of weights; forward, with `chunks`, behind other samples (overlap.py).
+Limits: a layer whose features another one needs whole stays whole, and so does what does not run on slices (`meshwright plan
+--explain-model` says which); two pairs that end in one sum (a parallel residual) take two sums over the ranks.
 Paper: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053 (section 3).
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from meshwright.core.errors import Fault
 from meshwright.core.job import Job
-from meshwright.core.layout import P, R
+from meshwright.core.layout import I, P, R
 from meshwright.core.program import Program
 from meshwright.core.space import Home, Space
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
-from meshwright.strategies.tensor.ways import Move, Way, Ways, booked, filled, heard, placed
+from meshwright.strategies.tensor.grouped import overlapping, picking, told
+from meshwright.strategies.tensor.refusals import lone_faults, unit_faults, unknown_faults
+from meshwright.strategies.tensor.ways import WIDTH, Move, Way, Ways, booked, filled, heard, own, placed
 
 
 @dataclass(frozen=True)
 class Line(Strategy):
-    """Pairs of linear layers divided along `axis`."""
+    """Pairs of linear layers divided along `axis`.
+
+    Rows layers compute and send what they give out in `chunks` of samples, each while the one before is under way.
+    """
 
     name: ClassVar[str] = "line"
     phase: ClassVar[Phase] = "shard"
     axis: str = "tp"
+    chunks: int = 1
 
     def check(self, job: Job, space: Space) -> Iterator[Fault]:
         where = "strategies.line"
         if self.axis != "tp":
             yield Fault(f"axis = '{self.axis}'; matrices are divided along tp", 'write axis = "tp"', f"{where}.axis")
             return
-        if not any(call.role == "rows" for call in space.anatomy.calls):
-            text = f"no pair of linear layers of {space.anatomy.name} is known to split"
-            fix = 'declare them: meshwright.Model(..., sockets={"layers.*.up": "columns", "layers.*.down": "rows"})'
-            yield Fault(text, fix, where)
-        if space.anatomy.random:
-            yield Fault("the model draws dropout inside of what is divided", "set its dropout probabilities to 0", where)
-        if job.guard.action != "off":
-            text = "the guard replays a spoiled step block by block, and here no rank has all of a block's gradients"
-            yield Fault(text, 'set guard.action = "off"', "guard.action")
-        ranks, least, ways = space.mesh.size(self.axis), {}, self.ways(space)
-        for weight in (home.weight for home in space.homes if home.weight.role in ways):
-            cut = weight.side(ways[weight.role].cut[self.axis])
-            if cut is not None and cut.units < ranks:
-                least.setdefault(cut.units, weight.name)
-        for units, name in sorted(least.items()):
-            text = f"{name} divides into {units} units (heads that share a key, or features), and {self.axis} has {ranks} ranks"
-            yield Fault(text, f"set mesh.{self.axis} to at most {units}", f"mesh.{self.axis}")
+        if self.chunks < 1:
+            fix = "write a number from 1 up; with 1, rows layers send what they give out whole"
+            yield Fault(f"chunks = {self.chunks}", fix, f"{where}.chunks")
+        yield from unknown_faults(space.anatomy, where)
+        yield from unit_faults(space, self.ways(space))
+        yield from lone_faults(space, self.axis)
 
     def ways(self, space: Space) -> Ways:
         """How layers compute, by role; the stream lies where the space says."""
         stream = space.stream.place(self.axis)
-        return {
-            "columns": Way({self.axis: "out"}, into=Move(self.axis, stream, R)),
-            "rows": Way({self.axis: "in"}, out=Move(self.axis, P, stream)),
-        }
+        columns = Way({self.axis: "out"}, into=Move(self.axis, stream, R), again=space.anew)
+        shared = (self.axis,) if space.through else ()
+        rows = Way({self.axis: "in"}, out=Move(self.axis, P, stream), shared=shared, chunks=self.chunks)
+        whole = replace(columns, into=Move(self.axis, I, R), again=False)
+        apart = (call for call in space.anatomy.calls if call.role == "columns" and space.stream_for([call], self.axis) != stream)
+        inside = Way({self.axis: "out"}, shared=(self.axis,), compute=own)
+        gathered = replace(columns, out=Move(self.axis, WIDTH, stream))  # columns without rows: the user asked for them
+        ways = {"columns": columns, "rows": rows, "inside": inside, "gathered": gathered, **{call.name: whole for call in apart}}
+        return ways | overlapping(space, self.axis, ways)
 
     def place(self, space: Space) -> Space:
         ways = self.ways(space)
@@ -83,5 +88,7 @@ class Line(Strategy):
         return heard(booked(program, self.ways(space), space, job), self.axis)
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        filled(runtime, self.ways(runtime.plan.space))
+        space = runtime.plan.space
+        filled(runtime, picking(space, self.axis, self.ways(space)))
+        told(runtime, self.axis)
         return {}

@@ -1,0 +1,226 @@
+"""The laws of what divided matrices send, and the cases that `tensor_bytes` holds against them.
+
+    1-D, per layer and micro-batch, t ranks, S = b s h elements of the stream, w bytes each on the wire:
+        k forward sums, k' backward ones, each 2 S w (t-1)/t            Llama, GPT-2, NeoX 2 and 2; a T5 decoder 3 and 4: the keys
+                                                                        and values of the encoder give its stream a gradient
+        with a divided sequence, 2 k gathers and scatters either way, S w (t-1)/t each: as many bytes; 5 k where inputs are
+        gathered again. Each layer's norms and whole biases, n elements: 2 n w' (t-1)/t, w' bytes of a gradient. The encoder's
+        stream, which a T5 decoder takes whole, is summed as in 1-D
+        of fewer keys than ranks: 2 n w' (t-1)/t, n the elements of their weights
+        recompute: the forward once more
+    grids, per layer and micro-batch, |X| = b s times the widths that its linears take in, b of the global batch, |Y| give out:
+        2-D     3 (q-1)/q^2 (|X| + |W|)
+        2.5-D   3 (q-1)/q^2 (|X|/d + |W|) + 2 (d-1)/(d q^2) |W|
+        3-D     2 (q-1)/q^3 (|X| + |W| + |Y|)
+        |W| are all elements of a layer, in equal shards, and so rounded up; besides, a norm has every slice of the width tell
+        every other one number per token forward, and its gradient backward
+
+What several layers take in or give a gradient for at once is moved once: q, k and v count as one in |X|. The second layer of
+three is looked at, whose borders are layers too.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from benchmarks.tensor_families import EVEN, ODD, TOKENS, Family, batches, loss_of, model_of, named
+from benchmarks.tensor_parity import SQUARES
+from meshwright.api import make_plan, read
+from meshwright.core.anatomy import NBYTES
+from meshwright.core.job import Job, Train
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import Plan
+from meshwright.core.precision import Precision
+from meshwright.core.sources import DataSource, ModelSource
+from meshwright.core.strategy import Strategy
+from meshwright.model.reading import Reading
+from meshwright.strategies.memory.recompute import Recompute
+from meshwright.strategies.tensor.line import Line
+from meshwright.strategies.tensor.sequence import Sequence
+
+HALF = Precision(compute="bfloat16")
+Amount = Callable[["Case"], Fraction]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The block of a family that is looked at: its name, the sums of a forward and of a backward, and what ranks share of it.
+
+    `shared` are the elements of norms and of biases that are added to sums, `taken` and `given` the widths that linears take in
+    (each tensor once) and give out, of the even sizes.
+    """
+
+    family: str
+    name: str
+    layers: Mapping[str, int]
+    forward: int
+    backward: int
+    shared: int
+    alone: int = 0  # of `backward`, those of tensors that no slice is taken of
+
+
+H, INNER = ODD["hidden"], ODD["inner"]
+LAYERS = (
+    Layer("llama", "model.layers.1", {"num_hidden_layers": 3}, 2, 2, 2 * H),
+    Layer("gpt2", "transformer.h.1", {"n_layer": 3}, 2, 2, 6 * H),
+    Layer("gpt-neox", "gpt_neox.layers.1", {"num_hidden_layers": 3}, 2, 2, 6 * H),
+    Layer("t5", "decoder.block.1", {"num_layers": 3}, 3, 4, 3 * H, alone=1),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One plan of one family, and the law of the bytes that a rank sends for a layer, by the part of it."""
+
+    layer: Layer
+    how: str
+    mesh: Mesh
+    strategies: tuple[Strategy, ...]
+    law: Mapping[str, Amount] = field(hash=False)
+    micros: int = 1
+    precision: Precision = field(default_factory=Precision)
+    even: bool = False
+
+    def __str__(self) -> str:
+        micros = f", {self.micros} micro-batches" if self.micros > 1 else ""
+        wire = f", {self.precision.compute}" if self.precision.compute else ""
+        return f"{self.layer.family}, {self.how}, {self.mesh.world} ranks{micros}{wire}"
+
+    @property
+    def family(self) -> Family:
+        """The family of its layer."""
+        return named(self.layer.family)
+
+    @property
+    def rows(self) -> int:
+        """The samples of a global batch: two per rank that has samples of its own, and micro-batch."""
+        return 2 * self.mesh.dp_shard * self.mesh.dp_replicate * self.micros
+
+    @property
+    def stream(self) -> int:
+        """The elements of the stream, of a rank's samples of the whole step."""
+        sizes = EVEN if self.even else ODD
+        return self.rows // (self.mesh.dp_shard * self.mesh.dp_replicate) * TOKENS * sizes["hidden"]
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element on the wire."""
+        return NBYTES[self.precision.compute or self.precision.parameters]
+
+    def reading(self) -> Reading:
+        """What its model is made of."""
+        family = self.family
+        made = model_of(family, even=self.even, **self.layer.layers)
+        return read(made, batches(family, 1, 2)[0], loss=loss_of(family))
+
+    def plan(self, reading: Reading) -> Plan:
+        """What its ranks play. Raises PlanError where it is refused."""
+        data, train = DataSource("random", sequence=TOKENS), Train(batch=self.rows)
+        job = Job(ModelSource(self.family.name), data, train, precision=self.precision)
+        return make_plan(reading, job, self.mesh, self.strategies, 2)
+
+
+def cases() -> Iterator[Case]:
+    """All that are compared."""
+    for layer in LAYERS:
+        for ranks in (2, 3):
+            for micros, precision in ((1, Precision()), (2, Precision()), (1, HALF)):
+                mesh = Mesh(tp=ranks)
+                yield Case(layer, "line", mesh, (Line(),), {"F": forward, "B": backward}, micros, precision)
+                for again in (False, True):
+                    how = "sequence, gathered again" if again else "sequence"
+                    law = {
+                        "F": forward,
+                        "B": (lambda case: backward(case) + shared(case) + once_more(case))
+                        if again
+                        else (lambda case: backward(case) + shared(case)),
+                    }
+                    yield Case(layer, how, mesh, (Line(), Sequence(again=again)), law, micros, precision)
+        law = {"F_LEAN": forward, "RERUN": forward, "B": backward}
+        yield Case(layer, "line, recompute", Mesh(tp=3), (Line(), Recompute()), law)
+    llama = LAYERS[0]
+    law = {"F": forward, "B": lambda case: backward(case) + keys(case)}
+    yield Case(llama, "line, fewer keys than ranks", Mesh(tp=6), (Line(),), law)
+    for how, (mesh, strategies) in SQUARES.items():
+        yield Case(llama, how, mesh, strategies, GRIDS[how.partition(",")[0]], even=True)
+
+
+def forward(case: Case) -> Fraction:
+    """The sums of forwards, or what gathers and scatters make of them."""
+    return case.layer.forward * _summed(case.stream * case.width, case.mesh.tp)
+
+
+def backward(case: Case) -> Fraction:
+    """The sums of backwards, likewise."""
+    return case.layer.backward * _summed(case.stream * case.width, case.mesh.tp)
+
+
+def once_more(case: Case) -> Fraction:
+    """What columns layers take in, gathered again; of a tensor that was never cut there is nothing to gather."""
+    return (case.layer.backward - case.layer.alone) * _summed(case.stream * case.width, case.mesh.tp) / 2
+
+
+def shared(case: Case) -> Fraction:
+    """The gradients of norms and whole biases, per micro-batch."""
+    return case.micros * _summed(case.layer.shared * NBYTES[case.precision.parameters], case.mesh.tp)
+
+
+def keys(case: Case) -> Fraction:
+    """The gradients of keys and values that ranks share."""
+    return _summed(2 * ODD["keys"] * ODD["head"] * H * NBYTES[case.precision.parameters], case.mesh.tp)
+
+
+def _summed(nbytes: int, ranks: int) -> Fraction:
+    return Fraction(2 * nbytes * (ranks - 1), ranks)
+
+
+def _inputs(case: Case) -> int:
+    """|X| of a Llama's layer: q, k and v take in one tensor, gate and up another."""
+    return case.rows * TOKENS * (EVEN["hidden"] * 3 + EVEN["inner"])
+
+
+def _outputs(case: Case) -> int:
+    """|Y|: q, k, v, o, gate, up, down."""
+    head = EVEN["head"]
+    return case.rows * TOKENS * (head * (EVEN["heads"] + 2 * EVEN["keys"]) + 2 * EVEN["hidden"] + 2 * EVEN["inner"])
+
+
+def _weights(ranks: int) -> int:
+    """A rank's shard of the weights of a layer, of `ranks` equal ones."""
+    hidden, inner, head = EVEN["hidden"], EVEN["inner"], EVEN["head"]
+    numel = 2 * hidden * head * (EVEN["heads"] + EVEN["keys"]) + 3 * hidden * inner + 2 * hidden
+    return -(-numel // ranks)
+
+
+def _norms(case: Case, ranks: int) -> Fraction:
+    """Of two norms, a number per token, gathered forward, and its gradient scattered backward."""
+    tokens = case.rows // (case.mesh.dp_shard * case.mesh.dp_replicate) * TOKENS
+    return Fraction(2 * 2 * tokens * (ranks - 1) * case.width)
+
+
+def _square_streams(case: Case) -> Fraction:
+    q = case.mesh.tp
+    return Fraction(3 * (q - 1) * _inputs(case), q**2 * case.mesh.dp_replicate) * case.width + _norms(case, q)
+
+
+def _square_weights(case: Case) -> Fraction:
+    q, d = case.mesh.tp, case.mesh.dp_replicate
+    return (3 * (q - 1) + Fraction(2 * (d - 1), d)) * _weights(q**2) * case.width
+
+
+def _cube_streams(case: Case) -> Fraction:
+    q = case.mesh.tp
+    return Fraction(2 * (q - 1) * (_inputs(case) + _outputs(case)), q**3) * case.width + _norms(case, q**2)
+
+
+def _cube_weights(case: Case) -> Fraction:
+    q = case.mesh.tp
+    return Fraction(2 * (q - 1) * _weights(q**3)) * case.width
+
+
+SQUARE: Mapping[str, Amount] = {"streams": _square_streams, "weights": _square_weights}
+GRIDS: Mapping[str, Mapping[str, Amount]] = {
+    "2-D": SQUARE,
+    "2.5-D": SQUARE,
+    "3-D": {"streams": _cube_streams, "weights": _cube_weights},
+}

@@ -1,0 +1,80 @@
+"""What of a visit falls to one rank: of its operations, of what it keeps inside for backward, and of what it hands on.
+
+    divided with a layer       by the share of the layer's weight that the rank has       q k v -> attend -> o, gate up -> down
+    all else of the visit      whole; where the stream goes in slices, a slice            norms, residuals, layers nobody divides
+    a head's logits            where they go to the loss as they are: as the head         of the rank's own words
+
+Shares are those of the rank's own sizes: of three groups of heads on two ranks, the first has two thirds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from meshwright.core.anatomy import Call
+from meshwright.core.space import Space
+
+ALL = Fraction(1)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of one visit, per sample: the operations of a forward, the elements kept inside, and those handed on."""
+
+    flops: int
+    inside: int
+    hands_on: int
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What a rank has of the weight of a layer, and the axes along which that is cut."""
+
+    share: Fraction
+    cut: frozenset[str]
+
+
+WHOLE = _Held(ALL, frozenset())
+
+
+def shares(space: Space) -> dict[str, Share]:
+    """What of each visit falls to the rank that sees `space`."""
+    anatomy, held = space.anatomy, _held(space)
+    calls: dict[str, list[Call]] = {visit: [] for visit in anatomy.visits}
+    for call in anatomy.calls:
+        calls[call.visit].append(call)
+    head = anatomy.logits.layer if anatomy.logits is not None and space.logits.axes("S") else None
+    inside = anatomy.inside_numel or (0,) * len(anatomy.visits)
+    found = {}
+    for visit, flops, within, numel in zip(anatomy.visits, anatomy.flops, inside, anatomy.stream_numel, strict=True):
+        mine = [(call, held.get(call.name, WHOLE)) for call in calls[visit]]
+        found[visit] = Share(
+            _divided(space, visit, flops, [(weight, call.flops) for call, weight in mine]),
+            _divided(space, visit, within, [(weight, call.inside) for call, weight in mine]),
+            _divided(space, visit, numel, [(weight, call.out) for call, weight in mine if call.name == head]),
+        )
+    return found
+
+
+def _held(space: Space) -> Mapping[str, _Held]:
+    """What the rank has of the weights of layers that are cut, by the layer's name."""
+    found = {}
+    for home, whole in zip(space.homes, (space.whole or space).homes, strict=True):
+        if home.cut:
+            held = _Held(Fraction(home.weight.numel, whole.weight.numel), frozenset(home.cut))
+            names = (name.rpartition(".") for name in (home.weight.name, *home.weight.aliases))
+            found |= {layer: held for layer, _, leaf in names if leaf == "weight"}
+    return found
+
+
+def _divided(space: Space, visit: str, whole: int, parts: list[tuple[_Held, int]]) -> int:
+    """`whole`, of which `parts` are divided as weights are, and the rest as the stream is."""
+    mine = sum((weight.share * _slice(space, visit, weight.cut) * part for weight, part in parts), Fraction(0))
+    return round(mine + _slice(space, visit) * (whole - sum(part for _, part in parts)))
+
+
+def _slice(space: Space, visit: str, but: frozenset[str] = frozenset()) -> Fraction:
+    """The share of the stream that goes through `visit`; along the axes `but` it does not count."""
+    if space.through and visit not in space.through:
+        return ALL
+    return Fraction(1, space.mesh.extent(axis for axis in space.stream.axes("S") if axis not in but))

@@ -1,0 +1,191 @@
+"""Which layers can be divided together: read off the features that were followed through a trial run (model/flow.py).
+
+A linear layer that takes in features of others is the rows layer of a group, those others are its columns layers. All features
+that are tied to one another are a unit; the group can be divided if its units lie in every layer as a `Cut` has them: section
+after section, one unit behind the other. Features that are only used (keys and values that query heads share) may belong to
+several units at once: then the units are groups of heads, and single heads where every rank makes the keys that its heads need.
+
+A group is given up, and its layers stay whole, where some of its features are needed whole: by glue, by a norm over all of
+them, by a layer that is declared as something else.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from meshwright.core.cut import Cut
+from meshwright.model.carried import Numbers, classes
+from meshwright.model.flow import Flow, Node
+
+FREE = ""  # a layer of which no role is declared
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that are divided together: of each node how it is cut (`dim` is 0), and of rows layers how what goes in is.
+
+    `beside` are the parameters that stand between columns and rows, which every rank uses with its own features.
+    """
+
+    sources: Mapping[Node, Cut]
+    rows: Mapping[Node, Cut]
+    beside: tuple[str, ...]
+
+    @property
+    def cut(self) -> Cut:
+        """How the features between columns and rows are cut."""
+        return next(iter(self.rows.values()))
+
+
+def groups(flow: Flow, roles: Mapping[str, str], without: Collection[str] = ()) -> list[Group]:
+    """The groups of a trial run; `roles` are those declared, by layer, and the layers `without` stay whole."""
+    found = _Search(flow, roles, set(without))
+    refused: set[Node] = set()
+    while True:
+        accepted, escaped = found.accepted(refused)
+        grouped = [(rows, sources, found.group(rows, sources)) for rows, sources in accepted]
+        spoiled = {
+            node for rows, sources, group in grouped if group is None or found.touches(escaped, rows, sources) for node in rows
+        }
+        if not spoiled:
+            return [group for _, _, group in grouped if group is not None]
+        refused |= spoiled
+
+
+class _Search:
+    def __init__(self, flow: Flow, roles: Mapping[str, str], without: Collection[str]) -> None:
+        self._flow, self._roles, self._without = flow, roles, without
+        ties = flow.carried.ties
+        self._tied = classes(flow.count, [*ties.together, *ties.used])
+        self._apart = classes(flow.count, ties.together)
+        self._order = np.argsort(self._tied, kind="stable")
+        self._sorted = self._tied[self._order]
+        self._starts = np.array([node.first for node in flow.nodes])
+
+    def accepted(self, refused: Collection[Node]) -> tuple[list[tuple[list[Node], list[Node]]], Numbers]:
+        """Rows layers and those that they take in from, group by group, and the classes of all that is needed whole."""
+        whole = [numbers[numbers >= 0].reshape(-1) for numbers in self._flow.escaped]
+        merged: list[tuple[list[Node], list[Node]]] = []
+        used_as_rows: set[Node] = set()
+        for node in self._flow.nodes:
+            if node.into is None:
+                continue
+            sources = [] if node in refused or not self._may(node, "rows") else self._sources(node.into)
+            linear = [source for source in sources if source.kind == "linear"]
+            barred = any(source in used_as_rows or not self._may(source, "columns") for source in linear)
+            if not linear or barred:
+                whole.append(node.into)
+                continue
+            used_as_rows.add(node)
+            mine = [group for group in merged if any(source in group[1] for source in sources)]
+            merged = [group for group in merged if group not in mine]
+            rows = [each for group in mine for each in group[0]]
+            known = [each for group in mine for each in group[1]]
+            merged.append(([*rows, node], list(dict.fromkeys([*known, *sources]))))
+        used = {source for _, sources in merged for source in sources}
+        taken = [rows for rows, _ in merged]
+        for node in (node for rows in taken for node in rows if node in used):  # one layer cannot be both
+            whole.append(np.arange(node.first, node.first + node.width))
+        numbers = np.concatenate(whole) if whole else np.zeros(0, dtype=int)
+        return merged, np.unique(self._tied[numbers])
+
+    def touches(self, escaped: Numbers, rows: Sequence[Node], sources: Sequence[Node]) -> bool:
+        """Whether features of `sources` are among those needed whole."""
+        return any(np.isin(self._tied[node.first : node.first + node.width], escaped).any() for node in sources)
+
+    def group(self, rows: Sequence[Node], sources: Sequence[Node]) -> Group | None:
+        """These layers as a group, if their units lie so that they can be divided."""
+        units = _first_of_each(self._tied[_into(rows[0])])
+        heads = _first_of_each(self._apart[_into(rows[0])])
+        if max(len(units), len(heads)) < 2:
+            return None
+        if len(heads) % len(units) or not self._covers(units, sources):
+            return None
+        features = {node: np.arange(node.first, node.first + node.width) for node in sources}
+        cuts = {node: self._cut(numbers, units, heads, "out") for node, numbers in features.items()}
+        ends = {node: self._cut(_into(node), units, heads, "in") for node in rows}
+        fine = all(cut is not None and cut.heads for cut in [*cuts.values(), *ends.values()])
+        if not fine and len(units) < 2:
+            return None
+        if not fine:
+            cuts = {node: self._cut(numbers, units, units, "out") for node, numbers in features.items()}
+            ends = {node: self._cut(_into(node), units, units, "in") for node in rows}
+        if any(cut is None for cut in [*cuts.values(), *ends.values()]) or any(_shares(cut) for cut in ends.values()):
+            return None
+        beside = [name for name, met in self._flow.met.items() if any(self._within(numbers, units) for numbers in met)]
+        return Group(_known(cuts), _known(ends), tuple(beside))
+
+    def _may(self, node: Node, role: str) -> bool:
+        return node.name not in self._without and self._roles.get(node.name, FREE) in (FREE, role)
+
+    def _within(self, numbers: Numbers, units: Numbers) -> bool:
+        return bool(np.isin(self._tied[numbers[numbers >= 0]], units).any())
+
+    def _covers(self, units: Numbers, sources: Iterable[Node]) -> bool:
+        """Whether every feature of `sources` belongs to one of `units`."""
+        return all(np.isin(self._tied[node.first : node.first + node.width], units).all() for node in sources)
+
+    def _sources(self, into: Numbers) -> list[Node]:
+        """The nodes of which a feature is tied to one of `into`."""
+        wanted = np.unique(self._tied[into])
+        begins, ends = np.searchsorted(self._sorted, wanted), np.searchsorted(self._sorted, wanted, side="right")
+        members = np.concatenate([self._order[begin:end] for begin, end in zip(begins, ends, strict=True)])
+        places = np.unique(np.searchsorted(self._starts, members, side="right") - 1)
+        return [self._flow.nodes[place] for place in places]
+
+    def _cut(self, numbers: Numbers, units: Numbers, heads: Numbers, side: str) -> Cut | None:
+        """How features of these `numbers` are cut; None where units do not lie one behind the other."""
+        unit_of = _positions(self._tied[numbers], units)
+        starts = [0, *(np.flatnonzero(np.diff(unit_of) < 0) + 1).tolist(), len(numbers)]
+        sections = tuple(end - start for start, end in pairwise(starts))
+        if any(length % len(units) for length in sections):
+            return None
+        even = [np.repeat(np.arange(len(units)), length // len(units)) for length in sections]
+        if not np.array_equal(np.concatenate(even), unit_of):
+            return None
+        if len(heads) == len(units):
+            return Cut(0, len(units), sections, side)
+        parts = [_own(part, units, heads) for part in np.split(self._apart[numbers], starts[1:-1])]
+        if any(part is None for part in parts):
+            return None
+        return Cut(0, len(units), sections, side, len(heads), tuple(part or 0 for part in parts))
+
+
+def _own(labels: Numbers, units: Numbers, heads: Numbers) -> int | None:
+    """Of a section, how many elements at the front of each unit belong to single heads, in order; None: otherwise laid out."""
+    length, each = len(labels) // len(units), len(heads) // len(units)
+    head_of = _positions(labels, heads).reshape(len(units), length)
+    own = int((head_of[0] >= 0).sum())
+    if own % each:
+        return None
+    wanted = np.repeat(np.arange(len(heads)).reshape(len(units), each), own // each, axis=1)
+    fits = np.array_equal(head_of[:, :own], wanted) and (head_of[:, own:] < 0).all()
+    return own if fits else None
+
+
+def _shares(cut: Cut | None) -> bool:
+    return cut is not None and any(own * cut.units != length for own, length in zip(cut.own, cut.sections, strict=False))
+
+
+def _into(node: Node) -> Numbers:
+    return np.zeros(0, dtype=int) if node.into is None else node.into
+
+
+def _first_of_each(labels: Numbers) -> Numbers:
+    """The distinct `labels` in the order in which they first stand."""
+    found, places = np.unique(labels, return_index=True)
+    return found[np.argsort(places)]
+
+
+def _positions(labels: Numbers, known: Numbers) -> Numbers:
+    """Where each of `labels` stands in `known`; -1 where it does not."""
+    order = np.argsort(known)
+    places = np.clip(np.searchsorted(known[order], labels), 0, len(known) - 1)
+    return np.where(known[order][places] == labels, order[places], -1)
+
+
+def _known(cuts: Mapping[Node, Cut | None]) -> dict[Any, Cut]:
+    return {node: cut for node, cut in cuts.items() if cut is not None}

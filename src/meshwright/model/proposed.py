@@ -1,0 +1,89 @@
+"""Roles of layers, as a trial run shows them: of every layer how it is cut, and which others must be told the sizes of a slice.
+
+What `model/pairing.py` finds is calls; here they become layers. A layer that is called twice must be cut alike both times, one
+whose weight another layer has too must be cut as that, and a parameter that stands between columns and rows must belong to a
+module that is called there: else they stay whole.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from meshwright.core.anatomy import Number, Portion
+from meshwright.core.cut import Cut
+from meshwright.model.flow import Flow, Node
+from meshwright.model.numbers import numbers_of
+from meshwright.model.pairing import Group, groups
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The `roles` of layers by name (columns, rows, inside), how they are cut, and the groups that this was read off.
+
+    Layers that are not cut, but stand inside, have no `cuts`.
+    """
+
+    roles: Mapping[str, str]
+    cuts: Mapping[str, Cut]
+    groups: tuple[Group, ...]
+
+    @property
+    def portions(self) -> tuple[Portion, ...]:
+        """The arguments of blocks of which a rank takes its heads."""
+        found = [(node, cut) for group in self.groups for node, cut in group.sources.items() if node.kind == "argument"]
+        return tuple(dict.fromkeys(Portion(node.name, node.slot, replace(cut, dim=1)) for node, cut in found))
+
+    def numbers(self, module: nn.Module, attempt: int) -> tuple[Number, ...]:
+        """The numbers that modules of `module` hold of what is cut; the `attempt` says which are looked at."""
+        return tuple(dict.fromkeys(each for group in self.groups for each in numbers_of(module, group, attempt)))
+
+
+def proposed(
+    module: nn.Module, flow: Flow, roles: Mapping[str, str], uses: Sequence[str], without: frozenset[str] = frozenset()
+) -> Proposal:
+    """What the `flow` of a trial shows of the layers of `module`.
+
+    `roles` are those declared, by layer; `uses` the layers that were called in blocks, in order; the layers `without` stay whole.
+    """
+    while True:
+        found = groups(flow, roles, without)
+        spoiled = frozenset(_unfit(module, flow, found, uses))
+        if spoiled <= without:
+            break
+        without |= spoiled
+    names: dict[str, str] = {}
+    for group in found:
+        names |= {node.name: "columns" for node in group.sources if node.kind == "linear"}
+        names |= {node.name: "rows" for node in group.rows}
+        names |= {node.name: "inside" for node in group.sources if node.kind == "table"}
+        names |= {name.rpartition(".")[0]: "inside" for name in group.beside}
+    cuts = {node.name: cut for group in found for node, cut in _layers(group)}
+    return Proposal(names, cuts, tuple(found))
+
+
+def _unfit(module: nn.Module, flow: Flow, found: Sequence[Group], uses: Sequence[str]) -> Iterator[str]:
+    """The layers that cannot be what they were found to be."""
+    cuts: dict[str, list[Cut]] = {}
+    for group in found:
+        for node, cut in _layers(group):
+            cuts.setdefault(node.name, []).append(cut)
+    holders: dict[int, set[str]] = {}
+    for name, layer in module.named_modules():
+        for weight in layer._parameters.values():
+            holders.setdefault(id(weight), set()).add(name)
+    for name, each in cuts.items():
+        calls = sum(node.name == name for node in flow.nodes)
+        tied = [other for weight in module.get_submodule(name).parameters(recurse=False) for other in holders[id(weight)]]
+        alike = all(cuts.get(other, [None])[0] == each[0] for other in tied)
+        if calls != len(each) or uses.count(name) != calls or len(set(each)) > 1 or not alike:
+            yield name
+    for group in found:
+        owners = {name.rpartition(".")[0] for name in group.beside}
+        if any(owner in cuts or owner not in uses for owner in owners):
+            yield from (node.name for node in group.rows)
+
+
+def _layers(group: Group) -> Iterator[tuple[Node, Cut]]:
+    yield from ((node, cut) for node, cut in group.sources.items() if node.kind != "argument")
+    yield from group.rows.items()

@@ -1,0 +1,66 @@
+"""Every parameter with its role, its layout, why it is whole, and what of it a rank holds."""
+
+from io import StringIO
+
+from rich.console import Console
+
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import Plan
+from meshwright.report.parameters import ParameterRow, divided_words, parameter_rows, parameters_view
+from tests.strategies.tensor.llama import llama, planned
+
+
+def divided(mesh: Mesh, **sizes: object) -> Plan:
+    return planned(llama(**sizes), mesh)[1]
+
+
+def by_name(plan: Plan, parameters: str = "float32") -> dict[str, ParameterRow]:
+    whole = plan.space.whole or plan.space
+    return {row.pattern: row for row in parameter_rows(whole, parameters)}
+
+
+def test_equal_layers_are_one_row_with_the_bytes_of_all():
+    rows = by_name(divided(Mesh(tp=2)))
+    query = rows["model.layers.*.self_attn.q_proj.weight"]
+    assert (query.number, query.shape, query.role) == (2, (48, 48), "columns")
+    assert query.layout == "tp: out side, 3 units of 16"
+    assert (query.nbytes, query.held) == (2 * 48 * 48 * 4, 2 * 32 * 48 * 4)  # two of three groups of heads
+    assert query.why == ""
+    assert rows["model.layers.*.mlp.down_proj.weight"].layout == "tp: in side, 53 features"
+    assert rows["lm_head.weight"].layout == "tp: out side, 67 words"
+
+
+def test_what_is_whole_says_why_and_what_it_costs():
+    rows = by_name(divided(Mesh(tp=2), attention_bias=True))
+    norm, bias = rows["model.norm.weight"], rows["model.layers.*.self_attn.o_proj.bias"]
+    assert (norm.layout, norm.why, norm.held) == ("whole", "no strategy divides norms", norm.nbytes)
+    assert bias.why == "added once, to the sum"
+    plain = by_name(divided(Mesh()))["model.layers.*.self_attn.q_proj.weight"]
+    assert plain.why == "no strategy divides pairs of linear layers"
+
+
+def test_shards_are_named_with_their_axis():
+    rows = by_name(divided(Mesh(dp_shard=2, tp=2)))
+    assert rows["model.layers.*.mlp.up_proj.weight"].layout == "tp: out side, 53 features; dp_shard: shards"
+    assert rows["model.norm.weight"].layout == "dp_shard: shards"
+
+
+def test_the_table_ends_with_what_a_rank_holds():
+    plan, console = divided(Mesh(tp=2)), Console(width=160, record=True, file=StringIO())
+    whole = plan.space.whole or plan.space
+    console.print(parameters_view(whole, "bfloat16", asked=True))
+    console.print(parameters_view(whole, "float32", asked=False))
+    text = console.export_text()
+    assert "parameters over tp 2" in text
+    assert "parameters, if they were divided over tp 2" in text
+    held = sum(row.held for row in by_name(plan, "bfloat16").values())
+    assert f"{held / 1024:.3g} KiB of" in text
+
+
+def test_a_plan_says_how_much_of_the_weights_a_rank_has():
+    plan = divided(Mesh(tp=2))
+    (said,) = divided_words(plan).values()
+    held = sum(row.held for row in by_name(plan).values())
+    assert said.startswith(f"{held / 1024:.3g} KiB of ")
+    assert said.endswith("of it whole: see plan --explain-model")
+    assert divided_words(divided(Mesh())) == {}

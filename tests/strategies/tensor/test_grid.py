@@ -1,0 +1,121 @@
+"""Matrices on a square of ranks compute what whole ones do: alone, under data parallelism, recompute, with any head and norm."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from meshwright.api import build, trace, verify
+from meshwright.comm.group import World
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import Plan
+from meshwright.core.precision import Precision
+from meshwright.core.strategy import Strategy
+from meshwright.model.reading import Reading
+from meshwright.strategies.data.batch import Batch
+from meshwright.strategies.data.zero import Zero
+from meshwright.strategies.memory.recompute import Recompute
+from meshwright.strategies.tensor import grid
+from meshwright.strategies.tensor.grid import Grid
+from meshwright.strategies.tensor.vocabulary import Vocabulary
+from meshwright.strategies.tensor.ways import Move
+from meshwright.testing.spawn import on_threads
+from tests.strategies.tensor import families
+from tests.strategies.tensor.llama import batches, planned
+from tests.strategies.tensor.squares import EVEN, LargestNorm, even_llama
+
+ROWS = Batch(axis="dp_shard")
+SQUARE = (Grid(), ROWS, Zero())
+COPIES = (Batch(), ROWS, Zero(across="dp_replicate"))
+CASES: dict[str, tuple[Mesh, tuple[Strategy, ...], int, int]] = {
+    "2 x 2": (Mesh(dp_shard=2, tp=2), SQUARE, 4, 1),
+    "3 x 3": (Mesh(dp_shard=3, tp=3), SQUARE, 6, 0),
+    "inputs kept": (Mesh(dp_shard=3, tp=3), (Grid(again=False), ROWS, Zero()), 6, 1),
+    "beside copies": (Mesh(dp_replicate=2, dp_shard=2, tp=2), (*COPIES, Grid()), 8, 1),
+    "run again": (Mesh(dp_shard=2, tp=2), (*SQUARE, Recompute()), 4, 0),
+    "words divided": (Mesh(dp_shard=2, tp=2), (Vocabulary(), *SQUARE), 4, 0),
+    "words divided last": (Mesh(dp_shard=3, tp=3), (*SQUARE, Vocabulary()), 6, 0),
+}
+
+
+def agrees(reading: Reading, plan: Plan, rows: int) -> None:
+    """The plan computes what one device does, and issues what its program states."""
+    verdict = verify(reading, plan, batches(3, rows))
+    assert verdict.passed, str(verdict)
+    traced = trace(reading, plan)
+    assert traced.passed, str(traced)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_equals_one_device(case: str):
+    mesh, strategies, rows, micro = CASES[case]
+    words = {"vocab_size": 73} if Vocabulary() in strategies else {}
+    reading, plan = planned(even_llama(attention_bias=True, mlp_bias=True, **words), mesh, strategies, micro, rows)
+    agrees(reading, plan, rows)
+
+
+@pytest.mark.parametrize("strategies", [SQUARE, (*SQUARE, Vocabulary())])
+def test_a_tied_head_adds_up_its_slices(strategies: tuple[Strategy, ...]):
+    reading, plan = planned(even_llama(tie_word_embeddings=True), Mesh(dp_shard=2, tp=2), strategies)
+    agrees(reading, plan, 4)
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("gpt2", {"n_inner": 28, "n_layer": 1, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}),
+        ("gpt-neox", {"intermediate_size": 28, "num_hidden_layers": 1}),
+        ("falcon, alibi", {"ffn_hidden_size": 28, "num_hidden_layers": 1}),
+        ("phi3", {"intermediate_size": 28, "num_key_value_heads": 2, "num_hidden_layers": 1}),
+    ],
+)
+def test_packed_and_interleaved_heads_equal_one_device(family: str, more: dict[str, object]):
+    reading = families.read_family(family, **more)  # its 61 words do not divide
+    plan = families.planned(reading, Mesh(dp_shard=2, tp=2), (*SQUARE, Vocabulary()))
+    verdict = verify(reading, plan, families.batches(family, 2))
+    assert verdict.passed, str(verdict)
+    assert trace(reading, plan).passed
+
+
+def test_norms_of_single_heads_are_whole_and_their_gradients_summed():
+    sizes = {**EVEN, "num_hidden_layers": 2, "use_cache": False, "tie_word_embeddings": False}
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
+    reading, plan = planned(model, Mesh(dp_shard=2, tp=2), SQUARE)
+    held = {home.weight.name: home.weight.shape for home in plan.space.homes}
+    assert held["model.layers.0.self_attn.q_norm.weight"] == (2,)
+    assert held["model.layers.0.input_layernorm.weight"] == (24,)
+    agrees(reading, plan, 4)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, LargestNorm])
+def test_a_norm_takes_the_statistics_of_all_slices_or_gathers_what_it_takes_in(norm: type[nn.Module]):
+    model = even_llama()
+    for layer in model.get_submodule("model.layers").children():
+        layer.post_attention_layernorm = norm(48)
+    reading, plan = planned(model, Mesh(dp_shard=3, tp=3), SQUARE, rows=6)
+    agrees(reading, plan, 6)
+
+
+def test_statistics_of_a_slice_alone_are_noticed(monkeypatch: pytest.MonkeyPatch):
+    def alone(runtime: object, tensor: torch.Tensor, move: Move) -> torch.Tensor:
+        return torch.cat([tensor] * 2, -1)  # as if the other rank had the same
+
+    monkeypatch.setattr(grid, "moved", alone)
+    reading, plan = planned(even_llama(), Mesh(dp_shard=2, tp=2), SQUARE)
+    assert not verify(reading, plan, batches(1)).passed
+
+
+def trained(world: World, reading: Reading, plan: Plan) -> float:
+    """The loss of a second step."""
+    with build(reading, plan, world=world) as engine:
+        return [engine.step(engine.share(batch)).loss for batch in batches(2)][-1]
+
+
+@pytest.mark.parametrize("precision", [Precision(compute="bfloat16"), Precision("bfloat16", "bfloat16", "float32", "float32")])
+def test_in_half_precision_statistics_travel_in_single(precision: Precision):
+    reading, plan = planned(even_llama(), Mesh(dp_shard=2, tp=2), SQUARE, precision=precision)
+    assert {move.dtype for action in plan.program.actions("stage0") for move in action.inner} == {"bfloat16", "float32"}
+    assert trace(reading, plan).passed
+    losses = set(on_threads(lambda world: trained(world, reading, plan), plan.mesh))
+    assert len(losses) == 1
+    assert torch.tensor(losses.pop()).isfinite()

@@ -1,0 +1,78 @@
+"""Unmodified models of nine families, divided by heads and widths: every number as on one device, alone and together."""
+
+import pytest
+
+from meshwright.api import trace, verify
+from meshwright.core.errors import PlanError
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import Plan
+from meshwright.model.reading import Reading
+from meshwright.strategies.data.batch import Batch
+from meshwright.strategies.data.replicate import Replicate
+from meshwright.strategies.data.zero import Zero
+from meshwright.strategies.memory.recompute import Recompute
+from meshwright.strategies.tensor import grouped
+from meshwright.strategies.tensor.line import Line
+from tests.strategies.tensor.families import FAMILIES, batches, loss_of, planned, read_family
+
+ALONE = [(family, 3) for family in FAMILIES] + [("gpt2", 2), ("t5", 2), ("bert", 4), ("falcon, alibi", 4)]
+FEWER_KEYS = [("llama", 4), ("qwen3", 5), ("falcon", 2), ("falcon, new", 4), ("falcon, new", 5), ("phi3", 4)]  # than ranks
+COPIES, SHARDS = (Line(), Batch(), Replicate()), (Line(), Batch(axis="dp_shard"), Zero())
+TOGETHER = {
+    "copies of gpt2": ("gpt2", Mesh(dp_replicate=2, tp=2), COPIES),
+    "copies of t5": ("t5", Mesh(dp_replicate=2, tp=3), COPIES),
+    "copies of qwen3, few keys": ("qwen3", Mesh(dp_replicate=2, tp=4), COPIES),
+    "shards of phi3": ("phi3", Mesh(dp_shard=2, tp=2), SHARDS),
+    "shards of falcon, few keys": ("falcon", Mesh(dp_shard=2, tp=2), SHARDS),
+    "shards of gpt-neox, recomputed": ("gpt-neox", Mesh(dp_shard=2, tp=2), (*SHARDS, Recompute())),
+}
+
+
+def assert_exact(family: str, reading: Reading, plan: Plan) -> None:
+    verdict = verify(reading, plan, batches(family, 2), loss=loss_of(family))
+    assert verdict.passed, str(verdict)
+    traced = trace(reading, plan, loss=loss_of(family))
+    assert traced.passed, str(traced)
+
+
+@pytest.mark.parametrize(("family", "ranks"), [*ALONE, *FEWER_KEYS])
+def test_it_equals_one_device(family: str, ranks: int):
+    reading = read_family(family)
+    assert_exact(family, reading, planned(reading, Mesh(tp=ranks), (Line(),)))
+
+
+@pytest.mark.parametrize("case", TOGETHER)
+def test_it_equals_one_device_together_with(case: str):
+    family, mesh, strategies = TOGETHER[case]
+    reading = read_family(family)
+    assert_exact(family, reading, planned(reading, mesh, strategies, micro=1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_layers_of_its_blocks_are_divided(family: str):
+    reading = read_family(family)
+    plan = planned(reading, Mesh(tp=2), (Line(),))
+    fewer = 1 if family == "falcon" else 0  # the key that all heads share keeps q, k and v whole
+    blocks = [home for home in plan.space.homes if home.weight.hidden and ".lm_head" not in home.weight.name]
+    whole = {home.weight.name for home in blocks if "tp" not in home.cut}
+    layers = [name for name in whole if "query_key_value" in name]
+    assert len(layers) == 2 * fewer
+    assert all("query_key_value" in name or "predictions" in name or "classifier" in name for name in whole), whole
+    assert not reading.anatomy.notes or family == "vit"
+
+
+def test_a_rank_with_the_keys_of_another_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    def wrong(tensor, span):
+        return tensor.narrow(span.dim, 0, span.size)
+
+    monkeypatch.setattr(grouped, "_rows", wrong)
+    reading = read_family("llama")
+    verdict = verify(reading, planned(reading, Mesh(tp=4), (Line(),)), batches("llama", 1))
+    assert not verdict.passed
+    assert verdict.first is not None
+
+
+def test_more_ranks_than_query_heads_are_refused():
+    reading = read_family("falcon")
+    with pytest.raises(PlanError, match=r"into 6 units.*and tp has 7 ranks\n.*set mesh\.tp to at most 6"):
+        planned(reading, Mesh(tp=7), (Line(),))

@@ -1,0 +1,125 @@
+"""What is computed while tensors are under way changes no number, is booked as it is sent, and really happens meanwhile."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from meshwright.api import build, trace, verify
+from meshwright.comm.group import World
+from meshwright.core.errors import PlanError
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import Plan
+from meshwright.core.precision import Precision
+from meshwright.core.steps import ROLE
+from meshwright.core.strategy import Strategy
+from meshwright.model.reading import Reading
+from meshwright.strategies.data.batch import Batch
+from meshwright.strategies.data.zero import Zero
+from meshwright.strategies.memory.recompute import Recompute
+from meshwright.strategies.tensor import overlap
+from meshwright.strategies.tensor.line import Line
+from meshwright.strategies.tensor.sequence import Sequence
+from meshwright.testing.spawn import on_threads
+from tests.strategies.tensor.llama import batches, llama, planned
+
+SHARDED = (Batch(axis="dp_shard"), Zero())
+LENGTH = 12
+CASES = {
+    "2 chunks": (Mesh(tp=2), (Line(chunks=2),), 0),
+    "3 uneven chunks": (Mesh(tp=3), (Line(chunks=3),), 4),
+    "more chunks than samples": (Mesh(tp=2), (Line(chunks=8),), 1),
+    "slices of tokens": (Mesh(tp=3), (Line(chunks=3), Sequence()), 4),
+    "shards and recompute": (Mesh(dp_shard=2, tp=2), (Line(chunks=2), Sequence(again=True), *SHARDED, Recompute()), 2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_equals_one_device(case: str):
+    mesh, strategies, micro = CASES[case]
+    reading, plan = planned(llama(attention_bias=True, mlp_bias=True), mesh, strategies, micro, length=LENGTH)
+    verdict = verify(reading, plan, batches(2, length=LENGTH))
+    assert verdict.passed, str(verdict)
+    traced = trace(reading, plan)
+    assert traced.passed, str(traced)
+
+
+def test_chunks_send_the_same_bytes_in_more_messages():
+    found = {}
+    for chunks in (1, 3):
+        _, plan = planned(llama(), Mesh(tp=2), (Line(chunks=chunks),))
+        (action,) = [each for each in plan.program.actions(ROLE) if each.name == "F(model.layers.1, 0)"]
+        found[chunks] = [move.nbytes for move in action.inner]
+    assert len(found[3]) == 3 * len(found[1]) == 3 * 2
+    assert sum(found[3]) == sum(found[1])
+    assert found[3][:3] == sorted(found[3][:3], reverse=True), "the first chunks have the samples that are left over"
+
+
+def test_a_weight_gradient_that_is_lost_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(overlap, "_add_to", lambda leaf, gradient: None)
+    reading, plan = planned(llama(), Mesh(tp=2))
+    assert not verify(reading, plan, batches(1)).passed
+
+
+class Orders:
+    """What each rank does in the backward of the second layer: sums that it issues, and weights whose gradients come late."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, list[str]] = {0: [], 1: []}
+        self.names: dict[int, tuple[int, str]] = {}  # of weights, by id
+        self.add = overlap._add_to
+
+    def step(self, world: World, reading: Reading, plan: Plan) -> None:
+        group, mine = world.group(("tp",)), self.seen[world.rank]
+        issue = group.all_reduce
+
+        def issued(tensor: torch.Tensor, **how: str) -> object:
+            mine.extend(["sum"] if how["action"].startswith("B(model.layers.1") else [])
+            return issue(tensor, **how)
+
+        with build(reading, plan, world=world) as engine, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(group, "all_reduce", issued)
+            for name, parameter in engine.player.state.subject.parameters.items():
+                self.names[id(parameter)] = world.rank, name
+            engine.step(engine.share(batches(1)[0]))
+
+    def added(self, leaf: torch.Tensor, gradient: Callable[[], torch.Tensor]) -> None:
+        rank, name = self.names[id(leaf)]
+        self.seen[rank] += [name.removeprefix("model.layers.1.").removesuffix(".weight")] if "layers.1" in name else []
+        self.add(leaf, gradient)
+
+
+def test_weights_of_columns_wait_until_the_sum_of_their_input_is_under_way(monkeypatch: pytest.MonkeyPatch):
+    reading, plan = planned(llama(), Mesh(tp=2))
+    orders = Orders()
+    monkeypatch.setattr(overlap, "_add_to", orders.added)
+    on_threads(lambda world: orders.step(world, reading, plan), plan.mesh)
+    for seen in orders.seen.values():
+        assert [seen[0], seen[3]] == ["sum", "sum"]
+        assert set(seen[1:3]) == {"mlp.gate_proj", "mlp.up_proj"}
+        assert set(seen[4:]) == {f"self_attn.{name}_proj" for name in "qkv"}
+
+
+@pytest.mark.parametrize("strategies", [(Line(chunks=2),), (Line(chunks=2), Sequence())], ids=["whole", "slices"])
+def test_half_precision_is_computed_and_sent_in_half(strategies: tuple[Strategy, ...]):
+    torch.manual_seed(0)
+    model = llama()
+    reading, plan = planned(model, Mesh(tp=2), strategies, length=LENGTH, precision=Precision(compute="bfloat16"))
+    assert trace(reading, plan).passed
+    alone_reading, alone = planned(model, Mesh(), (), length=LENGTH, precision=Precision(compute="bfloat16"))
+    found = [
+        on_threads(lambda world, r=r, p=p: told(world, r, p), p.mesh)[0] for r, p in ((reading, plan), (alone_reading, alone))
+    ]
+    assert found[0] == pytest.approx(found[1], rel=2e-2)
+
+
+def told(world: World, reading: Reading, plan: Plan) -> list[float]:
+    """The loss and the norm of the gradients of a step: all weights count in it."""
+    with build(reading, plan, world=world) as engine:
+        metrics = engine.step(engine.share(batches(1, length=LENGTH)[0]))
+        return [metrics.loss, metrics.grad_norm]
+
+
+def test_no_chunk_at_all_is_refused():
+    with pytest.raises(PlanError, match=r"strategies.line.chunks: chunks = 0\n.*from 1 up"):
+        planned(llama(), Mesh(tp=2), (Line(chunks=0),))
