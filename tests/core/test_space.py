@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from meshwright.core.anatomy import ROOT, Anatomy, Weight
 from meshwright.core.cut import Cut
-from meshwright.core.layout import I, Layout, P, R, S
+from meshwright.core.layout import FLAT, I, Layout, P, R, S
 from meshwright.core.mesh import AXES, Mesh
 from meshwright.core.space import Home, Space
 
@@ -55,6 +55,16 @@ def test_bundles_come_in_the_order_in_which_backward_completes_them():
         (ROOT, None),
     ]
     assert [bundle.numel for bundle in bundles] == [4, 6, 10, 1]
+
+
+def test_slices_of_unlike_sizes_lie_apart_so_that_what_is_whole_lies_alike_on_all_ranks():
+    def shard(home: Home) -> Home:
+        sliced = Layout.of({"tp": S(0)} if home.weight.name == "one.weight" else {})
+        return replace(home, layout=sliced, grad=sliced.with_place("dp_shard", S(FLAT)))
+
+    for tp, names in ((2, ["two", "one", "embed+head", ROOT]), (3, ["two", "one", "one in uneven slices", "embed+head", ROOT])):
+        space = Space.one_device(Mesh(dp_shard=2, tp=tp), MODEL).with_homes(shard)
+        assert sorted(bundle.name.replace(" over dp_shard", "") for bundle in space.bundles()) == sorted(names)
 
 
 def test_weights_that_are_summed_over_other_axes_travel_apart():

@@ -116,6 +116,7 @@ def test_units_lie_as_the_forward_takes_them(inside: Inside, cuts: dict[str, tup
         lambda block, x: block.down(block.up(x) * block.up(x).mean(-1, keepdim=True)),
         lambda block, x: block.down(block.up(x).cumsum(-1)),
         lambda block, x: block.down(block.up(x) * block.scale),  # a weight per feature, which nobody cuts
+        lambda block, x: block.down(block.up(x) * (1 + block.scale)),
         lambda block, x: block.down(block.up(x).flip(-1)),  # an operation of which nothing is known
         lambda block, x: block.down(block.up(x)) + block.up(x).sum(-1, keepdim=True),  # features that glue needs too
         lambda block, x: block.down(torch.cat([block.up(x)[..., 1:], block.up(x)[..., :1]], -1)),  # in another order

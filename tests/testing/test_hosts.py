@@ -171,6 +171,8 @@ def test_everything_is_gone_after_an_error_in_the_body() -> None:
             made.append(two[0].switch)
             assert set(made) <= set(names())
             left.append(subprocess.Popen(["ip", "netns", "exec", made[0], "sleep", "100"]))
+            while not subprocess.check_output(["ip", "netns", "pids", made[0]], text=True).split():
+                time.sleep(0.02)  # until it is there
             raise KeyError("planted")
 
     made: list[str] = []

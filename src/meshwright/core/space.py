@@ -241,12 +241,14 @@ class Space:
     def bundles(self, *, frozen: bool = False) -> tuple[Bundle, ...]:
         """The bundles in the order in which backward completes them; with `frozen`, those of weights without gradients."""
         found: dict[tuple, list[Home]] = {}
+        uneven = {home.weight.name for home in (self.whole or self).homes if self._uneven(home)}
         for home in self.homes:
             if home.weight.trainable != frozen:
                 weight, grain = home.weight, (home.grain, home.apart) if home.flat else ()
-                key = (weight.visits, weight.dtype, tuple(home.moves().items()), home.flat, home.in_shards, grain)
+                apart = weight.name in uneven
+                key = (weight.visits, weight.dtype, tuple(home.moves().items()), home.flat, home.in_shards, grain, apart)
                 found.setdefault(key, []).append(home)
-        bundles = [self._bundle(homes) for homes in found.values()]
+        bundles = [self._bundle(homes, uneven=homes[0].weight.name in uneven) for homes in found.values()]
         return tuple(sorted(bundles, key=self._completion))
 
     def all_bundles(self) -> tuple[Bundle, ...]:
@@ -267,12 +269,21 @@ class Space:
         """The weights whose gradients would reach the optimizer as summands."""
         return (home for home in self.homes if home.weight.trainable and home.grad.axes("P"))
 
-    def _bundle(self, homes: list[Home]) -> Bundle:
+    def _uneven(self, home: Home) -> bool:
+        """Whether ranks keep slices of unlike sizes in an arena: one of their own, so that what is whole lies alike on all.
+
+        Where it lies decides the last bit of products and steps, and copies must stay equal to the bit. Owners step whole ones.
+        """
+        sizes = {axis: home.weight.cut(dim).units for axis, dim in home.cut.items()}
+        return bool(home.flat) and not home.apart and any(units % self.mesh.size(axis) for axis, units in sizes.items())
+
+    def _bundle(self, homes: list[Home], *, uneven: bool) -> Bundle:
         first = homes[0]
         name = "+".join(first.weight.visits) + ("" if first.weight.trainable else " frozen")
         name += f" {first.weight.dtype}" if first.weight.dtype else ""
         apart = [axis for axis in first.moves() if axis not in self.data_axes]
         name += f" over {' '.join(apart)}" if apart else ""
+        name += " in uneven slices" if uneven else ""
         if first.flat and first.grain != "element":
             name += f" by owner along {' '.join(first.apart)}" if first.apart else f" by {first.grain}"
         weights = [home.weight for home in homes]

@@ -11,7 +11,7 @@ from the layer that has them to those that use them. A tensor by head that a blo
 computes) is a source too, by the name of the block's argument. `model/pairing.py` reads the layers off from what is found here.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.model.adapters import is_adapted
 from meshwright.model.carried import NONE, Carried, Numbers, given_out
@@ -74,6 +75,7 @@ class Flow(TorchDispatchMode):
         super().__init__()
         self._depth = 0
         self._parameters: Mapping[int, str] = {}
+        self._made: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()  # what is made of a parameter alone
         self._in_glue: Callable[[], bool] = lambda: False
         self._lasting = np.zeros(0, dtype=bool)  # by number: whether it is of a table
 
@@ -219,12 +221,16 @@ class Flow(TorchDispatchMode):
         return bool(self._lasting[numbers[numbers != NONE]].all())
 
     def _meet(self, args: tuple[Any, ...], out: object) -> None:
-        """Parameters that are used beside features: every rank uses them with its own."""
-        if isinstance(out, torch.Tensor) and (numbers := self.carried.of(out)) is not None:
-            for each in tensors(args):
-                name = self._parameters.get(id(each))
-                if name is not None:
-                    self.met.setdefault(name, []).append(numbers)
+        """Parameters that are used beside features, they or what is made of them alone (1 + weight): all ranks use them."""
+        if not isinstance(out, torch.Tensor):
+            return
+        names = [self._parameters.get(id(each), self._made.get(each)) for each in tensors(args)]
+        numbers = self.carried.of(out)
+        if numbers is not None:
+            for name in filter(None, names):
+                self.met.setdefault(name, []).append(numbers)
+        elif names and names[0] is not None and set(names) == {names[0]}:
+            self._made[out] = names[0]
 
 
 def kinds_of(module: nn.Module) -> dict[str, str]:

@@ -27,12 +27,12 @@ FALCON = {name: value for name, value in DECODER.items() if name not in ("interm
 FALCON |= {**NO_DROPOUT, "ffn_hidden_size": 29, "bias": True, **ENDS}
 
 
-def of(family: str, head: str, **fields: object) -> Callable[..., nn.Module]:
-    """A factory of the model; what it is called with are more fields of its config."""
+def of(family: str, head: str, config: str = "", **fields: object) -> Callable[..., nn.Module]:
+    """A factory of the model; what it is called with are more fields of its config, named as the family or `config`."""
 
     def build(**more: object) -> nn.Module:
-        config = getattr(transformers, f"{family}Config")(**{**fields, **more})
-        return getattr(transformers, f"{family}{head}")(config)
+        made = getattr(transformers, config or f"{family}Config")(**{**fields, **more})
+        return getattr(transformers, f"{family}{head}")(made)
 
     return build
 
@@ -40,6 +40,7 @@ def of(family: str, head: str, **fields: object) -> Callable[..., nn.Module]:
 FAMILIES: dict[str, Callable[..., nn.Module]] = {
     "llama": of("Llama", "ForCausalLM", **GROUPED),
     "qwen3": of("Qwen3", "ForCausalLM", **GROUPED, head_dim=4),  # norms over single heads
+    "gemma3": of("Gemma3", "ForCausalLM", "Gemma3TextConfig", **GROUPED, head_dim=4),  # its norms multiply by 1 + weight
     "gpt2": of(
         *("GPT2", "LMHeadModel"),
         **{"vocab_size": WORDS, "n_embd": 24, "n_layer": 2, "n_head": 6, "n_positions": 16, "n_inner": 29, "use_cache": False},

@@ -77,6 +77,15 @@ def test_packed_and_interleaved_heads_equal_one_device(family: str, more: dict[s
     assert trace(reading, plan).passed
 
 
+def test_a_table_that_is_called_with_more_than_words_equals_one_device():
+    sizes = {"vocab_size": 67, "hidden_size": 24, "ffn_dim": 28, "num_hidden_layers": 1, "num_attention_heads": 6}
+    config = transformers.OPTConfig(
+        **sizes, word_embed_proj_dim=24, max_position_embeddings=16, use_cache=False
+    )  # positions: a mask
+    reading, plan = planned(transformers.OPTForCausalLM(config), Mesh(dp_shard=2, tp=2), (*SQUARE, Vocabulary()))
+    agrees(reading, plan, 4)
+
+
 def test_norms_of_single_heads_are_whole_and_their_gradients_summed():
     sizes = {**EVEN, "num_hidden_layers": 2, "use_cache": False, "tie_word_embeddings": False}
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))

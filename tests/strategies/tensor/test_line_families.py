@@ -1,4 +1,4 @@
-"""Unmodified models of nine families, divided by heads and widths: every number as on one device, alone and together."""
+"""Unmodified models of ten families, divided by heads and widths: every number as on one device, alone and together."""
 
 import pytest
 
@@ -13,6 +13,7 @@ from meshwright.strategies.data.zero import Zero
 from meshwright.strategies.memory.recompute import Recompute
 from meshwright.strategies.tensor import grouped
 from meshwright.strategies.tensor.line import Line
+from meshwright.strategies.tensor.vocabulary import Vocabulary
 from tests.strategies.tensor.families import FAMILIES, batches, loss_of, planned, read_family
 
 ALONE = [(family, 3) for family in FAMILIES] + [("gpt2", 2), ("t5", 2), ("bert", 4), ("falcon, alibi", 4)]
@@ -24,6 +25,7 @@ TOGETHER = {
     "copies of qwen3, few keys": ("qwen3", Mesh(dp_replicate=2, tp=4), COPIES),
     "shards of phi3": ("phi3", Mesh(dp_shard=2, tp=2), SHARDS),
     "shards of falcon, few keys": ("falcon", Mesh(dp_shard=2, tp=2), SHARDS),
+    "shards of bert, and its words": ("bert", Mesh(dp_shard=2, tp=2), (Line(), Vocabulary(), *SHARDS[1:])),  # 31 and 30 words
     "shards of gpt-neox, recomputed": ("gpt-neox", Mesh(dp_shard=2, tp=2), (*SHARDS, Recompute())),
 }
 

@@ -46,7 +46,7 @@ def in_chunks(x: torch.Tensor, chunks: int, compute: Callable[[torch.Tensor], to
 
     `send(y, meanwhile)` moves y, and calls `meanwhile()` while it is under way.
     """
-    if min(chunks, x.shape[0]) == 1:
+    if chunks == 1 or x.shape[0] == 1:
         return send(compute(x), None)
     parts = x.tensor_split(min(chunks, x.shape[0]))
     mode, ready = torch.is_grad_enabled(), [compute(parts[0])]

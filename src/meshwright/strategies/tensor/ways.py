@@ -1,7 +1,6 @@
 """What follows from where a layer takes its input from, and where its output goes: the word that all divided matrices share.
 
-A technique says, for each role of a layer, which side of the weight is cut along which axis, what becomes of the input before the
-product, and what of the output behind it. That is a `Way`:
+A `Way` is what a technique says of a role: which side of the weight is cut along which axis, what becomes of input and output.
 
     x --into--> x' --product with this rank's slice of the weight--> y' --out--> y          (+ bias, where the out side is whole)
 
@@ -10,9 +9,7 @@ product, and what of the output behind it. That is a `Way`:
 
 Parameters of the layer that are not cut are `shared` along an axis whose ranks use them on different slices of the stream (a norm
 on slices of the sequence, a bias added to one): they are R there while the layer runs, and backward sums their gradients.
-
-Here it is read three times: the weights' layouts, the collectives that a program books in F and B, and the layer's forward. The
-gradient of a move is the move between the adjoint places (core/layout.py), so that nothing is said of backwards.
+Of backwards nothing is said: the gradient of a move is the move between the adjoint places (core/layout.py).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -38,7 +35,7 @@ from meshwright.model.linears import lies_transposed
 from meshwright.strategies.tensor.overlap import Meanwhile, in_chunks, product, sizes
 
 Held = Mapping[str, Any]  # the parameters of a layer by their own names: tensors, or None
-Compute = Callable[[Runtime, nn.Module, Held, torch.Tensor], torch.Tensor]
+Compute = Callable[..., torch.Tensor]  # of a runtime, a module, its parameters, and what the module is called with
 WIDTH = S(-1)  # the place of a tensor of which each rank has a slice of the last dim
 
 
@@ -96,6 +93,7 @@ class Way:
         return "out" if scattered and weight.side(self.cut[axis]) is None else self.cut[axis]
 
 
+Leaves = tuple[tuple[str, str], ...]  # parameters of a layer by their own names, and the axes that share them
 Came = MutableMapping[torch.Tensor, torch.Tensor]  # of what a gate has moved, what it was made of
 Ways = Mapping[str, Way]  # by role; that of a single layer by its name
 Met = tuple[int, Call, Way]  # a call, with its number among those of the model
@@ -162,18 +160,17 @@ def filled(runtime: Runtime, ways: Ways) -> None:
 def linear(runtime: Runtime, module: nn.Module, held: Held, x: torch.Tensor) -> torch.Tensor:
     """The product with, and the bias of, the slice of the weight that a linear layer holds."""
     weight, bias, transposed = held["weight"], held.get("bias"), lies_transposed(module)
-    waits = later(x)
-    if waits is None:
+    if (waits := later(x)) is None:
         return F.linear(x, weight.t() if transposed else weight, bias)
     return product(x, weight, bias, waits, transposed=transposed)
 
 
-def own(runtime: Runtime, module: nn.Module, held: Held, x: torch.Tensor) -> torch.Tensor:
+def own(runtime: Runtime, module: nn.Module, held: Held, *given: Any, **named: Any) -> torch.Tensor:
     """What `module` itself computes, with the parameters `held`."""
     before = dict(module._parameters)
     try:
         module._parameters.update(held)
-        return type(module).forward(module, x)
+        return type(module).forward(module, *given, **named)
     finally:
         module._parameters.update(before)
 
@@ -199,16 +196,19 @@ def _gated(
 
 
 def _forward(
-    runtime: Runtime, way: Way, shared: tuple[tuple[str, str], ...], came: Came, module: nn.Module, x: torch.Tensor
+    runtime: Runtime, way: Way, shared: Leaves, came: Came, module: nn.Module, x: Any, *more: Any, **named: Any
 ) -> torch.Tensor:
-    given = came.get(x, x)
+    given: Any = x if x is None else came.get(x, x)
     x = x if given is not x else moved(runtime, x, way.into)
     held: dict[str, Any] = dict(module._parameters)
     for leaf, axis in shared:
         held[leaf] = runtime.move(held[leaf], axis, I, R)
     bias = held.get("bias") if way.out is not None and way.out.src == P else None
     held |= {} if bias is None else {"bias": None}  # added once, to the sum
-    compute = partial(way.compute, runtime, module, held)
+
+    def compute(x: Any) -> torch.Tensor:
+        return way.compute(runtime, module, held, x, *more, **named)
+
     with _kept(runtime, way, given):
         y = in_chunks(x, way.chunks, compute, lambda y, meanwhile: moved(runtime, y, way.out, meanwhile))
     return y if bias is None else y + bias
