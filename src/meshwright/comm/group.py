@@ -154,6 +154,14 @@ class Group(ABC):
     def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = "backend") -> Work:
         """Sum `tensor` over the group, in place, by one of `comm.algorithms.NAMES`."""
 
+    def summed(self, tensor: torch.Tensor, *, action: str = "") -> tuple[torch.Tensor, Work]:
+        """New memory of the shape of `tensor`, contiguous, and the all_reduce that fills it with the sum over the group.
+
+        `tensor`, which may have any strides, is left alone; nobody may change it before the work has ended.
+        """
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        return total, self.all_reduce(total, action=action)
+
     @abstractmethod
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
         """Fill `output` (size x tensor.numel() elements) with every rank's `tensor`, in rank order."""

@@ -90,7 +90,10 @@ class _Move(torch.autograd.Function):
         group, src, dst, action = ctx.way
         (grad,) = grads
         back = f"{action} backward".strip() if isinstance(action, str) else action
-        return move(grad, group, dst.adjoint, src.adjoint, back, partial(_all, ctx.later)), None, None, None, None, None
+        after = partial(_all, ctx.later)
+        if torch.is_grad_enabled():  # somebody wants the gradient of this gradient
+            return move(grad, group, dst.adjoint, src.adjoint, back, after), None, None, None, None, None
+        return _act(grad, group, dst.adjoint, src.adjoint, _name(back), after), None, None, None, None, None
 
 
 def _all(later: Later) -> None:
@@ -135,8 +138,8 @@ def _act(
 
 def all_reduce(tensor: torch.Tensor, group: Group, action: str = "", meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
     """The sum of all ranks' `tensor`; same shape, new memory."""
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    _ended(group.all_reduce(total, action=action), meanwhile)
+    total, work = group.summed(tensor, action=action)
+    _ended(work, meanwhile)
     return total
 
 

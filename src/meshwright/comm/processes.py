@@ -94,9 +94,18 @@ class TorchGroup(Group):
         call = announce(self, "all_reduce", tensor, action=action, algorithm=algorithm)
         if algorithm != BACKEND:
             return self._play(call, _flat(tensor))
-        if self.on_gloo and self.size == 2 and tensor.nbytes <= PAIR_MOST:
-            return self._exchange(call, _flat(tensor))
+        if self._exchanges(tensor):
+            return self._exchange(call, _flat(tensor), _flat(tensor))
         return self._issue(call, partial(self._summed, _flat(tensor)), keep=(tensor,))
+
+    def summed(self, tensor: torch.Tensor, *, action: str = "") -> tuple[torch.Tensor, Work]:
+        """A new sum, as in `Group`; a pair makes it of both summands, without a copy of its own."""
+        if not self._exchanges(tensor):
+            return super().summed(tensor, action=action)
+        tensor = tensor.detach().contiguous()
+        total = torch.empty_like(tensor)
+        call = announce(self, "all_reduce", tensor, action=action)
+        return total, self._exchange(call, _flat(tensor), _flat(total))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
         """Fill `output` (size x tensor.numel() elements) with every rank's `tensor`, in rank order."""
@@ -163,13 +172,16 @@ class TorchGroup(Group):
         # straight to the backend: what torch.distributed asks first is known here, and took 12 us of a busy machine's time
         return self._joined.allreduce([tensor], self._sum)
 
-    def _exchange(self, call: Call, flat: torch.Tensor) -> Work:
-        """Sum `flat` over a pair: a + b is b + a, to the bit."""
+    def _exchanges(self, tensor: torch.Tensor) -> bool:
+        return self.on_gloo and self.size == 2 and tensor.nbytes <= PAIR_MOST
+
+    def _exchange(self, call: Call, flat: torch.Tensor, total: torch.Tensor) -> Work:
+        """Sum `flat` over a pair, into `total`: a + b is b + a, to the bit."""
         split = [0, flat.numel()] if self.index == 0 else [flat.numel(), 0]
 
         def issue(arrived: torch.Tensor) -> Work:
             start = partial(self._exchanged, arrived, flat, split)
-            return self._issue(call, start, keep=(flat, arrived), finish=partial(sum_into, flat, (flat, arrived)))
+            return self._issue(call, start, keep=(flat, arrived), finish=partial(sum_into, total, (flat, arrived)))
 
         return self._arrivals.receive(flat, issue)
 
