@@ -26,7 +26,11 @@ from docs.algorithm_pages import algorithm_pages
 from docs.essay import NOTE, PACKAGE, Essay, cell, markdown
 
 ROOT = Path(__file__).parents[1]
-SHARED = ("tensor/overlap", "tensor/refusals", "tensor/ways")  # what the techniques of a family share: no technique itself
+# what the techniques of a family share: no technique itself
+SHARED = (
+    *(f"pipeline/{name}" for name in ("counts", "fill", "greedy", "order", "spans")),
+    *(f"tensor/{name}" for name in ("booking", "joined", "overlap", "refusals", "ways")),
+)
 FOLDERS = ("docs/techniques", "docs/algorithms")
 COVERAGE, COVERAGE_SOURCE = "benchmarks/results/model_coverage.json", "benchmarks/model_coverage.py"
 

@@ -16,6 +16,8 @@ ORGANS = frozenset({"core", "engine", "comm", "planner", "verifier", "run", "rep
 
 ORDINARY = {
     "batch": "the samples of one step, job.train.batch",
+    "given": "what a user or a caller gave",
+    "interleaved": "the samples of several sources by turns",
     "line": "a line of text or source",
     "master": "the host and port where processes meet, as torch and its MASTER_ADDR have it",
     "replicate": "half of the name of the mesh axis dp_replicate",

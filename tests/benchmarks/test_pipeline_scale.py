@@ -1,0 +1,23 @@
+"""The cases of scale are whole schedules, and a broken one is not timed."""
+
+import pytest
+
+from benchmarks.pipeline_scale import CASES, planned
+from meshwright.core.mesh import Mesh
+from meshwright.strategies.pipeline import one_f_one_b
+from meshwright.strategies.pipeline.order import Order
+
+
+def test_a_case_is_made_checked_played_and_placed():
+    mesh, make = CASES["interleaved, 16 stages x 8 chunks x 8 micro-batches, 16,384 ranks"]
+    assert mesh.world == 16_384
+    found = dict(planned(mesh, make))
+    assert list(found) == ["made", "checked", "played", "placed"]
+    assert all(seconds >= 0 for seconds in found.values())
+
+
+def test_a_schedule_with_a_fault_is_not_timed():
+    right = one_f_one_b.order(2, 3)
+    broken = Order(right.stages, (right.slots[0], (*right.slots[1], right.slots[1][0])))
+    with pytest.raises(ValueError, match="rank 1 does F0 of stage 1 2 times"):
+        list(planned(Mesh(pp=2), lambda: broken))
