@@ -4,12 +4,12 @@ import json
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import psutil
 
@@ -107,12 +107,48 @@ class Result:
             detail=rows,
         )
 
+    def beside(self, before: Mapping[str, Any]) -> Self:
+        """This result, whose rows were measured anew, beside those of `before`, a stored one, that were not.
+
+        Each row says when and at which commit it was measured; the figure shown is that of the worst of all of them.
+        """
+        then, now = {"date": before["date"], "commit": before["commit"]}, {"date": self.date, "commit": self.commit}
+        rows: dict[str, Any] = {name: {"measured": then, **row} for name, row in before["detail"].items() if _is_row(row)}
+        rows |= {name: {**row, "measured": now} for name, row in self.detail.items() if isinstance(row, Mapping)}
+        worst = max(rows.values(), key=lambda row: row["cpu"]["ratio"]["high"] / row["cpu"]["bar"])
+        ratio = worst["cpu"]["ratio"]
+        return replace(
+            self,
+            values=worst["cpu_ratios"],
+            median=ratio["median"],
+            spread=(ratio["low"], ratio["high"]),
+            bar=worst["cpu"]["bar"],
+            holds=overall(row["cpu"]["holds"] for row in rows.values()),
+            repeats=min(len(row["cpu_ratios"]) for row in rows.values()),
+            discarded=sum(row["discarded"] for row in rows.values()),
+            detail={**before["detail"], **rows},
+        )
+
     def write(self, name: str, folder: Path = RESULTS) -> Path:
         """Write `folder/NAME.json` and return its path."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{name}.json"
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         return path
+
+
+def stored(name: str, folder: Path = RESULTS) -> dict[str, Any]:
+    """The result that `folder` holds of the benchmark `name`, as it was written."""
+    return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def unresolved(result: Mapping[str, Any]) -> tuple[str, ...]:
+    """The rows of a stored result in which the noise was too large to tell."""
+    return tuple(name for name, row in result["detail"].items() if _is_row(row) and row["cpu"]["holds"] == "unresolved")
+
+
+def _is_row(value: object) -> bool:
+    return isinstance(value, Mapping) and "cpu_ratios" in value
 
 
 def machine() -> dict[str, object]:

@@ -47,7 +47,8 @@ def planned(plan: Plan, case: Case) -> dict[str, Fraction]:
     for action in plan.program.actions(ROLE):
         part = part_of(action.name, case)
         for move in action.moves if part in found else ():
-            found[str(part)] += Fraction(moved_bytes(move, plan.mesh.extent(move.axes))[1])
+            sent = moved_bytes(move, plan.mesh.extent(move.axes))[1]
+            found[str(part)] += Fraction(sent).limit_denominator(10**6)  # a third of a byte is one
     return found
 
 

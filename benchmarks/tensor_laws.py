@@ -1,9 +1,11 @@
 """The laws of what divided matrices send, and the cases that `tensor_bytes` holds against them.
 
     1-D, per layer and micro-batch, t ranks, S = b s h elements of the stream, w bytes each on the wire:
-        k forward sums, k' backward ones, each 2 S w (t-1)/t            Llama, GPT-2, NeoX 2 and 2; a T5 decoder 3 and 4: the keys
-                                                                        and values of the encoder give its stream a gradient
-        with a divided sequence, 2 k gathers and scatters either way, S w (t-1)/t each: as many bytes; 5 k where inputs are
+        m forward sums, d backward ones, each 2 S w (t-1)/t: m sums end in the stream, and d tensors are taken in by columns
+        layers. Llama, GPT-2 2 and 2; parallel residuals 1 and as many as there are norms: NeoX and Falcon with a norm for each
+        1 and 2, Falcon 7B 1 and 1; a T5 decoder 3 and 4: the keys and values of the encoder give its stream a gradient. In the
+        paper's words 4 k b s h (t-1)/t elements, k = (m + d)/2
+        with a divided sequence, m + d gathers and scatters either way, S w (t-1)/t each: as many bytes; d more where inputs are
         gathered again. Each layer's norms and whole biases, n elements: 2 n w' (t-1)/t, w' bytes of a gradient. The encoder's
         stream, which a T5 decoder takes whole, is summed as in 1-D
         of fewer keys than ranks: 2 n w' (t-1)/t, n the elements of their weights
@@ -46,24 +48,33 @@ Amount = Callable[["Case"], Fraction]
 class Layer:
     """The block of a family that is looked at: its name, the sums of a forward and of a backward, and what ranks share of it.
 
-    `shared` are the elements of norms and of biases that are added to sums, `taken` and `given` the widths that linears take in
-    (each tensor once) and give out, of the even sizes.
+    `shared` are the elements of norms and of biases that are added to sums, `whole` those of weights of which ranks use the same
+    rows. `kind` is what is special about the family, and `layers` the fields of its config that say so.
     """
 
     family: str
     name: str
-    layers: Mapping[str, int]
+    layers: Mapping[str, object]
     forward: int
     backward: int
     shared: int
     alone: int = 0  # of `backward`, those of tensors that no slice is taken of
+    whole: int = 0
+    kind: str = ""
 
 
 H, INNER = ODD["hidden"], ODD["inner"]
 LAYERS = (
     Layer("llama", "model.layers.1", {"num_hidden_layers": 3}, 2, 2, 2 * H),
     Layer("gpt2", "transformer.h.1", {"n_layer": 3}, 2, 2, 6 * H),
-    Layer("gpt-neox", "gpt_neox.layers.1", {"num_hidden_layers": 3}, 2, 2, 6 * H),
+    Layer("gpt-neox", "gpt_neox.layers.1", {"num_hidden_layers": 3}, 1, 2, 6 * H),
+    Layer("falcon", "transformer.h.1", {"num_hidden_layers": 3}, 1, 2, 6 * H),
+    Layer(
+        *("falcon", "transformer.h.1", {"num_hidden_layers": 3, "new_decoder_architecture": False, "multi_query": True}, 1, 1),
+        shared=4 * H,
+        whole=(ODD["heads"] + 2) * ODD["head"] * (H + 1),  # one key for all heads: q, k and v lie in one weight, with its bias
+        kind="7B",
+    ),
     Layer("t5", "decoder.block.1", {"num_layers": 3}, 3, 4, 3 * H, alone=1),
 )
 
@@ -84,7 +95,8 @@ class Case:
     def __str__(self) -> str:
         micros = f", {self.micros} micro-batches" if self.micros > 1 else ""
         wire = f", {self.precision.compute}" if self.precision.compute else ""
-        return f"{self.layer.family}, {self.how}, {self.mesh.world} ranks{micros}{wire}"
+        kind = f" {self.layer.kind}" if self.layer.kind else ""
+        return f"{self.layer.family}{kind}, {self.how}, {self.mesh.world} ranks{micros}{wire}"
 
     @property
     def family(self) -> Family:
@@ -129,12 +141,7 @@ def cases() -> Iterator[Case]:
                 yield Case(layer, "line", mesh, (Line(),), {"F": forward, "B": backward}, micros, precision)
                 for again in (False, True):
                     how = "sequence, gathered again" if again else "sequence"
-                    law = {
-                        "F": forward,
-                        "B": (lambda case: backward(case) + shared(case) + once_more(case))
-                        if again
-                        else (lambda case: backward(case) + shared(case)),
-                    }
+                    law = {"F": forward_in_slices, "B": backward_again if again else backward_in_slices}
                     yield Case(layer, how, mesh, (Line(), Sequence(again=again)), law, micros, precision)
         law = {"F_LEAN": forward, "RERUN": forward, "B": backward}
         yield Case(layer, "line, recompute", Mesh(tp=3), (Line(), Recompute()), law)
@@ -146,28 +153,48 @@ def cases() -> Iterator[Case]:
 
 
 def forward(case: Case) -> Fraction:
-    """The sums of forwards, or what gathers and scatters make of them."""
-    return case.layer.forward * _summed(case.stream * case.width, case.mesh.tp)
+    """The sums of forwards."""
+    return case.layer.forward * _streams(case)
 
 
 def backward(case: Case) -> Fraction:
-    """The sums of backwards, likewise."""
-    return case.layer.backward * _summed(case.stream * case.width, case.mesh.tp)
+    """The sums of backwards, and those of the gradients of weights that ranks share."""
+    return case.layer.backward * _streams(case) + _gradients(case, case.layer.whole)
 
 
-def once_more(case: Case) -> Fraction:
-    """What columns layers take in, gathered again; of a tensor that was never cut there is nothing to gather."""
-    return (case.layer.backward - case.layer.alone) * _summed(case.stream * case.width, case.mesh.tp) / 2
+def forward_in_slices(case: Case) -> Fraction:
+    """A scatter of every sum, and a gather of what columns layers take in slices of: half of a sum of all either."""
+    return (case.layer.forward + _taken(case)) * _streams(case) / 2
 
 
-def shared(case: Case) -> Fraction:
-    """The gradients of norms and whole biases, per micro-batch."""
-    return case.micros * _summed(case.layer.shared * NBYTES[case.precision.parameters], case.mesh.tp)
+def backward_in_slices(case: Case) -> Fraction:
+    """Their gradients, the other way round, what is summed whole, and the gradients of norms and of whole biases."""
+    return forward_in_slices(case) + case.layer.alone * _streams(case) + _gradients(case, case.layer.whole + case.layer.shared)
+
+
+def backward_again(case: Case) -> Fraction:
+    """The same, and what columns layers take in, gathered again."""
+    return backward_in_slices(case) + _taken(case) * _streams(case) / 2
 
 
 def keys(case: Case) -> Fraction:
     """The gradients of keys and values that ranks share."""
-    return _summed(2 * ODD["keys"] * ODD["head"] * H * NBYTES[case.precision.parameters], case.mesh.tp)
+    return _gradients(case, 2 * ODD["keys"] * ODD["head"] * H)
+
+
+def _taken(case: Case) -> int:
+    """How many tensors columns layers take slices of."""
+    return case.layer.backward - case.layer.alone
+
+
+def _streams(case: Case) -> Fraction:
+    """A sum of the whole stream."""
+    return _summed(case.stream * case.width, case.mesh.tp)
+
+
+def _gradients(case: Case, numel: int) -> Fraction:
+    """Sums of the gradients of so many elements, per micro-batch."""
+    return case.micros * _summed(numel * NBYTES[case.precision.parameters], case.mesh.tp)
 
 
 def _summed(nbytes: int, ranks: int) -> Fraction:

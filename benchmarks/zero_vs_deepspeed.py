@@ -8,6 +8,7 @@ DeepSpeed lives in an environment of its own, which the first run makes (benchma
 because the library does not depend on it. CPU seconds of all ranks decide the time; a second DeepSpeed is the twin.
 
     python -m benchmarks.zero_vs_deepspeed            some fifteen minutes
+    python -m benchmarks.zero_vs_deepspeed --unresolved   anew the rows whose A/A was too wide; all else stays as it is
     python -m benchmarks.zero_vs_deepspeed --quick    a few rounds of each; writes nothing
 """
 
@@ -26,7 +27,7 @@ from typing import Any
 
 from benchmarks.method import Comparison, Rounds, Window, compare, measure, overall
 from benchmarks.ranks import Build, Ranks
-from benchmarks.result import ROOT, Result
+from benchmarks.result import ROOT, Result, stored, unresolved
 from benchmarks.workloads import HEAVY, deepspeed_zero, fresh_store, fsdp, sharded
 
 NAME = "zero_vs_deepspeed"
@@ -94,23 +95,30 @@ def main() -> None:
     if find_spec("deepspeed") is None:
         sys.exit(subprocess.run([_environment(), "-m", f"benchmarks.{NAME}", *sys.argv[1:]], cwd=ROOT, check=False).returncode)
     os.environ.update(DS_ACCELERATOR="cpu", DS_LOG_LEVEL="error")
-    memory = {}
-    for stage, ranks in ((2, 2), (2, 4), (3, 2), (3, 4)):
+    before = stored(NAME) if "--unresolved" in sys.argv[1:] else None
+    memory = {} if before is None else before["detail"]["peak MiB"]
+    for stage, ranks in ((2, 2), (2, 4), (3, 2), (3, 4)) if before is None else ():
         memory[f"stage {stage}, {ranks} ranks"] = peaks(stage, ranks, 1 if quick else STEPS, 1 if quick else STARTS)
         print(f"stage {stage}, {ranks} ranks, peak MiB: {memory[f'stage {stage}, {ranks} ranks']}", flush=True)
     found: dict[str, tuple[Rounds, Comparison, Comparison]] = {}
-    for ranks in (2, 4):
+    for ranks in (ranks for ranks in (2, 4) if before is None or title(ranks) in unresolved(before)):
         rounds = times(ranks, QUICK if quick else WINDOW)
         cpu, wall = (
             compare(rounds, "ours", base="DeepSpeed", twin="twin", bar=BAR, figure=figure) for figure in ("cpu_s", "wall_s")
         )
-        found[f"stage 3 / DeepSpeed, small, {ranks} ranks"] = (rounds, cpu, wall)
+        found[title(ranks)] = (rounds, cpu, wall)
         print(f"{ranks} ranks: cpu {cpu.ratio}, A/A {cpu.aa}, bar {BAR}, holds {cpu.holds}; wall {wall.ratio}", flush=True)
-    if not quick:
+    if not quick and found:
         smaller = all(median(row["ours"]) < median(row[name]) for row in memory.values() for name in row if name != "ours")
-        times_alone = Result.of_comparisons(NAME, CLAIM, found)
+        anew = Result.of_comparisons(NAME, CLAIM, found)
+        times_alone = anew if before is None else anew.beside(before)
         detail = {**times_alone.detail, "peak MiB": memory, "DeepSpeed": VERSION}
         print(replace(times_alone, holds=overall([times_alone.holds, smaller]), detail=detail).write(NAME))
+
+
+def title(ranks: int) -> str:
+    """The name of a row of the result."""
+    return f"stage 3 / DeepSpeed, small, {ranks} ranks"
 
 
 def _environment() -> str:

@@ -9,6 +9,7 @@ bfloat16 and sums float32, so do we: weights in bfloat16, masters and sums in fl
 CPU seconds of all ranks decide, wall seconds stand beside. A second loop of the peer is the twin that shows the noise.
 
     python -m benchmarks.zero_vs_torch           about an hour
+    python -m benchmarks.zero_vs_torch --unresolved   anew the rows whose A/A was too wide; the others stay as they are
     python -m benchmarks.zero_vs_torch --quick   a few rounds of each; writes nothing
 """
 
@@ -21,7 +22,7 @@ from typing import Any
 
 from benchmarks.method import Comparison, Rounds, Window, compare, measure
 from benchmarks.ranks import Build, Ranks
-from benchmarks.result import Result
+from benchmarks.result import Result, stored, unresolved
 from benchmarks.workloads import HEAVY, ddp, fresh_store, fsdp, sharded
 
 NAME = "zero_vs_torch"
@@ -88,17 +89,18 @@ def run(row: Row, window: Window) -> Rounds:
 
 def main() -> None:
     """Measure every row and write the result."""
-    quick = "--quick" in sys.argv[1:]
+    quick, before = "--quick" in sys.argv[1:], stored(NAME) if "--unresolved" in sys.argv[1:] else None
     found: dict[str, tuple[Rounds, Comparison, Comparison]] = {}
-    for row in rows():
+    for row in (row for row in rows() if before is None or str(row) in unresolved(before)):
         rounds = run(row, QUICK if quick else LARGE if row.workload == "large" else SMALL)
         cpu, wall = (
             compare(rounds, "ours", base=row.peer, twin="twin", bar=row.bar, figure=figure) for figure in ("cpu_s", "wall_s")
         )
         found[str(row)] = (rounds, cpu, wall)
         print(f"{row}: cpu {cpu.ratio}, A/A {cpu.aa}, bar {row.bar}, holds {cpu.holds}; wall {wall.ratio}", flush=True)
-    if not quick:
-        print(Result.of_comparisons(NAME, CLAIM, found).write(NAME))
+    if not quick and found:
+        result = Result.of_comparisons(NAME, CLAIM, found)
+        print((result if before is None else result.beside(before)).write(NAME))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.testing.spawn import ProcessPool
+from tests.forks import Forks
 
 torch.set_num_threads(1)
 
@@ -18,6 +19,13 @@ def process_pool() -> Iterator[ProcessPool]:
     """Gloo processes, at most 4, started when first used and shared by the whole session."""
     with ProcessPool() as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """The command as forks of a process that is started when first used and shared by the whole session."""
+    with Forks() as command:
+        yield command
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +41,7 @@ def nothing_is_left_behind() -> Iterator[None]:
         os.environ.update(environment)
     left = [thread for thread in threading.enumerate() if thread not in before]
     for thread in left:
-        thread.join(1.0)
+        thread.join(10.0)
     assert not [thread.name for thread in left if thread.is_alive()]
     joined = dist.is_initialized()
     if joined:

@@ -1,14 +1,21 @@
 """Stored weights from Python: a model that starts from them, and ranks that write what they trained."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 
 import meshwright as mw
 from meshwright.comm.group import World
 from meshwright.core.job import Optimizer, Train
+from meshwright.core.precision import Precision
 from meshwright.core.sources import DataSource, ModelSource
+from meshwright.core.strategy import Strategy
+from meshwright.strategies.data.batch import Batch
+from meshwright.strategies.data.replicate import Replicate
+from meshwright.strategies.data.zero import Zero
 from meshwright.testing.spawn import on_threads
 from tests.model.published import logits, published
 
@@ -40,6 +47,25 @@ def test_three_ranks_start_from_weights_and_the_first_writes_what_they_trained(t
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert all(torch.equal(value, first[2][name]) for name, value in loaded.named_parameters())
     assert not torch.equal(logits(loaded), logits(theirs))
+
+
+@pytest.mark.parametrize("strategies", [(Batch(), Replicate()), (Batch(), Zero(axis="dp_replicate", stage=3))])
+def test_what_has_masters_is_written_as_exactly_as_they_are(tmp_path: Path, strategies: tuple[Strategy, ...]):
+    theirs = published(tmp_path / "in")
+    reading = mw.read(lambda: transformers.LlamaForCausalLM(theirs.config), batch(), weights=str(tmp_path / "in"))
+    precision = Precision("bfloat16", "bfloat16", "float32", master="float32")
+    plan = mw.make_plan(reading, replace(JOB, precision=precision), mw.Mesh(dp_replicate=3), strategies)
+
+    def rank(world: World) -> dict[str, torch.Tensor]:
+        with mw.build(reading, plan, world=world) as engine:
+            engine.step(engine.share(batch()))
+            engine.export(tmp_path / "out", torch.float32)
+            return engine.player.parameters()
+
+    rounded, *_ = on_threads(rank, plan.mesh)
+    loaded = dict(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
+    assert all(torch.equal(loaded[name].bfloat16(), value) for name, value in rounded.items())
+    assert any(not torch.equal(loaded[name].double(), value.double()) for name, value in rounded.items())
 
 
 def test_a_plan_s_hash_names_the_stored_values(tmp_path: Path):

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from meshwright.run.checkpoint import compare
-from tests.commands import ENV, STEPS, Command, checkpoint, command, lay_out, metrics, steps_kept
+from tests.commands import ENV, STEPS, Command, Said, checkpoint, command, lay_out, metrics, steps_kept
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +64,19 @@ def test_a_run_says_what_it_did_and_where_everything_lies(left_alone):
 SHARED = "ranks of this host sum through shared memory"
 
 
-def test_the_log_says_whether_memory_was_shared_and_a_key_turns_it_off(config, left_alone, tmp_path):
-    run = tmp_path / "run"
-    words = ("--run.folder", run, "--train.steps", 20, "--run.shared_memory", "false")
-    assert command("train", config, *words)[0] == 0
-    assert SHARED in (left_alone[0] / "logs" / "rank-1.log").read_text()
-    assert SHARED not in (run / "logs" / "rank-1.log").read_text()
+@pytest.fixture(scope="module")
+def failed(config, forks) -> tuple[Path, Said]:
+    """The run of two ranks without shared memory, of which one raises in its third step; how the command ended."""
+    run = config.parent / "failed"
+    words = ("--run.folder", run, "--run.shared_memory", "false", "--model.source", f"{config.parent / 'model.py'}:fails")
+    return run, forks("train", config, *words)
+
+
+def test_the_log_says_whether_memory_was_shared_and_a_key_turns_it_off(left_alone, failed):
+    shared, alone = ((run / "logs" / "rank-1.log").read_text() for run in (left_alone[0], failed[0]))
+    assert SHARED in shared
+    assert SHARED not in alone
+    assert "rank 1 INFO" in alone
 
 
 @dataclass
@@ -91,7 +98,7 @@ class Trial:
         return running
 
 
-def test_a_run_that_is_killed_and_stopped_ends_like_one_left_alone(config, left_alone, commands, tmp_path):
+def test_a_run_that_is_killed_and_stopped_ends_like_one_left_alone(config, left_alone, commands, forks, tmp_path):
     run, chance = tmp_path / "run", random.Random(3)
     trial = Trial(config, run, commands)
 
@@ -102,14 +109,6 @@ def test_a_run_that_is_killed_and_stopped_ends_like_one_left_alone(config, left_
     assert "rank 1 was killed by signal 9" in err
     assert "Traceback" not in err, "the other rank only lost its peer"
 
-    everyone = trial.begin()
-    saves = chance.randrange(10, 40, 10)
-    everyone.until(lambda: any((run / "checkpoints").glob(f"step-*{saves}.partial-*")) or checkpoint(run, saves).exists())
-    ranks = everyone.ranks()
-    for process in [psutil.Process(everyone.process.pid), *ranks]:
-        process.kill()
-    assert everyone.output()[0] == -signal.SIGKILL
-
     stopped = trial.at_step(chance.randrange(45, 65, 5))
     stopped.process.send_signal(signal.SIGTERM)
     code, out, err = stopped.output()
@@ -119,7 +118,7 @@ def test_a_run_that_is_killed_and_stopped_ends_like_one_left_alone(config, left_
     assert f"stopped at step {step}, loss " in out
     assert checkpoint(run, step).is_dir()
 
-    code, out, err = command("train", config, "--run.folder", run)
+    code, out, err = forks("train", config, "--run.folder", run)
     assert (code, err) == (0, "")
     assert f"\nresumed from step {step}\n" in out
     assert metrics(run) == metrics(left_alone[0])
@@ -127,16 +126,16 @@ def test_a_run_that_is_killed_and_stopped_ends_like_one_left_alone(config, left_
     assert not list((run / "checkpoints").glob("*.partial-*"))
 
 
-def test_one_process_and_three_train_what_two_do(config, left_alone, tmp_path):
+def test_one_process_and_three_train_what_two_do(config, left_alone, forks, tmp_path):
     theirs = metrics(left_alone[0])
-    code, _, err = command("train", config, "--run.folder", tmp_path / "one", "--mesh.dp_replicate", 1)
+    code, _, err = forks("train", config, "--run.folder", tmp_path / "one", "--mesh.dp_replicate", 1)
     assert (code, err) == (0, "")
     mine = metrics(tmp_path / "one")
     assert [mine[step][2] for step in mine] == [theirs[step][2] for step in mine]
     assert all(mine[step][0] == pytest.approx(theirs[step][0], abs=1e-5) for step in mine)
 
     shutil.copytree(checkpoint(left_alone[0], 80), checkpoint(tmp_path / "three", 80))
-    code, out, err = command("train", config, "--run.folder", tmp_path / "three", "--mesh.dp_replicate", -1, "--world", 3)
+    code, out, err = forks("train", config, "--run.folder", tmp_path / "three", "--mesh.dp_replicate", -1, "--world", 3)
     assert (code, err) == (0, "")
     assert "resumed from step 80\nthe plan changed since that checkpoint: mesh.dp_replicate was 2, is 3" in out
     mine = metrics(tmp_path / "three")
@@ -155,10 +154,8 @@ def test_under_torchrun_a_rank_gives_the_same_bits(config, left_alone, tmp_path)
     assert (run / "plan.toml").exists()
 
 
-def test_the_traceback_of_the_rank_that_raised_is_shown_once(config, commands, tmp_path):
-    code, out, err = command(
-        "train", config, "--run.folder", tmp_path / "run", "--model.source", f"{config.parent / 'model.py'}:fails"
-    )
+def test_the_traceback_of_the_rank_that_raised_is_shown_once(failed):
+    code, out, err = failed[1]
     assert code == 1
     assert err.startswith("rank 1 failed at step 3 (training)\nTraceback")
     assert (out + err).count("Traceback") == 1
@@ -166,9 +163,9 @@ def test_the_traceback_of_the_rank_that_raised_is_shown_once(config, commands, t
     assert "in act" in err
 
 
-def test_a_full_disk_is_said_without_a_traceback_and_the_last_good_checkpoint_stays(config, left_alone, tmp_path):
+def test_a_full_disk_is_said_without_a_traceback_and_the_last_good_checkpoint_stays(config, left_alone, forks, tmp_path):
     run = tmp_path / "run"
-    code, _, err = command("train", config, "--run.folder", run, "--model.source", f"{config.parent / 'model.py'}:fills")
+    code, _, err = forks("train", config, "--run.folder", run, "--model.source", f"{config.parent / 'model.py'}:fills")
     assert code == 2
     assert err.startswith("error checkpoint: step 20 was not saved: writing failed on rank 0 (File too large)")
     assert "repair: " in err
@@ -178,8 +175,8 @@ def test_a_full_disk_is_said_without_a_traceback_and_the_last_good_checkpoint_st
     assert metrics(run) == {step: line for step, line in metrics(left_alone[0]).items() if step <= 20}
 
 
-def test_processes_verify_a_plan_and_name_it_in_a_file(config, left_alone, tmp_path):
-    code, out, err = command("verify", config, "--on", "processes", "--steps", 2, "--json", tmp_path / "verdict.json")
+def test_processes_verify_a_plan_and_name_it_in_a_file(config, left_alone, forks, tmp_path):
+    code, out, err = forks("verify", config, "--on", "processes", "--steps", 2, "--json", tmp_path / "verdict.json")
     assert (code, err) == (0, "")
     assert "dp_replicate 2 equals one device after 2 steps of build, on processes" in out
     verdict = json.loads((tmp_path / "verdict.json").read_text())

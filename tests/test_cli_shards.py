@@ -8,7 +8,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from tests.commands import Command, become_the_only_rank, checkpoint, command, forget_ranks, lay_out, said
+from tests.commands import Command, become_the_only_rank, checkpoint, forget_ranks, lay_out, said
 
 STEPS, EVERY = 40, 10
 ALONE = {"mesh": {"dp_replicate": 1}}
@@ -37,7 +37,7 @@ def metrics_of(run: Path) -> dict[int, tuple[float, float]]:
 
 
 @pytest.mark.timeout(300)
-def test_a_run_on_shards_that_is_killed_and_resharded_ends_like_one_device(tmp_path: Path, capsys, monkeypatch):
+def test_a_run_on_shards_that_is_killed_and_resharded_ends_like_one_device(tmp_path: Path, forks, capsys, monkeypatch):
     forget_ranks(monkeypatch)
     run = tmp_path / "run"
     first = config_of(tmp_path / "a", run, COURSES[0], STEPS)
@@ -52,7 +52,7 @@ def test_a_run_on_shards_that_is_killed_and_resharded_ends_like_one_device(tmp_p
     assert checkpoint(run, EVERY).is_dir()
 
     for letter, course, steps in (("b", COURSES[1], 30), ("c", COURSES[2], STEPS)):
-        code, out, err = command("train", config_of(tmp_path / letter, run, course, steps))
+        code, out, err = forks("train", config_of(tmp_path / letter, run, course, steps))
         assert (code, err) == (0, "")
         assert "\nresumed from step " in out
         assert "the plan changed since that checkpoint: " in out

@@ -13,7 +13,7 @@ import tqdm
 
 from meshwright.run import launch as launch_module
 from meshwright.run.launch import Outcome
-from tests.commands import LLAMA, TEXT, Said, become_the_only_rank, command, forget_ranks, lay_out, metrics, refuse_to_start, said
+from tests.commands import LLAMA, TEXT, Said, become_the_only_rank, forget_ranks, lay_out, metrics, refuse_to_start, said
 from tests.run.corpora import MARKED, TALKS, jsonl, tokenizer
 
 ROWS = [{"text": line, "id": n} for n, line in enumerate(TEXT.splitlines())]
@@ -88,13 +88,13 @@ def test_the_sources_are_those_beside_the_config(config, say, tmp_path, monkeypa
     assert say("plan", out)[0] == 0
 
 
-def test_a_run_goes_on_with_another_number_of_ranks_and_workers(config, say, monkeypatch):
+def test_a_run_goes_on_with_another_number_of_ranks_and_workers(config, say, forks, monkeypatch):
     with_data(config, MIXED)
     with monkeypatch.context() as alone:
         become_the_only_rank(alone)
         assert say("train", config, "--train.steps", 2, "--run.workers", 1)[0] == 0
         assert say("train", config, "--run.folder", config.parent / "whole")[0] == 0
-    code, out, err = command("train", config, "--mesh.dp_replicate", 2, "--run.workers", 2)
+    code, out, err = forks("train", config, "--mesh.dp_replicate", 2, "--run.workers", 2)
     assert code == 0, err
     assert "resumed from step 2" in out
     for step, (loss, _, tokens, _) in metrics(config.parent / "whole").items():

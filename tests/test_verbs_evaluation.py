@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import command, lay_out, said, steps_kept
+from tests.commands import lay_out, said, steps_kept
 
 SPIKY = '''
 
@@ -48,8 +48,8 @@ def lines(config: Path, kind: str) -> list[dict]:
     return [line for line in map(json.loads, texts) if line.get("kind", "") == kind]
 
 
-def test_evaluations_are_shown_and_the_best_checkpoint_is_named(config):
-    code, out, _ = command("train", config, "--model.source", config.parent / "model.py:hearing")
+def test_evaluations_are_shown_and_the_best_checkpoint_is_named(config, forks):
+    code, out, _ = forks("train", config, "--model.source", config.parent / "model.py:hearing")
     assert code == 0
     found = lines(config, "evaluation")
     assert [line["step"] for line in found] == [4, 8, 12]
@@ -60,19 +60,19 @@ def test_evaluations_are_shown_and_the_best_checkpoint_is_named(config):
     assert "best.json" in steps_kept(config.parent / "run")
 
 
-def test_a_run_that_ends_early_says_why_and_says_it_again(config):
+def test_a_run_that_ends_early_says_why_and_says_it_again(config, forks):
     early = ("--evaluate.every", 2, "--evaluate.patience", 1, "--evaluate.min_delta", 9.0)
-    code, out, _ = command("train", config, *early)
+    code, out, _ = forks("train", config, *early)
     assert code == 0
     assert "ended early at step 4: 1 evaluations brought no gain above 9" in out
-    code, out, _ = command("train", config, *early)
+    code, out, _ = forks("train", config, *early)
     assert (code, len(lines(config, ""))) == (0, 4)
     assert "ended early at step 4" in out
 
 
-def test_harmful_steps_are_skipped_or_end_the_run_and_the_samples_are_named(config):
+def test_harmful_steps_are_skipped_or_end_the_run_and_the_samples_are_named(config, forks):
     spiky = ("train", config, "--model.source", config.parent / "model.py:spiky", "--evaluate.hold_out", 0)
-    code, out, _ = command(*spiky, "--guard.action", "skip")
+    code, out, _ = forks(*spiky, "--guard.action", "skip")
     assert code == 0
     found = lines(config, "spike")
     assert 0 < len(found) < 12
@@ -81,7 +81,7 @@ def test_harmful_steps_are_skipped_or_end_the_run_and_the_samples_are_named(conf
     assert "is the first that is not finite" in out
     assert f"{len(found)} of these steps were left out (guard.action = skip)" in out
     (config.parent / "run").rename(config.parent / "skipped")
-    code, out, err = command(*spiky, "--guard.action", "stop")
+    code, out, err = forks(*spiky, "--guard.action", "stop")
     assert code == 2
     assert f"step {step}: the " in err
     culprit = next(rank for rank in found[0]["ranks"] if rank["stage"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import nn
@@ -76,8 +77,9 @@ def tiny_job(batch: int = 12, **changes: object) -> Job:
     return replace(exact_job(job), **changes)
 
 
+@cache
 def reading_of(seed: int = 0, loss: Loss | None = None, **options: float | bool) -> Reading:
-    """What `Tiny(**options)` is made of."""
+    """What `Tiny(**options)` is made of; read once, for nobody writes into a reading."""
     return read(lambda: Tiny(**options), rows(2), loss=loss, seed=seed)
 
 

@@ -35,6 +35,8 @@ from meshwright.engine.optimizers import MakeOptimizer
 from meshwright.engine.player import Player
 from meshwright.engine.precision import refuse_unable
 from meshwright.engine.state import State, Subject
+from meshwright.lighter import Telling
+from meshwright.model.courses import Courses, bordered
 from meshwright.model.dice import Dice
 from meshwright.model.given import completed
 from meshwright.model.norms import split_faults
@@ -89,9 +91,16 @@ def make_plan(
     """
     mesh, job = mesh or Mesh(), completed(job, reading.anatomy)
     chosen = default_strategies(mesh, reading.anatomy) if strategies is None else strategies
-    plan = Plan.make(job, mesh, reading.anatomy, chosen, micro_batch, run)
+    anatomy = with_borders(reading, job, mesh)
+    plan = Plan.make(job, mesh, anatomy, chosen, micro_batch, run)
     raise_faults(split_faults(plan, reading.blueprint.instance()))
     return plan
+
+
+def with_borders(reading: Reading, job: Job, mesh: Mesh) -> Anatomy:
+    """The anatomy of the model, and, where the mesh puts parts of it on ranks of their own, what crosses their borders."""
+    dtype = getattr(torch, job.precision.parameters)
+    return bordered(reading, dtype).anatomy if mesh.pp > 1 else reading.anatomy
 
 
 def default_strategies(mesh: Mesh, anatomy: Anatomy) -> tuple[Strategy, ...]:
@@ -131,7 +140,7 @@ def build(
             "build got a model and no example batch", fix="pass example=batch, or the Reading that made the plan", where="build"
         )
     reading = read(model, example or {}, loss=loss, seed=plan.job.train.seed)
-    if reading.anatomy != plan.anatomy:
+    if reading.anatomy != replace(plan.anatomy, borders=None):
         text = f"the plan is for '{plan.anatomy.name}' and the model is '{reading.anatomy.name}', with other blocks or parameters"
         raise PlanError(text, fix="make the plan again from this model", where="build")
     check_loss(plan, loss)
@@ -142,8 +151,10 @@ def build(
     refuse_unable(plan.job.precision, world.device)
     if world.device.type == "cpu":
         keep_heap()
-    subject = make_subject(reading, world.device, getattr(torch, plan.job.precision.parameters), plan=plan)
-    return Engine(plan, Player(plan, State(subject, world, loss), optimizer, make_dice(reading, plan)), world, reading)
+    with Telling(reading, plan, world.rank, world.device) as telling:
+        subject = make_subject(reading, world.device, getattr(torch, plan.job.precision.parameters), plan=plan)
+        telling.player = Player(plan, State(subject, world, loss), optimizer, make_dice(reading, plan))
+    return Engine(plan, telling.player, world, reading, telling)
 
 
 def make_subject(
@@ -168,7 +179,7 @@ def make_subject(
         return reading.blueprint.value(name, master, device, rows)
 
     values = OnDemand(blank | masters, value, value)
-    return Subject(module, blocks, parameters, reading.anatomy, stand_in, values)
+    return Subject(module, blocks, parameters, reading.anatomy, stand_in, values, Courses(reading, dtype))
 
 
 def make_dice(reading: Reading, plan: Plan) -> Dice | None:
@@ -212,7 +223,8 @@ def trace(
 def parity_case(reading: Reading, plan: Plan, loss: Loss, rows: Callable[[Plan, int], Callable[[int], Batch | None]]) -> Case:
     """`plan` as parity runs it, and the same job on one device, both on the CPU; `rows` gives each rank its data."""
     check_loss(plan, loss)
-    made = exact_job(plan.job), plan.mesh, reading.anatomy, plan.strategies, plan.micro_batch, plan.run
+    job = exact_job(plan.job)
+    made = job, plan.mesh, with_borders(reading, job, plan.mesh), plan.strategies, plan.micro_batch, plan.run
     exact = Plan.make(*made, cut_for=plan.job.optimizer)  # SGD, in shards as the plan's own optimizer has them
     one_device = make_plan(reading, alone_job(exact.job), Mesh(), (), 0, plan.run)
     raise_faults(prove(exact))

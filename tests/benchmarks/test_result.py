@@ -2,14 +2,14 @@
 
 import json
 import socket
-from dataclasses import fields
+from dataclasses import fields, replace
 from math import inf
 from pathlib import Path
 
 import pytest
 
 from benchmarks.method import Comparison, Cost, Rounds, compare
-from benchmarks.result import Result, commit, versions
+from benchmarks.result import Result, commit, stored, unresolved, versions
 
 FIELDS = [
     "claim",
@@ -28,8 +28,8 @@ FIELDS = [
 ]
 
 
-def part(ratio: float, bar: float, discarded: int = 0) -> tuple[Rounds, Comparison, Comparison]:
-    costs = {"torch": Cost(1.0, 1.0), "torch again": Cost(1.0, 1.0), "meshwright": Cost(ratio, ratio)}
+def part(ratio: float, bar: float, discarded: int = 0, again: float = 1.0) -> tuple[Rounds, Comparison, Comparison]:
+    costs = {"torch": Cost(1.0, 1.0), "torch again": Cost(again, again), "meshwright": Cost(ratio, ratio)}
     rounds = Rounds((costs,) * 15, discarded, 0.25, (0.1,))
     cpu = compare(rounds, "meshwright", base="torch", twin="torch again", bar=bar)
     return rounds, cpu, compare(rounds, "meshwright", base="torch", twin="torch again", bar=bar, figure="wall_s")
@@ -69,6 +69,25 @@ def test_a_result_is_written_as_json_without_the_name_of_the_machine(tmp_path: P
     assert written["values"] == [1.01] * 15
     assert "name" not in written["machine"]
     assert socket.gethostname() not in json.dumps(written["machine"])
+
+
+def test_rows_that_were_measured_anew_stand_beside_those_that_were_not_and_say_when(tmp_path: Path):
+    noisy = part(1.05, 1.1, 3, again=1.2)
+    first = Result.of_comparisons("x", "x is cheap", {"large": part(1.01, 1.02, 2), "small": noisy})
+    first = replace(first, commit="before", detail={**first.detail, "peak": {"ours": 3}})
+    assert first.holds == "unresolved"
+    first.write("x", tmp_path)
+    before = stored("x", tmp_path)
+    assert before["holds"] == "unresolved"
+    assert unresolved(before) == ("small",)
+    both = Result.of_comparisons("x", "x is cheap", {"small": part(1.06, 1.1, 1)}).beside(before)
+    assert (both.holds, both.median, both.bar, both.repeats, both.discarded) == (True, 1.01, 1.02, 15, 3)
+    assert both.detail["peak"] == {"ours": 3}
+    both.write("x", tmp_path)
+    rows = stored("x", tmp_path)["detail"]
+    assert rows["large"]["measured"]["commit"] == "before"
+    assert rows["small"]["measured"]["commit"] == both.commit
+    assert rows["small"]["cpu"]["ratio"]["median"] == 1.06
 
 
 def test_a_package_that_is_not_there_is_said():

@@ -33,3 +33,9 @@ def test_the_earliest_user_in_the_forward_completes_the_gradient(weights: list[W
 
 def test_a_scalar_has_one_element():
     assert GLUE.numel == 1
+
+
+def test_a_tied_parameter_is_held_by_the_modules_of_all_its_names():
+    assert TIED.names == ("embed.weight", "head.weight")
+    assert TIED.layers == ("embed", "head")
+    assert GLUE.layers == ("",)

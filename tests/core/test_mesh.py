@@ -108,3 +108,19 @@ def test_a_mesh_made_by_hand_is_checked_too(size: float):
 def test_a_mesh_names_the_axes_that_it_uses():
     assert str(Mesh(dp_replicate=2, tp=3)) == "dp_replicate 2 x tp 3"
     assert str(Mesh()) == "one device"
+
+
+def test_an_index_counts_along_the_axes_it_is_given_the_last_one_innermost():
+    mesh = Mesh(dp_shard=2, tp_depth=3, tp=4)
+    here = {"dp_shard": 1, "tp_depth": 2, "tp": 3}
+    assert mesh.index(here, ("tp_depth", "tp")) == 2 * 4 + 3
+    assert mesh.index(here, ("tp", "dp_shard")) == 3 * 2 + 1
+    assert mesh.index(here, ()) == mesh.index({}, ("tp",)) == 0
+
+
+@settings(deadline=None)
+@given(MESHES, SOME_AXES)
+def test_an_index_is_the_place_among_the_peers(mesh: Mesh, axes: list[str]):
+    axes = [axis for axis in AXES if axis in axes]
+    rank = mesh.world - 1
+    assert mesh.index(mesh.coordinate(rank), axes) == mesh.peers(rank, axes).index(rank)

@@ -9,6 +9,7 @@ import pytest
 
 from meshwright.core.anatomy import Weight
 from meshwright.core.errors import PlanError
+from meshwright.core.home import Home
 from meshwright.core.job import Job, Optimizer, ParameterGroup, Precision, Schedule, Train
 from meshwright.core.layout import S
 from meshwright.core.limits import Limits
@@ -16,7 +17,7 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.run import Run
 from meshwright.core.sources import DataSource, ModelSource, Part
-from meshwright.core.space import Home, Space
+from meshwright.core.space import Space
 from meshwright.core.strategy import Phase, Strategy
 from meshwright.strategies.data.batch import Batch
 from meshwright.strategies.data.naive import Naive

@@ -6,12 +6,13 @@ from typing import ClassVar, get_args
 import pytest
 
 from meshwright.core.anatomy import Weight
+from meshwright.core.home import Home
 from meshwright.core.job import Optimizer, ParameterGroup, RuleName
 from meshwright.core.layout import S
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.rules import GRAINS, Stepping, grain_of, moment_nbytes, stepping_of
-from meshwright.core.space import Home, Space
+from meshwright.core.space import Space
 from meshwright.core.steps import ROLE
 from meshwright.core.strategy import Phase, Strategy
 from tests.paper import Paper

@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
-from meshwright.core.anatomy import Anatomy, Call, Logits, Weight
+from meshwright.core.anatomy import Anatomy, Weight
+from meshwright.core.calls import Call, Logits
 from meshwright.core.cut import Cut
+from meshwright.core.home import Home
 from meshwright.core.layout import Layout, S
 from meshwright.core.mesh import Mesh
 from meshwright.core.shares import Share, shares
-from meshwright.core.space import Home, Space
+from meshwright.core.space import Space
 
 UP = Weight("up.weight", (3, 4), ("layer",), role="columns", cuts=(Cut(0, 3, (3,)),))
 HEAD = Weight("head.weight", (8, 4), ("head",), role="head", cuts=(Cut(0, 8, (8,)),))

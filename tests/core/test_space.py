@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from meshwright.core.anatomy import ROOT, Anatomy, Weight
 from meshwright.core.cut import Cut
+from meshwright.core.home import Home
 from meshwright.core.layout import FLAT, I, Layout, P, R, S
 from meshwright.core.mesh import AXES, Mesh
-from meshwright.core.space import Home, Space
+from meshwright.core.space import Space
 
 WEIGHTS = (
     Weight("embed.weight", (5, 2), ("embed", "head"), aliases=("head.weight",)),

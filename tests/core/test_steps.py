@@ -7,11 +7,12 @@ import pytest
 
 from meshwright.core.anatomy import ROOT, Anatomy, Weight
 from meshwright.core.clock import play
-from meshwright.core.job import Job, Precision
+from meshwright.core.job import Job, Precision, Train
+from meshwright.core.layout import S
 from meshwright.core.mesh import Mesh
 from meshwright.core.program import Action
 from meshwright.core.space import Space
-from meshwright.core.steps import ROLE, one_device
+from meshwright.core.steps import ROLE, micro_rows, one_after_another, one_device
 
 WEIGHTS = (
     Weight("a.weight", (6,), ("a", "c"), aliases=("c.weight",)),
@@ -22,7 +23,9 @@ MODEL = Anatomy("model", ("a", "b", "c"), WEIGHTS, (10, 20, 30), (100, 200, 300)
 
 
 def listed(num_micro: int = 2, micro_batch: int = 3, job: Job | None = None) -> tuple[Action, ...]:
-    return one_device(Space.one_device(Mesh(), MODEL), job or Job(), micro_batch, num_micro).actions(ROLE)
+    return one_device(
+        Space.one_device(Mesh(), MODEL), job or Job(), micro_batch, one_after_another(MODEL.visits, num_micro)
+    ).actions(ROLE)
 
 
 def held_after(actions: tuple[Action, ...]) -> list[dict[str, int]]:
@@ -55,7 +58,7 @@ def test_every_micro_batch_visits_every_block_there_and_back(num_micro: int):
 
 
 def test_nobody_waits_for_ever():
-    assert len(play(one_device(Space.one_device(Mesh(), MODEL), Job(), 1, 3))) == len(listed(3))
+    assert len(play(one_device(Space.one_device(Mesh(), MODEL), Job(), 1, one_after_another(MODEL.visits, 3)))) == len(listed(3))
 
 
 def test_all_memory_is_returned_and_a_second_micro_batch_needs_no_more():
@@ -82,7 +85,7 @@ def test_activations_are_counted_in_the_dtype_of_compute_and_gradients_in_that_o
 
 def test_what_a_visit_computes_within_is_held_from_its_forward_to_its_backward():
     model = replace(MODEL, inside_numel=(0, 7, 9))
-    actions = one_device(Space.one_device(Mesh(), model), Job(), 2, 1).actions(ROLE)
+    actions = one_device(Space.one_device(Mesh(), model), Job(), 2, one_after_another(model.visits, 1)).actions(ROLE)
     assert {h.name: h.nbytes for a in actions if a.kind == "F" for h in a.takes}["inside(b, 0)"] == 7 * 2 * 4
     assert held_after(actions)[-1] == {}
 
@@ -91,3 +94,9 @@ def test_backward_costs_twice_its_forward_and_both_grow_with_the_samples():
     flops = {(a.kind, a.subject): a.flops for a in listed(1, 3)}
     assert flops["F", "b"] == 200 * 3
     assert flops["B", "b"] == 2 * flops["F", "b"]
+
+
+@pytest.mark.parametrize(("num_micro", "rows"), [(1, 12), (3, 4)])
+def test_the_rows_of_a_micro_batch_are_the_samples_of_a_rank_dealt_out(num_micro: int, rows: int):
+    space = Space.one_device(Mesh(dp_shard=2), MODEL).with_tokens("dp_shard", S(0))
+    assert micro_rows(listed(num_micro), space, Job(train=Train(batch=24))) == rows

@@ -9,7 +9,7 @@ import pytest
 from meshwright.core.job import Job
 from meshwright.core.mesh import Mesh
 from meshwright.core.space import Space
-from meshwright.core.steps import one_device
+from meshwright.core.steps import one_after_another, one_device
 from meshwright.core.strategy import PHASES, Phase, Strategy, in_phase_order
 from tests.paper import Paper
 
@@ -45,7 +45,7 @@ def test_within_a_phase_the_written_order_stays():
 
 def test_a_strategy_that_overrides_nothing_changes_nothing():
     space = Space.one_device(Mesh(), Paper().anatomy)
-    program = one_device(space, Job(), 1, 1)
+    program = one_device(space, Job(), 1, one_after_another(space.anatomy.visits, 1))
     store = Store()
     assert list(store.check(Job(), space)) == []
     assert store.place(space) is space

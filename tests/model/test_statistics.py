@@ -6,7 +6,7 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from meshwright.core.anatomy import Formula
+from meshwright.core.calls import Formula
 from meshwright.model.statistics import applied, formula_of, joined, statistics
 
 KNOWN = [

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from meshwright.api import read
-from meshwright.core.anatomy import Anatomy, Call, Passage
+from meshwright.core.anatomy import Anatomy
+from meshwright.core.calls import Call, Passage
 from meshwright.model.sources import Model
 from tests.strategies.tensor.families import read_family
 

@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from docs.generate import essays, kinds
-from meshwright.core.anatomy import ROOT, Anatomy, Call, Weight
+from meshwright.core.anatomy import ROOT, Anatomy, Weight
+from meshwright.core.calls import Call
 from meshwright.core.cut import Cut
 from meshwright.core.job import Job, Optimizer, Precision, Train
 from meshwright.core.mesh import Mesh

@@ -84,9 +84,9 @@ def test_a_rank_that_ignores_a_failure_is_named_in_a_note() -> None:
             release.wait()
 
     with pytest.raises(RuntimeError, match="broken") as caught:
-        on_threads(body, RING, timeout_s=0.2)
+        on_threads(body, RING, timeout_s=1.0)
     release.set()
-    assert caught.value.__notes__[1].startswith("ranks [2] were still running 0.2 s later")
+    assert caught.value.__notes__[1].startswith("ranks [2] were still running 1 s later")
 
 
 def test_a_caught_collective_error_is_not_a_failure_of_the_rank() -> None:
@@ -134,7 +134,7 @@ def test_a_dead_worker_is_reported_and_replaced(process_pool: ProcessPool) -> No
 
 def test_a_hanging_rank_is_reported_with_the_place_where_it_hangs(process_pool: ProcessPool) -> None:
     with pytest.raises(RankFailure, match=r"(?s)then rank 1: had not ended. It was here:.*in hang_on_rank_one"):
-        process_pool.run(hang_on_rank_one, Mesh(dp_shard=2), timeout_s=1.0)
+        process_pool.run(hang_on_rank_one, Mesh(dp_shard=2), timeout_s=3.0)
 
 
 def test_a_pool_refuses_more_ranks_than_it_has() -> None:

@@ -11,6 +11,7 @@ from meshwright.run.cluster import read_cluster
 from meshwright.run.launchers import Place, Ranked
 from meshwright.verbs.bench import bench_job, wanted
 from tests.commands import command, forget_ranks, refuse_to_start, said
+from tests.forks import Forks
 
 
 def test_sizes_are_a_range_by_doubling_a_list_or_both():
@@ -80,9 +81,9 @@ def test_ranks_alone_or_not_host_by_host_are_refused(rank: int, local_rank: int,
 
 
 @pytest.mark.timeout(240)
-def test_three_ranks_measure_write_and_show_every_algorithm(tmp_path: Path):
+def test_three_ranks_measure_write_and_show_every_algorithm(tmp_path: Path, forks: Forks):
     out = tmp_path / "cluster.toml"
-    code, printed, err = command("bench", "comm", "--quick", "--ranks", 3, "--sizes", "64,4KiB,64KiB", "--out", out, "--lesson")
+    code, printed, err = forks("bench", "comm", "--quick", "--ranks", 3, "--sizes", "64,4KiB,64KiB", "--out", out, "--lesson")
     assert (code, err) == (0, ""), err
     cluster = read_cluster(out)
     assert (cluster.ranks, cluster.sizes, cluster.per_host) == ((3,), (64, 4096, 1 << 16), 0)

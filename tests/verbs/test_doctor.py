@@ -5,13 +5,13 @@ import json
 from meshwright.run.doctor import Finding
 from meshwright.run.launch import Failure, Outcome
 from meshwright.verbs import doctor
-from tests.commands import command, forget_ranks, refuse_to_start, said
+from tests.commands import forget_ranks, refuse_to_start, said
 
 GOOD, BAD = Finding("disk", "ok", "room [enough]"), Finding("port", "failure", "in use", "end it")
 
 
-def test_the_doctor_tries_a_collective_on_two_processes_and_says_so(tmp_path):
-    code, out, err = command("doctor", "--folder", tmp_path, "--json")
+def test_the_doctor_tries_a_collective_on_two_processes_and_says_so(tmp_path, forks):
+    code, out, err = forks("doctor", "--folder", tmp_path, "--json")
     assert (code, err) == (0, "")
     report = json.loads(out)
     found = {finding["name"]: finding["outcome"] for finding in report["findings"]}

@@ -15,10 +15,10 @@ from meshwright.core.job import Evaluate
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.run import Run
+from meshwright.lighter import OutOfMemory, exhausted
 from meshwright.run.callbacks import STOP, Callback, Moment
 from meshwright.run.train import Ended
 from meshwright.testing.spawn import on_threads
-from meshwright.verbs.lighter import OutOfMemory, exhausted
 from tests.engine.alone import part
 from tests.tiny import reading_of, rows, tiny_job
 

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.commands import become_the_only_rank, command, forget_ranks, lay_out, metrics, refuse_to_start, said
+from tests.commands import become_the_only_rank, forget_ranks, lay_out, metrics, refuse_to_start, said
 
 
 @pytest.fixture
@@ -85,11 +85,11 @@ def build():
 """
 
 
-def test_every_rank_has_a_log_and_a_warning_of_another_rank_reaches_the_user(tmp_path, monkeypatch):
+def test_every_rank_has_a_log_and_a_warning_of_another_rank_reaches_the_user(tmp_path, forks, monkeypatch):
     forget_ranks(monkeypatch)
     config = lay_out(tmp_path / "job", train={"steps": 2}, model={"source": "warns.py:build"})
     (config.parent / "warns.py").write_text(WARNING)
-    code, out, err = command("train", config)
+    code, out, err = forks("train", config)
     assert code == 0, err
     log = config.parent / "run" / "logs" / "rank-1.log"
     assert "rank one has a slow disk" in log.read_text()

@@ -23,7 +23,7 @@ from meshwright.run.train import save_run
 from meshwright.verbs import weights
 from meshwright.verbs.plan import resolve
 from meshwright.verbs.weights import convert, export_checkpoint
-from tests.commands import Said, checkpoint, command, forget_ranks, lay_out, refuse_to_start, said
+from tests.commands import Said, checkpoint, forget_ranks, lay_out, refuse_to_start, said
 from tests.model.published import published
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -38,11 +38,11 @@ def say(capsys, monkeypatch) -> Callable[..., Said]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
+def trained(tmp_path_factory, forks) -> Path:
     """A folder with published weights, and with a run of two steps from them, so small that nothing changed."""
     folder = tmp_path_factory.mktemp("trained")
     published(folder / "published", vocab_size=256)
-    code, _, err = command("train", config_of(folder, "../published"), "--optimizer.lr", "1e-30", "--optimizer.weight_decay", "0")
+    code, _, err = forks("train", config_of(folder, "../published"), "--optimizer.lr", "1e-30", "--optimizer.weight_decay", "0")
     assert (code, err) == (0, "")
     return folder
 

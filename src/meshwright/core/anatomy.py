@@ -6,10 +6,12 @@ second named `block#2`. A *logical parameter* is a parameter of the unmodified m
 are its aliases.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from math import prod
 
+from meshwright.core.borders import Borders
+from meshwright.core.calls import Call, Logits, Number, Passage, Portion
 from meshwright.core.cut import Cut
 from meshwright.core.errors import Fault
 
@@ -52,6 +54,16 @@ class Weight:
         return next((cut for cut in self.cuts if cut.side == side), None)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """All its names, the first one first."""
+        return (self.name, *self.aliases)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The modules that hold it, that of its first name first."""
+        return tuple(name.rpartition(".")[0] for name in self.names)
+
+    @property
     def numel(self) -> int:
         """The number of elements."""
         return prod(self.shape)
@@ -64,121 +76,6 @@ class Weight:
     def width(self, parameters: str) -> int:
         """Bytes per element in such a job; 0 for a dtype of which nothing is known here."""
         return NBYTES_OWN.get(self.held_in(parameters), 0)
-
-
-@dataclass(frozen=True)
-class Formula:
-    """What a norm over the last dim computes, as far as it follows (x - mean) / sqrt(variance + eps) * (weight + offset) + bias.
-
-    One that is not `centred` takes the mean of squares for the variance, and no mean. Without an `eps` of its own it takes that
-    of the dtype. `width` is the size of the dim.
-    """
-
-    centred: bool
-    eps: float | None
-    offset: float
-    width: int
-
-    @property
-    def statistics(self) -> int:
-        """How many numbers per row it takes of the whole dim."""
-        return 2 if self.centred else 1
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a layer that can be divided: its module, the visit, and its role.
-
-    Roles: "columns" and "rows" of a pair of linear layers, "inside" of what stands between them, "gathered" of a columns
-    layer without rows, "table" (an embedding), "head" (the linear layer that makes logits), "lookup" and "logits" (such a table
-    or head that cannot be divided by words), "norm" (one over the last dim). `source` numbers the tensors that such layers take
-    in: those that take the same one have the same number. `into` and `out` are elements per sample. `needed` tells whether the
-    gradient of what goes in is needed.
-    `formula` is that of a norm; None where it is not known.
-    `streams` tells whether what goes in is the stream, or made of it token by token (see `Passage`). `gate` is a module around it
-    that takes in the same tensor, at `slots` among its arguments, and hands it to no others than such layers.
-    `flops` and `inside` are the operations and the kept elements of its visit that are divided with it (model/stretches.py), per
-    sample: its own, and of a rows layer what lies between it and its columns layers.
-    """
-
-    name: str
-    visit: str
-    role: str
-    source: int
-    into: int
-    out: int
-    needed: bool = True
-    formula: Formula | None = None
-    streams: bool = False
-    gate: str = ""
-    slots: tuple[int | str, ...] = ()
-    flops: int = 0
-    inside: int = 0
-
-
-@dataclass(frozen=True)
-class Number:
-    """A number that a module holds of heads or features that are divided, as `cut` is (its dim is 0): it must be the rank's own.
-
-    `name` is the attribute; "config.x" is that of a config that the module holds. With `over` the number is how many of the one
-    there are for each of the other.
-    """
-
-    module: str
-    name: str
-    cut: Cut
-    over: Cut | None = None
-
-    def local(self, index: int, ranks: int) -> int:
-        """What the rank at `index` among `ranks` holds."""
-        count = self.cut.size(index, ranks)
-        return count if self.over is None else count // self.over.size(index, ranks)
-
-
-@dataclass(frozen=True)
-class Portion:
-    """A tensor by head that a block is given, at `slot` among its arguments (a position, a keyword): a rank takes its heads."""
-
-    block: str
-    slot: int | str
-    cut: Cut
-
-
-@dataclass(frozen=True)
-class Passage:
-    """How the stream, [rows, tokens, width], goes through a visit that gives out what has the shape of what it takes in.
-
-    `slot` is where it stands among the visit's arguments: a position, or a keyword; `place` is where among its outputs, None
-    where that is the only one. `source` is the visit that has given it out as it is taken, `onward` the one that alone takes what
-    comes out, as it is; empty: glue computes with it, or several take it. `needed` tells whether the gradient of what goes in is
-    needed. `mixes` says what keeps the visit from running on a slice of the tokens; empty: nothing, but for what lies between
-    columns and rows.
-    """
-
-    visit: str
-    slot: int | str
-    place: int | None
-    tokens: int
-    width: int
-    source: str = ""
-    onward: str = ""
-    needed: bool = True
-    mixes: str = ""
-
-
-@dataclass(frozen=True)
-class Logits:
-    """What a head gives out and the loss takes, where the loss can take it divided by words.
-
-    `layer` is the head and `weight` what it multiplies with, by logical name; `words` are how many there are, `tokens` how many
-    rows of logits a sample has. Of each of those the ranks tell each other so many `numbers`.
-    """
-
-    layer: str
-    weight: str
-    words: int
-    tokens: int
-    numbers: int
 
 
 @dataclass(frozen=True)
@@ -239,7 +136,7 @@ class Anatomy:
     `calls` are those of layers that can be divided, in order. `logits` are those of a head that can be; None where there is none.
     `numbers` and `portions` are what modules hold and blocks are given of what lies between columns and rows. `passages` are
     those of the stream, in the order of the visits that it goes through. `loss_numel`: the elements per sample that the loss
-    keeps of its own, until its backward.
+    keeps of its own, until its backward. `borders` are the values between blocks; None where nobody has asked for them.
     """
 
     name: str
@@ -262,6 +159,8 @@ class Anatomy:
     portions: tuple[Portion, ...] = ()
     passages: tuple[Passage, ...] = ()
     loss_numel: int = 0
+    borders: Borders | None = None
+    borders: Borders | None = None
 
     @property
     def trainable(self) -> tuple[Weight, ...]:
@@ -280,6 +179,26 @@ class Anatomy:
     def of(self, visit: str) -> tuple[Weight, ...]:
         """The parameters used by `visit`."""
         return tuple(weight for weight in self.weights if visit in weight.visits)
+
+    def within(self, visits: Collection[str]) -> "Anatomy":
+        """What a rank sees of the model that runs these `visits` alone: their weights, calls and sizes."""
+        kept = [i for i, visit in enumerate(self.visits) if visit in visits]
+        own = {
+            weight.name: tuple(visit for visit in weight.visits if visit in visits or visit == ROOT) for weight in self.weights
+        }
+        calls = tuple(call for call in self.calls if call.visit in visits)
+        divided = self.logits is not None and any(call.name == self.logits.layer and call.role == "head" for call in calls)
+        return replace(
+            self,
+            visits=tuple(self.visits[i] for i in kept),
+            weights=tuple(replace(weight, visits=own[weight.name]) for weight in self.weights if own[weight.name]),
+            stream_numel=tuple(self.stream_numel[i] for i in kept),
+            flops=tuple(self.flops[i] for i in kept),
+            inside_numel=tuple(self.inside_numel[i] for i in kept) if self.inside_numel else (),
+            calls=calls,
+            logits=self.logits if divided else None,
+            passages=tuple(passage for passage in self.passages if passage.visit in visits),
+        )
 
     def last_backward(self, weights: Iterable[Weight]) -> str | None:
         """The visit whose backward completes the gradients of all `weights`: the earliest one in the forward.

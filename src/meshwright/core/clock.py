@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.core.program import Action, Program
+from meshwright.core.program import Action, Lane, Program
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,16 @@ class _Player:
 
     def __init__(self, role: str, actions: Sequence[Action]) -> None:
         self.role, self.actions = role, actions
-        self.issued: deque[tuple[int, float]] = deque()  # wire actions that have not ended, and when they were issued
+        # by lane, actions that have not ended, and when they were issued
+        self.issued: dict[Lane, deque[tuple[int, float]]] = {"wire": deque(), "send": deque(), "receive": deque()}
         self.cursor = 0
-        self.free = {"compute": 0.0, "wire": 0.0}
+        self.free: dict[Lane, float] = {"compute": 0.0, "wire": 0.0, "send": 0.0, "receive": 0.0}
         self._own: set[str] = set()  # what the main thread has passed
 
     @property
     def stands(self) -> list[int]:
-        """Where the wire and the main thread stand, in list order; empty when all has ended."""
-        return [index for index, _ in list(self.issued)[:1]] + [i for i in [self.cursor] if i < len(self.actions)]
+        """Where the other lanes and the main thread stand; empty when all has ended."""
+        return [lane[0][0] for lane in self.issued.values() if lane] + [i for i in [self.cursor] if i < len(self.actions)]
 
     def advance(self, ended: dict[str, float], duration: Callable[[Action], float]) -> list[Tick]:
         """What this role does until it waits for another one; `ended` learns of it."""
@@ -71,9 +72,10 @@ class _Player:
         while True:
             before = len(ticks), self.cursor
             self._walk(ended, duration, ticks)
-            while self.issued and self._ready(self.actions[self.issued[0][0]], ended):
-                index, since = self.issued.popleft()
-                ticks.append(self._run(self.actions[index], since, ended, duration))
+            for lane in self.issued.values():
+                while lane and self._ready(self.actions[lane[0][0]], ended):
+                    index, since = lane.popleft()
+                    ticks.append(self._run(self.actions[index], since, ended, duration))
             if (len(ticks), self.cursor) == before:
                 return ticks
 
@@ -89,8 +91,8 @@ class _Player:
     def _walk(self, ended: dict[str, float], duration: Callable[[Action], float], ticks: list[Tick]) -> None:
         while self.cursor < len(self.actions):
             action = self.actions[self.cursor]
-            if action.lane == "wire" and self._own_waits_stand_before(action):
-                self.issued.append((self.cursor, self.free["compute"]))
+            if action.lane != "compute" and self._own_waits_stand_before(action):
+                self.issued[action.lane].append((self.cursor, self.free["compute"]))
             elif action.lane == "compute" and self._ready(action, ended):
                 ticks.append(self._run(action, 0.0, ended, duration))
             else:
@@ -108,7 +110,7 @@ class _Player:
         return all(full_name(self.role, wait) in ended for wait in action.waits)
 
     def _own_waits_stand_before(self, action: Action) -> bool:
-        """A wire action is issued once: what it needs of its own role must have been listed before it."""
+        """An action of another lane is issued once: what it needs of its own role must have been listed before it."""
         names = [full_name(self.role, wait) for wait in action.waits]
         return all(name in self._own for name in names if name.startswith(f"{self.role}/"))
 

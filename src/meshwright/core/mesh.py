@@ -115,10 +115,14 @@ class Mesh:
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
         """The rank at `coordinate`; an axis that is left out counts as 0."""
-        rank = 0
-        for axis in AXES:
-            rank = rank * self.size(axis) + coordinate.get(axis, 0)
-        return rank
+        return self.index(coordinate, AXES)
+
+    def index(self, coordinate: Mapping[str, int], axes: Iterable[str]) -> int:
+        """Where `coordinate` stands among the ranks along `axes`, the last one innermost; one that is left out counts as 0."""
+        index = 0
+        for axis in axes:
+            index = index * self.size(axis) + coordinate.get(axis, 0)
+        return index
 
     def peers(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """The ranks that differ from `rank` only along `axes`, itself included, in rank order."""

@@ -82,8 +82,8 @@ def owned_by(space: Space, rank: int) -> Iterator[tuple[str, Weight]]:
     """The whole weights that `rank` steps of those of which it has slices, each with its bundle."""
     weights = {home.weight.name: home.weight for home in (space.whole or space).homes}
     for parcel in parcels(space):
-        if space.mesh.peers(rank, parcel.axes).index(rank) == parcel.owner:
-            at = space.mesh.peers(rank, parcel.shards).index(rank)
+        if space.mesh.index(space.mesh.coordinate(rank), parcel.axes) == parcel.owner:
+            at = space.mesh.index(space.mesh.coordinate(rank), parcel.shards)
             yield from ((parcel.bundle, weights[name]) for name in parcel.names[at])
 
 

@@ -12,17 +12,18 @@ from hashlib import sha256
 from typing import Any
 
 from meshwright.core.anatomy import Anatomy
-from meshwright.core.errors import Fault, raise_faults
+from meshwright.core.errors import raise_faults
 from meshwright.core.job import Job, Optimizer
-from meshwright.core.mesh import AXES, Mesh
+from meshwright.core.mesh import Mesh
 from meshwright.core.noise import measured, noise_faults
 from meshwright.core.owners import brought
-from meshwright.core.program import Program
+from meshwright.core.program import Action, Program
 from meshwright.core.rules import by_role, grain_of
 from meshwright.core.run import Run
 from meshwright.core.space import Space
-from meshwright.core.steps import one_device
+from meshwright.core.steps import one_after_another, one_device, role_of
 from meshwright.core.strategy import Strategy, in_phase_order
+from meshwright.core.unfit import batch_faults, choice_faults, model_faults, precision_faults, space_faults, whole_faults
 
 
 @dataclass(frozen=True)
@@ -59,31 +60,42 @@ class Plan:
         space = Space.one_device(mesh, anatomy)
         cut_for = cut_for or job.optimizer
         space = space.with_homes(lambda home: replace(home, grain=grain_of(cut_for, home.weight)))
-        faults = [*job.faults(), *run.faults(), *_choice_faults(ordered), *_model_faults(anatomy)]
+        faults = [*job.faults(), *run.faults(), *choice_faults(ordered), *model_faults(anatomy)]
         for strategy in ordered:
             faults += strategy.check(job, space)
             space = strategy.place(space)
         faults += [fault for strategy in ordered for fault in strategy.partners(space)]
         space = space.with_homes(lambda home: replace(home, grain="matrix") if home.apart else home)
-        faults += [*_space_faults(space, ordered), *_precision_faults(job, space)]
-        faults += [*_batch_faults(job, space, micro_batch), *_whole_faults(job, space, micro_batch)]
+        faults += [*space_faults(space, ordered), *precision_faults(job, space)]
+        faults += [*batch_faults(job, space, micro_batch), *whole_faults(job, space, micro_batch)]
         faults += noise_faults(job, space, micro_batch)
         raise_faults(faults)
         micro_batch = micro_batch or job.train.batch // mesh.extent(space.data_axes)
         space = space.at(mesh.coordinate(0))
-        return cls(job, run, mesh, micro_batch, ordered, space, _program(job, space, ordered, micro_batch))
+        return cls(job, run, mesh, micro_batch, ordered, space, _all_roles(job, space, ordered, micro_batch))
 
     def at(self, rank: int) -> "Plan":
-        """This plan as `rank` plays it: where ranks have slices of several sizes, with its own in space and program."""
+        """This plan as `rank` plays it, with its own weights, slices of them and list where ranks differ in those."""
         space = self.space.at(self.mesh.coordinate(rank))
         if space.homes == self.space.homes:
             return replace(self, space=space)
         return replace(self, space=space, program=_program(self.job, space, self.strategies, self.micro_batch))
 
+    def views(self) -> Iterator["Plan"]:
+        """This plan as the ranks of each role see it, in the order of the program's roles: that of all of them."""
+        coordinate = dict(self.space.coordinate)
+        for stage in range(len(self.program.roles)):
+            yield replace(self, space=self.space.at({**coordinate, "pp": stage}))
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """What the rank whose plan this is plays in a step (`at`; rank 0, before)."""
+        return self.program.actions(role_of(dict(self.space.coordinate)))
+
     @property
     def anatomy(self) -> Anatomy:
-        """The model, as the plan sees it."""
-        return self.space.anatomy
+        """The whole model, as the plan sees it; `space.anatomy` is what this rank has of it."""
+        return (self.space.whole or self.space).anatomy
 
     @property
     def num_data(self) -> int:
@@ -107,10 +119,7 @@ class Plan:
 
     def data_index(self, rank: int) -> int:
         """Which of the `num_data` shares of the samples `rank` plays."""
-        index, coordinate = 0, self.mesh.coordinate(rank)
-        for axis in self.space.data_axes:
-            index = index * self.mesh.size(axis) + coordinate[axis]
-        return index
+        return self.mesh.index(self.mesh.coordinate(rank), self.space.data_axes)
 
     def first_rows(self, index: int) -> list[int]:
         """Where the rows of data share `index` begin in the global batch, one start per micro-batch."""
@@ -146,7 +155,7 @@ class Plan:
             "strategies": [strategy.as_dict() for strategy in self.strategies],
             "visits": list(self.anatomy.visits),
             "weights": weights,
-            **({"calls": [[each.name, each.role] for each in self.anatomy.calls]} if _divides(self.space) else {}),
+            **({"calls": _calls(self.anatomy)} if _divides(self.space) else {}),
             **({"whole_batch": True} if self.anatomy.whole_batch else {}),
             **({"hidden": [w.name for w in self.anatomy.weights if w.hidden]} if by_role(self.job.optimizer) else {}),
             **({"values": self.anatomy.origin.digest} if self.anatomy.origin else {}),
@@ -159,15 +168,30 @@ class Plan:
         return sha256(said.encode()).hexdigest()[:16]
 
 
+def _calls(anatomy: Anatomy) -> list[list[Any]]:
+    """The calls of layers that can be divided: names, roles, and the numbers of the sums in which several end."""
+    return [[call.name, call.role, *([call.sum] if call.sum else [])] for call in anatomy.calls]
+
+
 def _divides(space: Space) -> bool:
     """Whether weights are cut along dims of theirs."""
     return any(home.cut for home in space.homes)
 
 
+def _all_roles(job: Job, space: Space, strategies: tuple[Strategy, ...], micro_batch: int) -> Program:
+    """What the ranks of every role do in a step: those that see `space`, and those that run other visits."""
+    coordinate = dict(space.coordinate)
+    seen = [space.at({**coordinate, "pp": stage}) for stage in range(len(space.stages))] or [space]
+    return Program(tuple(role for each in seen for role in _program(job, each, strategies, micro_batch).roles))
+
+
 def _program(job: Job, space: Space, strategies: tuple[Strategy, ...], micro_batch: int) -> Program:
     """What the ranks that see `space` do in a step."""
     local = job.train.batch // space.mesh.extent(space.data_axes)
-    program = one_device(space, job, micro_batch, local // micro_batch)
+    turns = one_after_another(space.anatomy.visits, local // micro_batch)
+    for strategy in strategies:
+        turns = strategy.turns(turns, space)
+    program = one_device(space, job, micro_batch, turns)
     for strategy in strategies:
         program = strategy.rewrite(program, space, job)
     program = brought(program, space, job)
@@ -181,101 +205,3 @@ def _canonical(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_canonical(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _model_faults(anatomy: Anatomy) -> Iterator[Fault]:
-    if not anatomy.trainable:
-        text = f"none of the {len(anatomy.weights)} parameters of {anatomy.name} is trained"
-        yield Fault(text, "leave requires_grad set on those that shall be trained", "model")
-
-
-def _choice_faults(strategies: tuple[Strategy, ...]) -> Iterator[Fault]:
-    order = [strategy.name for strategy in strategies if strategy.phase == "order"]
-    if len(order) > 1:
-        yield Fault(f"{' and '.join(order)} both decide the order of the step", "keep one of them", "strategies")
-    stores: dict[str, list[str]] = {}
-    for strategy in dict.fromkeys(strategies):
-        if strategy.phase == "store":
-            stores.setdefault(strategy.as_dict().get("axis", ""), []).append(strategy.name)
-    for axis, names in stores.items():
-        if len(names) > 1:
-            yield Fault(
-                f"{' and '.join(names)} both decide how weights are stored along {axis}", "keep one of them", "strategies"
-            )
-    for name in sorted({str(strategy) for strategy in strategies if strategies.count(strategy) > 1}):
-        yield Fault(f"{name} stands twice in the list", "remove one", "strategies")
-
-
-def _space_faults(space: Space, strategies: tuple[Strategy, ...]) -> Iterator[Fault]:
-    pending = list(space.unreduced())
-    if pending:
-        axes = ", ".join(sorted({axis for home in pending for axis in home.grad.axes("P")}))
-        text = f"the gradients of {len(pending)} parameters ({pending[0].weight.name}...) stay pending sums over {axes}"
-        fix = f'add a strategy that stores weights along {axes}: [[strategies]] name = "replicate"'
-        if any(home.flat for home in pending):  # who cuts them into shards must hand those out along other axes too
-            fix = f'have the shards copied along {axes}: across = "{axes}" in the strategy that makes them'
-        yield Fault(text, fix, "strategies")
-    meant = {strategy.as_dict().get("axis", "") for strategy in strategies}  # one that cannot use its axis says why itself
-    idle = [axis for axis in AXES if space.mesh.size(axis) > 1 and axis not in meant and not _used(space, axis)]
-    if idle:
-        ranks = " x ".join(str(space.mesh.size(axis)) for axis in idle)
-        text = f"no strategy uses the axis {' and '.join(idle)}: {ranks} ranks would do the same work"
-        yield Fault(
-            text, 'give the axis a strategy (for data parallelism: "batch" and "replicate"), or set its size to 1', "strategies"
-        )
-
-
-def _precision_faults(job: Job, space: Space) -> Iterator[Fault]:
-    """Sums are kept in a dtype of their own only where they are shards; elsewhere they stay where backward leaves them."""
-    roles = job.precision.resolved
-    whole = [home for home in space.homes if home.weight.trainable and not home.flat]
-    if whole and roles.gradients != roles.parameters:
-        which = f"those of {len(whole)} parameters ({whole[0].weight.name}...)"
-        text = f"gradients in {roles.gradients}, and {which} are not cut into shards: they stay in {roles.parameters}"
-        yield Fault(text, "remove precision.gradients, or cut weights into shards over several ranks", "precision.gradients")
-    if space.led and roles.scales_loss:
-        text = "the loss is scaled for float16, and one rank alone would know of an overflow: it steps for the others"
-        yield Fault(text, 'use compute = "bfloat16"', "precision.compute")
-
-
-def _used(space: Space, axis: str) -> bool:
-    layouts = [space.tokens, *(home.layout for home in space.homes)]
-    return any(axis in dict(layout.places) for layout in layouts)
-
-
-def _batch_faults(job: Job, space: Space, micro_batch: int) -> Iterator[Fault]:
-    num_data, batch = space.mesh.extent(space.data_axes), job.train.batch
-    if micro_batch < 0:
-        yield Fault(
-            f"micro_batch = {micro_batch}",
-            "write the samples per micro-batch and rank, or 0 for all of them at once",
-            "micro_batch",
-        )
-    elif 0 < batch < num_data:
-        text = f"a global batch of {batch} samples is too small for {num_data} data-parallel ranks"
-        yield Fault(text, f"raise train.batch to at least {num_data}, or use fewer ranks", "train.batch")
-    elif batch > 0 and batch % num_data:
-        text = f"a global batch of {batch} samples does not divide by {num_data} data-parallel ranks"
-        lower = batch - batch % num_data
-        yield Fault(text, f"set train.batch to {lower} or {lower + num_data}, or change the mesh", "train.batch")
-    elif batch > 0 and micro_batch and (batch // num_data) % micro_batch:
-        local = batch // num_data
-        divisors = [n for n in range(1, local + 1) if local % n == 0]
-        text = f"the {local} samples of a rank ({batch} over {num_data} ranks) do not divide by micro_batch = {micro_batch}"
-        yield Fault(text, f"choose micro_batch from {', '.join(map(str, divisors[:12]))}", "micro_batch")
-
-
-def _whole_faults(job: Job, space: Space, micro_batch: int) -> Iterator[Fault]:
-    """A loss of the whole batch, or one rank that takes it for others, needs all outputs at once."""
-    local = job.train.batch // space.mesh.extent(space.data_axes)
-    if 0 < micro_batch < local and (space.anatomy.whole_batch or space.led):
-        who = "the loss is taken" if space.led else "the loss is no sum over samples: it is taken"
-        text = f"{who} on the whole global batch at once, and micro_batch = {micro_batch} cuts a rank's {local} samples"
-        yield Fault(text, "set micro_batch = 0, and lower train.batch if that does not fit", "micro_batch")
-    if job.guard.action != "off" and (space.anatomy.whole_batch or space.led):
-        text = "the guard looks for the rank that spoiled a step, and here no rank has a loss of its own"
-        yield Fault(text, 'set guard.action = "off"', "guard.action")
-    used = [column for column in space.anatomy.outputs if column.used]
-    if space.anatomy.whole_batch and not used:
-        text = "the loss of the whole batch takes none of the model's outputs"
-        yield Fault(text, "compute it from the tensors that the forward returns", "loss")

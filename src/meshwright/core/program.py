@@ -1,9 +1,9 @@
 """When each act happens: a step as a list of actions.
 
 An action names its kind (F forward, B backward, REDUCE, STEP...), the block or bucket it acts on, the micro-batch, and
-the lane on which it runs: `compute` acts run one after another, `wire` acts start in order and run beside them. It says
-what it waits for, what it moves, how many operations it costs and which memory it takes and frees. The same list is
-priced, checked, drawn and played.
+the lane on which it runs: `compute` acts run one after another, `wire` acts start in order and run beside them, and so do
+those on `send` and `receive`, which one other rank alone takes part in. It says what it waits for, what it moves, how many
+operations it costs and which memory it takes and frees. The same list is priced, checked, drawn and played.
 
 Programs are keyed by *role* (a pipeline stage, a server), not by rank: ranks with the same role play the same list, so
 a hundred thousand ranks are as cheap as one. In `waits`, `role/name` points to an action of another role.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-Lane = Literal["compute", "wire"]
+Lane = Literal["compute", "wire", "send", "receive"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class Hold:
 class Transfer:
     """What an action moves: which collective over which axes, by which algorithm, and the bytes each rank puts in.
 
-    Of those within an action, `at` says their order.
+    Of those within an action, `at` says their order. `peer` is, of a send, the index along the axis of the rank that receives,
+    and of a receive that of the one that sends.
     """
 
     collective: str
@@ -37,6 +38,7 @@ class Transfer:
     algorithm: str = "backend"
     dtype: str = "float32"
     at: int = field(default=0, compare=False)
+    peer: int | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from meshwright.core.anatomy import Call
+from meshwright.core.calls import Call
 from meshwright.core.space import Space
 
 ALL = Fraction(1)
@@ -58,11 +58,11 @@ def shares(space: Space) -> dict[str, Share]:
 
 def _held(space: Space) -> Mapping[str, _Held]:
     """What the rank has of the weights of layers that are cut, by the layer's name."""
-    found = {}
-    for home, whole in zip(space.homes, (space.whole or space).homes, strict=True):
+    found, whole = {}, {home.weight.name: home.weight.numel for home in (space.whole or space).homes}
+    for home in space.homes:
         if home.cut:
-            held = _Held(Fraction(home.weight.numel, whole.weight.numel), frozenset(home.cut))
-            names = (name.rpartition(".") for name in (home.weight.name, *home.weight.aliases))
+            held = _Held(Fraction(home.weight.numel, whole[home.weight.name]), frozenset(home.cut))
+            names = (name.rpartition(".") for name in home.weight.names)
             found |= {layer: held for layer, _, leaf in names if leaf == "weight"}
     return found
 

@@ -10,97 +10,13 @@ dim of theirs have the shape of its slice, and all sizes that follow are its own
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from meshwright.core.anatomy import Anatomy, Call, Weight
-from meshwright.core.arena import Arena, Grain
+from meshwright.core.anatomy import ROOT, Anatomy, Weight
+from meshwright.core.arena import Arena
+from meshwright.core.calls import Call
 from meshwright.core.cut import Side
-from meshwright.core.layout import FLAT, I, Layout, Place, move_name
+from meshwright.core.home import Bundle, Home
+from meshwright.core.layout import I, Layout, Place, R
 from meshwright.core.mesh import AXES, Mesh
-
-
-@dataclass(frozen=True)
-class Home:
-    """Where one logical parameter lives, and the place in which the optimizer takes its gradient.
-
-    `layout` is what a block finds when it uses the weight, `stored` what is kept of it at other times. `grain` is how finely
-    the optimizer lets it be cut.
-    """
-
-    weight: Weight
-    layout: Layout = Layout()
-    grad: Layout = Layout()
-    stored: Layout = Layout()
-    grain: Grain = "element"
-
-    @property
-    def pending(self) -> Layout:
-        """The gradient as backward leaves it: the adjoint of the weight's layout."""
-        return Layout.of({axis: place.adjoint for axis, place in self.layout.places})
-
-    def moves(self) -> dict[str, str]:
-        """Per axis, the act that brings the gradient from where backward leaves it to where it is wanted."""
-        axes = {axis for axis, _ in (*self.pending.places, *self.grad.places)}
-        names = {axis: move_name(self.pending.place(axis), self.grad.place(axis)) for axis in AXES if axis in axes}
-        return {axis: name for axis, name in names.items() if name != "keep"}
-
-    @property
-    def flat(self) -> tuple[str, ...]:
-        """The axes over which it is cut in the arena of its bundle, outermost first; none where it lies in no arena."""
-        cut = (*self.grad.places, *self.stored.places)
-        return tuple(axis for axis in AXES if (axis, Place("S", FLAT)) in cut)
-
-    @property
-    def in_shards(self) -> bool:
-        """Whether a rank keeps no more of it than a shard between its uses."""
-        return any(place == Place("S", FLAT) for _, place in self.stored.places)
-
-    @property
-    def cut(self) -> dict[str, int]:
-        """The axes along which each rank has a slice of it, and the dim that is sliced."""
-        return {axis: place.dim for axis, place in self.layout.places if place.dim is not None}
-
-    @property
-    def apart(self) -> tuple[str, ...]:
-        """The axes along whose slices one rank steps all of it (core/owners.py); none where each steps its own."""
-        cut = self.cut if self.weight.trainable and self.grain != "element" else {}
-        return tuple(axis for axis in AXES if axis in cut)
-
-
-@dataclass(frozen=True)
-class Bundle:
-    """Weights whose gradients are complete at the same time and summed over the same axes, so they travel together.
-
-    `last` is the visit whose backward completes them; None means the last backward of the step. Tied weights, used by
-    several visits, are a bundle of their own. `homes` are all alike but for the weight.
-    """
-
-    name: str
-    homes: tuple[Home, ...]
-    last: str | None
-
-    @property
-    def weights(self) -> tuple[Weight, ...]:
-        """The weights, in the model's order."""
-        return tuple(home.weight for home in self.homes)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Their logical names."""
-        return tuple(weight.name for weight in self.weights)
-
-    @property
-    def visits(self) -> tuple[str, ...]:
-        """The visits that use them."""
-        return self.homes[0].weight.visits
-
-    @property
-    def trainable(self) -> bool:
-        """Whether they have gradients."""
-        return self.homes[0].weight.trainable
-
-    @property
-    def numel(self) -> int:
-        """The number of elements of one copy."""
-        return sum(weight.numel for weight in self.weights)
 
 
 @dataclass(frozen=True)
@@ -108,8 +24,9 @@ class Space:
     """The layouts of samples, of the stream between blocks, of logits, and of weights on a mesh. Unnamed axes are invariant.
 
     Where the stream goes in slices of tokens, it does so `through` the visits that are named. Along the axes `led`, the rank at
-    index 0 reads the samples, takes the loss and steps for all the others. `whole` is the space of all ranks, where this one is
-    that of a coordinate (`at`).
+    index 0 reads the samples, takes the loss and steps for all the others. Along pp, the rank at each index runs the visits that
+    `stages` name for it, and holds their weights; empty: all of them. The parts that they consist of begin with `cuts`, but for
+    the first one. `whole` is the space of all ranks, where this one is that of a coordinate (`at`).
     """
 
     mesh: Mesh
@@ -121,6 +38,8 @@ class Space:
     through: tuple[str, ...] = ()
     anew: bool = False
     led: tuple[str, ...] = ()
+    stages: tuple[tuple[str, ...], ...] = ()
+    cuts: tuple[str, ...] = ()
     whole: "Space | None" = None
     coordinate: tuple[tuple[str, int], ...] = field(default=(), compare=False)
 
@@ -151,18 +70,13 @@ class Space:
         behind = [passage.visit for passage in self.anatomy.passages if passage.onward == call.visit]
         return call.role == "head" and call.name == call.visit and any(visit in self.through for visit in behind)
 
-    def borders(self, visit: str) -> tuple[bool, bool]:
-        """Whether the stream is cut into slices where `visit` takes it in, and put together again where it gives it out."""
-        passage = next((each for each in self.anatomy.passages if each.visit == visit), None)
-        if passage is None or visit not in self.through:
-            return False, False
-        cut = {name for home in self.homes if home.cut for name in (home.weight.name, *home.weight.aliases)}
-        taken = any(
-            self.takes_slices(call) and f"{call.name}.weight" in cut
-            for call in self.anatomy.calls
-            if call.visit == passage.onward and call.role == "head"
-        )
-        return passage.source not in self.through, passage.onward not in self.through and not taken
+    def borders(self) -> dict[str, tuple[bool, bool]]:
+        """Of each visit through which the stream goes in slices, whether those are cut where it begins, and end with it."""
+        cut = {name for home in self.homes if home.cut for name in home.weight.names}
+        heads = [call for call in self.anatomy.calls if call.role == "head" and f"{call.name}.weight" in cut]
+        slices = {*self.through, *(call.visit for call in heads if self.takes_slices(call))}
+        through = [passage for passage in self.anatomy.passages if passage.visit in self.through]
+        return {each.visit: (each.source not in self.through, each.onward not in slices) for each in through}
 
     def with_homes(self, change: Callable[[Home], Home], *, frozen: bool = False) -> "Space":
         """This space with every trainable weight's home changed by `change`; with `frozen`, those of all others instead."""
@@ -171,6 +85,34 @@ class Space:
     def with_logits(self, axis: str, place: Place) -> "Space":
         """This space with what a head hands to the loss at `place` along `axis`."""
         return replace(self, logits=self.logits.with_place(axis, place))
+
+    def with_stages(self, stages: Iterable[tuple[str, ...]], cuts: tuple[str, ...]) -> "Space":
+        """This space with the visits of `stages` on the ranks along pp; what several of them use is summed over those."""
+        staged = replace(self, stages=tuple(stages), cuts=cuts)
+
+        def shared(home: Home) -> Home:
+            tied = len(staged.users(home.weight)) > 1
+            return replace(home, layout=home.layout.with_place("pp", R), grad=home.grad.with_place("pp", I)) if tied else home
+
+        return staged.with_homes(shared)
+
+    def users(self, weight: Weight) -> tuple[int, ...]:
+        """The indices along pp of the ranks that use `weight`; what glue takes directly all use."""
+        if not self.stages:
+            return (0,)
+        visits = set(weight.visits)
+        return tuple(i for i, stage in enumerate(self.stages) if ROOT in visits or not visits.isdisjoint(stage))
+
+    @property
+    def logical(self) -> tuple[Home, ...]:
+        """The homes of what this rank holds, as all ranks see them: before it was cut into slices."""
+        own = {home.weight.name for home in self.homes}
+        return tuple(home for home in (self.whole or self).homes if home.weight.name in own)
+
+    @property
+    def takes_loss(self) -> bool:
+        """Whether this rank runs what the loss follows."""
+        return (self.whole or self).anatomy.visits[-1] in self.anatomy.visits
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -181,8 +123,8 @@ class Space:
     @property
     def norm_axes(self) -> tuple[str, ...]:
         """The axes along which ranks step different elements, so that no rank knows the norm of all gradients."""
-        cut = {axis for home in self.homes if home.weight.trainable for axis in home.grad.axes("S")}
-        return tuple(axis for axis in AXES if axis in cut)
+        cut = {axis for home in (self.whole or self).homes if home.weight.trainable for axis in home.grad.axes("S")}
+        return tuple(axis for axis in AXES if axis in cut or (axis == "pp" and self.stages))
 
     @property
     def cut_axes(self) -> tuple[str, ...]:
@@ -193,18 +135,32 @@ class Space:
     def told_first(self, coordinate: Mapping[str, int]) -> Iterator[str]:
         """The weights that count at `coordinate` in what is added up along `cut_axes`: nobody else tells the same of them."""
         away = {axis for axis in self.cut_axes if coordinate[axis]}
-        yield from (home.weight.name for home in self.homes if away <= home.cut.keys())
+        yield from (home.weight.name for home in self._led_by(coordinate) if away <= home.cut.keys())
 
     def held_first(self, coordinate: Mapping[str, int]) -> Iterator[str]:
         """The weights of which the rank at `coordinate` is the first to step its elements: those that count in the norm there."""
-        away = [axis for axis in self.norm_axes if coordinate[axis]]
-        yield from (home.weight.name for home in self.homes if set(away) <= set(home.grad.axes("S")))
+        away = {axis for axis in self.norm_axes if coordinate[axis] and axis != "pp"}
+        yield from (home.weight.name for home in self._led_by(coordinate) if away <= set(home.grad.axes("S")))
+
+    def _led_by(self, coordinate: Mapping[str, int]) -> Iterator[Home]:
+        """The weights of which the rank at `coordinate` is the first along pp that uses them."""
+        logical = self.whole or self
+        whole = {home.weight.name: home.weight for home in logical.homes} if logical.stages else {}
+        for home in self.homes:
+            if not whole or logical.users(whole[home.weight.name])[0] == coordinate["pp"]:
+                yield home
 
     def at(self, coordinate: Mapping[str, int]) -> "Space":
         """This space as the rank at `coordinate` sees it."""
-        logical = self.whole or self
-        homes = tuple(logical._sliced(home, coordinate) for home in logical.homes)
-        return replace(logical, homes=homes, whole=logical, coordinate=tuple(coordinate.items()))
+        logical, anatomy = self.whole or self, (self.whole or self).anatomy
+        homes = logical.homes
+        if logical.stages:
+            anatomy = anatomy.within(logical.stages[coordinate["pp"]])
+            own = {weight.name: weight.visits for weight in anatomy.weights}
+            mine = (home for home in homes if home.weight.name in own)
+            homes = tuple(replace(home, weight=replace(home.weight, visits=own[home.weight.name])) for home in mine)
+        homes = tuple(logical._sliced(home, coordinate) for home in homes)
+        return replace(logical, anatomy=anatomy, homes=homes, whole=logical, coordinate=tuple(coordinate.items()))
 
     def range_of(self, name: str, axis: str) -> tuple[int, int]:
         """Of the weight `name`, which is cut along `axis`, the first index and the one behind the last of what this rank has."""
@@ -216,10 +172,8 @@ class Space:
         """How `home` is cut, dim by dim, and which slice the rank at `coordinate` has."""
         found = []
         for dim in dict.fromkeys(home.cut[axis] for axis in AXES if axis in home.cut):
-            axes, index = tuple(axis for axis in AXES if home.cut.get(axis) == dim), 0
-            for axis in axes:
-                index = index * self.mesh.size(axis) + coordinate[axis]
-            found.append(Side(axes, home.weight.cut(dim), self.mesh.extent(axes), index))
+            axes = tuple(axis for axis in AXES if home.cut.get(axis) == dim)
+            found.append(Side(axes, home.weight.cut(dim), self.mesh.extent(axes), self.mesh.index(coordinate, axes)))
         return tuple(found)
 
     def _sliced(self, home: Home, coordinate: Mapping[str, int]) -> Home:

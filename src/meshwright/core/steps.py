@@ -12,15 +12,15 @@ Strategies may add PACK (gradients of a bucket into one contiguous buffer) and U
 the job asks for the noise of the gradient, `core.noise` adds what measures it.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from typing import Literal, NamedTuple
 
 from meshwright.core.anatomy import NBYTES, ROOT
+from meshwright.core.home import Bundle
 from meshwright.core.job import Job
 from meshwright.core.program import Action, Hold, Program, Transfer, with_waits
-from meshwright.core.shares import Share, shares
-from meshwright.core.space import Bundle, Space
+from meshwright.core.shares import shares
+from meshwright.core.space import Space
 
 ROLE = "stage0"
 LEAN = "F_LEAN"
@@ -35,16 +35,28 @@ PIECE = 1 << 20  # elements of divided logits that the loss looks at at once
 NORM = "norm"  # the subject of the BROADCAST of the gradient norm
 
 
-def one_device(space: Space, job: Job, micro_batch: int, num_micro: int) -> Program:
-    """The program of a rank that trains alone on `num_micro` micro-batches of `micro_batch` samples."""
-    actions, mine, largest = [Action("COUNT")], shares(space), _largest(space)
-    for micro in range(num_micro):
-        forwards = _forward(space, job, mine, micro, micro_batch)
-        forwards[0] = replace(forwards[0], frees=(SCRATCH,) if micro else ())
-        actions += [*forwards, *_backward(space, job, mine, largest[micro > 0], micro, micro_batch)]
-    actions.append(Action("TALLY", waits=tuple(f"LOSS({micro})" for micro in range(num_micro)), frees=(SCRATCH,)))
+class Turn(NamedTuple):
+    """A run of visits, forward or backward, for one micro-batch. Backwards go through `visits` in reverse."""
+
+    kind: Literal["F", "B"]
+    visits: tuple[str, ...]
+    micro: int
+
+
+def one_after_another(visits: tuple[str, ...], num_micro: int) -> list[Turn]:
+    """The turns of a rank that runs the whole model for one micro-batch after the other."""
+    kinds: tuple[Literal["F", "B"], ...] = ("F", "B")
+    return [Turn(kind, visits, micro) for micro in range(num_micro) for kind in kinds]
+
+
+def one_device(space: Space, job: Job, micro_batch: int, turns: Sequence[Turn]) -> Program:
+    """The program of a rank that trains alone, on micro-batches of `micro_batch` samples, in these turns."""
+    parts = _Turns(space, job, micro_batch)
+    actions = [Action("COUNT"), *(action for turn in turns for action in parts.of(turn))]
+    losses = tuple(action.name for action in actions if action.kind == "LOSS")
+    last = actions[-1].name
+    actions.append(Action("TALLY", waits=losses, frees=parts.left))
     names = tuple(weight.name for weight in space.anatomy.trainable)
-    last = f"B({space.anatomy.visits[0]}, {num_micro - 1})"
     waits = [last]
     if space.norm_axes:
         square = Action("SQUARE", NORM, waits=(last,))
@@ -53,7 +65,18 @@ def one_device(space: Space, job: Job, micro_batch: int, num_micro: int) -> Prog
         waits += [action.name for action in actions[-2:]]
     actions.append(Action("CLIP", waits=tuple(waits), tensors=names))
     actions.append(Action("STEP", waits=("CLIP()",), tensors=names, frees=tuple(map(gradient, space.bundles()))))
-    return Program.of({ROLE: actions})
+    return Program.of({role_of(dict(space.coordinate)): actions})
+
+
+def role_of(coordinate: Mapping[str, int]) -> str:
+    """Whose list the ranks at `coordinate` play."""
+    return f"stage{coordinate.get('pp', 0)}"
+
+
+def micro_rows(actions: Iterable[Action], space: Space, job: Job) -> int:
+    """The samples of a micro-batch of a rank that plays `actions`."""
+    micros = {action.micro for action in actions if action.kind == "B"}
+    return job.train.batch // space.mesh.extent(space.data_axes) // len(micros)
 
 
 def reads_sums(action: Action) -> bool:
@@ -97,54 +120,60 @@ def inside(visit: str, micro: int | None) -> str:
     return f"inside({visit}, {micro})"
 
 
-def _forward(space: Space, job: Job, mine: Mapping[str, Share], micro: int, micro_batch: int) -> list[Action]:
-    anatomy, width = space.anatomy, NBYTES[job.precision.compute]
-    actions = []
-    for visit, share in mine.items():
-        held = [Hold(stream(visit, micro), share.hands_on * micro_batch * width)]
-        held += [Hold(inside(visit, micro), share.inside * micro_batch * width)] if anatomy.inside_numel else []
-        actions.append(Action("F", visit, micro, flops=share.flops * micro_batch, takes=tuple(held)))
-    last = anatomy.visits[-1]
-    logits = mine[last].hands_on * micro_batch
-    kept = min(logits, PIECE) if space.logits.axes("S") else anatomy.loss_numel * micro_batch
-    takes = [Hold(returned(last, micro), logits * width)]
-    takes.append(Hold(SCRATCH, (kept if anatomy.loss_numel else 0) * max(width, NBYTES["float32"])))  # taken in that at least
-    actions.append(Action("LOSS", micro=micro, waits=(f"F({last}, {micro})", "COUNT()"), takes=tuple(takes)))
-    return actions
+class _Turns:
+    """The actions of one turn after the other. `left` names the scratch that the last one has not freed."""
 
+    def __init__(self, space: Space, job: Job, micro_batch: int) -> None:
+        self._space, self._job, self._micro_batch = space, job, micro_batch
+        self._mine = shares(space)
+        self._using: dict[str, list[Bundle]] = {visit: [] for visit in (*space.anatomy.visits, ROOT)}
+        for bundle in space.bundles():
+            for visit in bundle.visits:
+                self._using[visit].append(bundle)
+        self._there: set[str] = set()  # the bundles that have gradients
+        self.left: tuple[str, ...] = ()
 
-def _backward(
-    space: Space, job: Job, mine: Mapping[str, Share], largest: Mapping[str, int], micro: int, micro_batch: int
-) -> list[Action]:
-    anatomy, width = space.anatomy, NBYTES[job.precision.parameters]
-    appearing: dict[str, list[Hold]] = defaultdict(list)
-    for bundle in space.bundles() if micro == 0 else ():
-        appearing[first_backward(bundle, anatomy.visits)].append(Hold(gradient(bundle), bundle.numel * width))
-    actions = []
-    for visit in reversed(anatomy.visits):
-        waits = (f"F({visit}, {micro})", f"LOSS({micro})")
-        frees = (stream(visit, micro), *((inside(visit, micro),) if anatomy.inside_numel else ()))
-        frees += (returned(visit, micro),) if visit == anatomy.visits[-1] else ()
-        held = [Hold(SCRATCH, largest[visit] * width), *appearing[visit]]
-        frees += (SCRATCH,)
-        flops = 2 * mine[visit].flops * micro_batch
-        actions.append(Action("B", visit, micro, "compute", waits, (), None, flops, tuple(held), frees))
-    return actions
+    def of(self, turn: Turn) -> list[Action]:
+        """The actions of `turn`; the loss, where it belongs to it, stands before the backward."""
+        if turn.kind == "F":
+            return [self._forward(visit, turn.micro) for visit in turn.visits]
+        ends = self._space.takes_loss and self._space.anatomy.visits[-1] in turn.visits
+        loss = [self._loss(turn.micro)] if ends else []
+        waits = tuple(action.name for action in loss)
+        return [*loss, *(self._backward(visit, turn.micro, waits) for visit in reversed(turn.visits))]
 
+    def _forward(self, visit: str, micro: int) -> Action:
+        share, width, rows = self._mine[visit], NBYTES[self._job.precision.compute], self._micro_batch
+        held = [Hold(stream(visit, micro), share.hands_on * rows * width)]
+        held += [Hold(inside(visit, micro), share.inside * rows * width)] if self._space.anatomy.inside_numel else []
+        frees, self.left = self.left, ()
+        return Action("F", visit, micro, flops=share.flops * rows, takes=tuple(held), frees=frees)
 
-def _largest(space: Space) -> tuple[Mapping[str, int], Mapping[str, int]]:
-    """By visit, the elements of its largest weight whose gradient is there already: in the first backward of all, and later.
+    def _loss(self, micro: int) -> Action:
+        space, anatomy, width = self._space, self._space.anatomy, NBYTES[self._job.precision.compute]
+        last = anatomy.visits[-1]
+        logits = self._mine[last].hands_on * self._micro_batch
+        kept = min(logits, PIECE) if space.logits.axes("S") else anatomy.loss_numel * self._micro_batch
+        takes = [Hold(returned(last, micro), logits * width)]
+        takes.append(Hold(SCRATCH, (kept if anatomy.loss_numel else 0) * max(width, NBYTES["float32"])))  # in that at least
+        frees, self.left = self.left, (SCRATCH,)
+        return Action("LOSS", micro=micro, waits=(f"F({last}, {micro})", "COUNT()"), takes=tuple(takes), frees=frees)
 
-    Gradients that go into shards are packed after each backward, or are added up there.
-    """
-    visits = space.anatomy.visits
-    tied, later = dict.fromkeys(visits, 0), dict.fromkeys(visits, 0)
-    for bundle in (bundle for bundle in space.bundles() if not bundle.homes[0].flat):
-        first, most = first_backward(bundle, visits), max(weight.numel for weight in bundle.weights)
-        for visit in (visit for visit in bundle.visits if visit != ROOT):
-            later[visit] = max(later[visit], most)
-            tied[visit] = max(tied[visit], most if visit != first else 0)
-    return tied, later
+    def _backward(self, visit: str, micro: int, waits: tuple[str, ...]) -> Action:
+        anatomy, width = self._space.anatomy, NBYTES[self._job.precision.parameters]
+        using = self._using[visit]
+        # gradients that go into shards are packed after each backward, or are added up there
+        added = [weight.numel for each in using if each.name in self._there and not each.homes[0].flat for weight in each.weights]
+        new = {each.name: each for each in (*using, *self._using[ROOT]) if each.name not in self._there}
+        self._there |= new.keys()
+        held = [Hold(SCRATCH, max(added, default=0) * width)]
+        held += [Hold(gradient(bundle), bundle.numel * width) for bundle in new.values()]
+        frees = [stream(visit, micro), *([inside(visit, micro)] if anatomy.inside_numel else [])]
+        frees += [returned(visit, micro)] if waits and visit == anatomy.visits[-1] else []
+        frees, self.left = (*frees, *self.left), (SCRATCH,)
+        flops = 2 * self._mine[visit].flops * self._micro_batch
+        waits = (f"F({visit}, {micro})", *waits)
+        return Action("B", visit, micro, "compute", waits, (), None, flops, tuple(held), frees)
 
 
 def backwards(actions: Sequence[Action], bundle: Bundle, visits: tuple[str, ...]) -> list[int]:

@@ -9,7 +9,7 @@ most one strategy decides the order of the step, and one, per axis, how weights 
 """
 
 from abc import ABC
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Protocol
@@ -19,6 +19,7 @@ from meshwright.core.job import Job
 from meshwright.core.layout import Place
 from meshwright.core.program import Action, Program
 from meshwright.core.space import Space
+from meshwright.core.steps import Turn
 
 Phase = Literal["shard", "order", "memory", "store", "wire"]
 PHASES: tuple[Phase, ...] = ("shard", "order", "memory", "store", "wire")
@@ -58,6 +59,12 @@ class Runtime(Protocol):
     def again(self, tensor: Any, axis: str, src: Place, dst: Place) -> AbstractContextManager[Any]:
         """While it lasts, autograd keeps nothing of what `tensor` became by this move: backward moves it once more."""
 
+    def cross(self, action: Action) -> None:
+        """Start sending the value of `action.tensors`, or its gradient, to the peer of the transfer, or receiving it from there.
+
+        RECEIVE and SEND move a value, RECEIVE_GRAD and SEND_GRAD its gradient, the other way.
+        """
+
     def rerun(self, action: Action) -> None:
         """Run a visit once more that kept only what it took in, so that its backward finds a graph."""
 
@@ -84,6 +91,10 @@ class Strategy(ABC):
     def place(self, space: Space) -> Space:
         """`space` with the layouts that this technique changes."""
         return space
+
+    def turns(self, turns: Sequence[Turn], space: Space) -> Sequence[Turn]:
+        """In which order a rank goes through its visits: as before, `turns`, or in another one."""
+        return turns
 
     def rewrite(self, program: Program, space: Space, job: Job) -> Program:
         """`program` with the actions that this technique adds, removes or moves."""

@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.core.anatomy import NBYTES
+from meshwright.core.home import Bundle
 from meshwright.core.job import Job
 from meshwright.core.program import Action, Hold, Transfer, index_of_last, with_waits
-from meshwright.core.space import Bundle, Space
+from meshwright.core.space import Space
 from meshwright.core.steps import SCRATCH, backwards, first_backward, gradient
 
 NUM_BUFFERS = 2

@@ -7,19 +7,18 @@ how many tokens. With it every rank knows, before its first backward, the one gl
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import isfinite
-from typing import Any
 
 import torch
 
-from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
-from meshwright.core.steps import ROLE
 from meshwright.core.strategy import Handler
 from meshwright.engine.buckets import Bucket
+from meshwright.engine.crossing import Crossing
 from meshwright.engine.draws import Draws
 from meshwright.engine.evaluation import Evaluation, evaluate
 from meshwright.engine.exchange import Exchange
+from meshwright.engine.graph import check_paths
 from meshwright.engine.inner import Inner
 from meshwright.engine.loss import Batch
 from meshwright.engine.rows import micro_batches, undivided
@@ -29,28 +28,34 @@ from meshwright.engine.store import Store
 from meshwright.engine.suspects import find_suspects
 from meshwright.engine.update import Update
 from meshwright.model.dice import Dice
-from meshwright.model.drive import Drive, Reach, Visit, backward, backward_from
-from meshwright.model.paths import pieces, refuse_divided
-from meshwright.model.values import tensors
+from meshwright.model.drive import Drive, Reach, backward, backward_from
 
 
 class Acts:
     """Handlers over one rank's state."""
 
     def __init__(
-        self, plan: Plan, state: State, store: Store, update: Update, drive: Drive, inner: Inner, dice: Dice | None
+        self,
+        plan: Plan,
+        state: State,
+        store: Store,
+        update: Update,
+        drive: Drive,
+        inner: Inner,
+        dice: Dice | None,
+        crossing: Crossing | None,
     ) -> None:
         self.plan, self.state, self.store, self.update, self._inner = plan, state, store, update, inner
         self.spikes = None if plan.job.guard.action == "off" else Spikes(plan.job.guard)
         self.spike: Spike | None = None
         self.overflow = False  # of this step
-        self._drive, self._dice = drive, dice
+        self._drive, self._dice, self._crossing = drive, dice, crossing
         self._step, self._rows, self._stop, self._checked, self._under_way = 0, 0, False, False, False
         self._counted: Sequence[float] | None = None
         self._trained = list(state.subject.trainable.values())
-        self._tallies = [action.name for action in plan.program.actions(ROLE) if action.kind == "TALLY"]
+        self._tallies = [action.name for action in plan.actions if action.kind == "TALLY"]
         self.draws = Draws(plan, state, dice)
-        self._carriers = {name: act for act in plan.program.actions(ROLE) if act.transfer for name in act.tensors}
+        self._carriers = {name: act for act in plan.actions if act.transfer for name in act.tensors}
         self.handlers: dict[str, Handler] = {
             "COUNT": self.count,
             "LOSS": self.loss,
@@ -64,7 +69,7 @@ class Acts:
             "STEP": self.step,
         }
         self._leads = plan.leads(state.world.rank)
-        meets = any(action.kind == "GATHER" for action in plan.program.actions(ROLE))
+        meets = any(action.kind == "GATHER" for action in plan.actions)
         self._exchange = Exchange(plan, state, lambda: int(self.totals()[2]), self.start) if meets else None
         if self._exchange is not None:
             self.handlers |= self._exchange.handlers
@@ -80,6 +85,8 @@ class Acts:
         self.state.num_rows = rows
         if self._exchange is not None:
             self._exchange.begin()
+        if self._crossing is not None:
+            self._crossing.forget()
         self._step, self._rows, self._stop, self.spike, self.overflow = step, rows, stop, None, False
         self.draws.step = step
         if self._under_way:  # the last step did not come to its end: what it left must not be added to this one
@@ -118,15 +125,20 @@ class Acts:
             self._counted = None  # known once the others' have been added
             self.start(action, state.header)
 
-    def forward(self, micro: int, reach: Reach, leave: Callable[[], None] | None = None) -> None:
-        """Run the model's own forward on one micro-batch; `reach` is called before each block, `leave` after it."""
+    def forward(self, micro: int, reach: Reach, leave: Callable[[], None] | None = None, first: str = "") -> None:
+        """Run the model's own forward on one micro-batch, or the part of it that begins with the visit `first`.
+
+        `reach` is called before each block, `leave` after it.
+        """
         state = self.state
         inputs = {key: value for key, value in state.micros[micro].items() if key not in state.loss.targets}
         with self._autocast(), self.draws.during(micro):
-            reached = self.draws.announcing(reach)
-            outputs, closing, seen = self._drive.forward(reached, lambda: state.subject.module(**inputs), leave)
-        state.passes[micro] = seen
-        state.closings[micro] = (outputs, closing)
+            reached, call = self.draws.announcing(reach), lambda: state.subject.module(**inputs)
+            if self._crossing is not None:
+                self._crossing.forward(first, micro, inputs, call, reached, leave, self.draws.passing)
+                return
+            outputs, closing, state.passes[micro] = self._drive.forward(reached, call, leave)
+            state.closings[micro] = outputs, closing
 
     def loss(self, action: Action) -> None:
         """Take the loss of a micro-batch over the global count, and its gradient down to the last blocks' outputs."""
@@ -139,7 +151,8 @@ class Acts:
         if micro >= state.num_real:
             total = total * 0.0
         if not self._checked:
-            self._check_paths(total, micro, outputs, closing)
+            check_paths(self.plan, state, total, micro, outputs, closing, cut=self._drive.cut)
+            self._checked = True
         state.tally += total.detach()
         del outputs
         with self.draws.none():
@@ -153,7 +166,8 @@ class Acts:
         outputs, closing = state.closings[micro]
         total = exchange.total(outputs)
         if total is not None and not self._checked:
-            self._check_paths(total, micro, outputs, closing)
+            check_paths(self.plan, state, total, micro, outputs, closing, cut=self._drive.cut)
+            self._checked = True
         if total is not None and exchange.counts_here:
             state.tally += total.detach()
         with self.draws.none():
@@ -170,11 +184,15 @@ class Acts:
         _, left = self.state.closings.pop(action.micro or 0, (None, None))
         if left is not None:  # the glue behind the last block, when the gradient of the outputs has come from elsewhere
             backward(left)
-        visit = self.state.passes[action.micro or 0].visits.pop(action.subject, None)
-        if visit is None:
-            return
+        micro, crossing = action.micro or 0, self._crossing
+        visit = self.state.passes[micro].visits.pop(action.subject, None)
         with self.draws.none():
-            backward(visit)
+            if crossing is not None:
+                crossing.backward(action.subject, micro)
+            if visit is not None:
+                backward(visit)
+            if crossing is not None:
+                crossing.ended(action.subject, micro)
 
     def pack(self, action: Action) -> None:
         """Put the gradients of `action.tensors` into their arena, or into the bucket that carries them, made at its first use."""
@@ -280,17 +298,3 @@ class Acts:
         dtype = getattr(torch, precision.compute)
         # no cache: a cached cast would join the graphs of two blocks that share a weight
         return torch.autocast(self.state.world.device.type, dtype=dtype, cache_enabled=False)
-
-    def _check_paths(self, loss: torch.Tensor, micro: int, outputs: Any, closing: Visit) -> None:
-        if loss.shape != ():
-            text = f"the loss has the shape {list(loss.shape)}; needed is a scalar, the sum over what counts"
-            raise PlanError(text, fix="return total.sum() from Loss.total", where="loss")
-        self._checked = True
-        if not self._drive.cut:  # one graph, one backward: no border that a path could go round
-            return
-        subject = self.state.subject
-        found = pieces(self.state.passes[micro], closing)
-        found.refuse_unknown(subject.trainable, {weight.name: weight.visits for weight in subject.anatomy.weights})
-        handed = {id(tensor) for tensor in tensors(outputs)}
-        found.refuse_loss(loss, {name: p for name, p in subject.parameters.items() if id(p) not in handed})
-        refuse_divided(loss, outputs, self.state.passes[micro], closing, self.plan.num_data * self.plan.num_micro)

@@ -4,15 +4,15 @@ Row k of a micro-batch has one number in the global batch under every plan, and 
 place. So a forward that is run again, in whatever order, draws what it drew.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from meshwright.core.cut import Cut
+from meshwright.core.home import Home
 from meshwright.core.mesh import AXES
 from meshwright.core.plan import Plan
-from meshwright.core.space import Home
 from meshwright.engine.state import State
 from meshwright.model.dice import Dice, Sites
 from meshwright.model.drive import Reach
@@ -52,6 +52,11 @@ class Draws:
 
         return announced
 
+    @property
+    def passing(self) -> Callable[[str], None] | None:
+        """What hears of a visit that this rank does not run, so that the places behind it keep their names."""
+        return None if self._dice is None else self._dice.enter
+
     @contextmanager
     def again(self, micro: int, visit: str) -> Iterator[None]:
         """Round one visit of a micro-batch that is run again; another forward that is under way draws on afterwards."""
@@ -85,7 +90,7 @@ def divisions(plan: Plan, rank: int, sites: Sites) -> dict[str, tuple[Division, 
     known.
     """
     space, coordinate = plan.space, plan.mesh.coordinate(rank)
-    layers = {name: home for home in (space.whole or space).homes for name in (home.weight.name, *home.weight.aliases)}
+    layers = {name: home for home in (space.whole or space).homes for name in home.weight.names}
     found = {}
     for site in sites.allowed:
         columns, rows = (layers.get(f"{layer}.weight") for layer in sites.inside.get(site, ("", "")))

@@ -21,7 +21,7 @@ from meshwright.core.anatomy import Column
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
-from meshwright.core.steps import FACTS, NORM, ROLE, output_gradient
+from meshwright.core.steps import FACTS, NORM, output_gradient
 from meshwright.core.strategy import Handler
 from meshwright.engine.loss import Batch
 from meshwright.engine.state import State
@@ -41,7 +41,7 @@ class Exchange:
     ) -> None:
         self._plan, self._state, self._num_rows, self._start = plan, state, num_rows, start
         self.handlers: dict[str, Handler] = {"GATHER": self.gather, "SCATTER": self.scatter, "BROADCAST": self.broadcast}
-        gathers = [action for action in plan.program.actions(ROLE) if action.kind == "GATHER" and action.transfer is not None]
+        gathers = [action for action in plan.actions if action.kind == "GATHER" and action.transfer is not None]
         self._collective = gathers[0].transfer.collective if gathers and gathers[0].transfer else "all_gather"
         self._axes = gathers[0].transfer.axes if gathers and gathers[0].transfer else ()
         self._outputs = {column.name: place for place, column in enumerate(plan.anatomy.outputs)}

@@ -38,7 +38,6 @@ import torch
 
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
-from meshwright.core.steps import ROLE
 from meshwright.core.strategy import Handler
 from meshwright.engine.acts import Acts
 from meshwright.engine.precision import total_norm
@@ -55,7 +54,7 @@ class Noise:
         self._state, self._acts = state, acts
         self._used = plan.job.train.noise_scale
         self._num_parts = plan.num_micro if plan.num_data > 1 else 1  # micro-batches behind a gradient that is measured once
-        self._part = {action.name: action.micro for action in plan.program.actions(ROLE) if action.kind == "MEASURE"}
+        self._part = {action.name: action.micro for action in plan.actions if action.kind == "MEASURE"}
         coordinate = plan.mesh.coordinate(state.world.rank)
         self._counted = frozenset(plan.space.told_first(coordinate))
         self._tells = not any(coordinate[axis] for axis in plan.space.cut_axes)  # those with other slices say it for all

@@ -21,8 +21,9 @@ from meshwright.core.program import Action
 from meshwright.core.strategy import Handler
 from meshwright.engine.held import Held
 from meshwright.engine.masters import Stepped
-from meshwright.engine.slices import put, taken
+from meshwright.engine.slices import put
 from meshwright.engine.state import State
+from meshwright.model.local import taken
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def _slices(plan: Plan, axes: tuple[str, ...], index: int) -> Iterator[tuple[str
 
 
 def _index(mesh: Mesh, rank: int, axes: tuple[str, ...]) -> int:
-    return mesh.peers(rank, axes).index(rank)
+    return mesh.index(mesh.coordinate(rank), axes)
 
 
 def _nothing() -> None:

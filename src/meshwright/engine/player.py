@@ -18,19 +18,22 @@ from meshwright.core.errors import PlanError
 from meshwright.core.layout import Place
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
-from meshwright.core.steps import FORWARDS, LEAN, ROLE
+from meshwright.core.steps import FORWARDS, LEAN
 from meshwright.core.strategy import Handler
 from meshwright.engine.acts import Acts
 from meshwright.engine.again import Again
+from meshwright.engine.crossing import crossing
 from meshwright.engine.evaluation import Evaluation
 from meshwright.engine.heap import give_back
 from meshwright.engine.inner import Inner, Meanwhile
 from meshwright.engine.loss import Batch
 from meshwright.engine.noise import Noise
 from meshwright.engine.optimizers import MakeOptimizer, group_numbers, groups_of, make_optimizers
-from meshwright.engine.saved import Saved, model_tensors, moments, restore_model, restore_moments
+from meshwright.engine.saved import Saved, model_tensors, moments, of_part, restore_model, restore_moments
 from meshwright.engine.schedule import factor
+from meshwright.engine.sizes import sizes
 from meshwright.engine.sockets import Sockets
+from meshwright.engine.spread import spread
 from meshwright.engine.state import Metrics, State
 from meshwright.engine.store import Store
 from meshwright.engine.update import Update
@@ -56,12 +59,13 @@ class Player:
         extra: Mapping[str, Callable[[Action, State], None]] | None = None,
     ) -> None:
         plan = plan.at(state.world.rank)
+        if plan.space.stages:
+            state.subject = state.subject.within(plan.space.anatomy)
         self.plan, self.state = plan, state
-        self.steps_done = 0
-        self._settling = SETTLING
+        self.steps_done, self._cursor, self._settling = 0, 0, SETTLING
         self.store = Store(plan, state)
         self._logits = Divided(plan, state)
-        weights = {weight.name: weight for weight in plan.anatomy.trainable}
+        weights = {weight.name: weight for weight in plan.space.anatomy.trainable}
         grains = {home.weight.name: home.grain for home in plan.space.homes if home.flat or home.cut}
         self.optimizers = make_optimizers(plan.job.optimizer, self.store.owned(), optimizer, weights, grains)
         self._base_lrs = [group["lr"] for group in groups_of(self.optimizers)]
@@ -72,21 +76,19 @@ class Player:
         for strategy in plan.strategies:  # before the blocks' own forwards are replaced: a block may be a socket itself
             bound |= strategy.bind(self)
         self._sockets.close()
-        self._drive = Drive(state.subject.blocks, in_place=plan.anatomy.in_place, cut=_parts_blocks(plan))
+        self._drive = Drive(state.subject.blocks, in_place=plan.space.anatomy.in_place, cut=_parts_blocks(plan))
         self._update = Update(plan, state, self.store, self.optimizers, made=optimizer is not None)
-        self._acts = Acts(plan, state, self.store, self._update, self._drive, self._inner, dice)
-        self._noise = Noise(plan, state, self._acts)
-        self._again = Again(state, self._drive, self._acts.draws)
+        self._crossing = crossing(plan, state, self._drive)
+        self._acts = Acts(plan, state, self.store, self._update, self._drive, self._inner, dice, self._crossing)
+        self._noise, self._again = Noise(plan, state, self._acts), Again(state, self._drive, self._acts.draws)
         handlers: dict[str, Handler] = self._acts.handlers | self._noise.handlers | self.store.owners.handlers | bound
         handlers |= {kind: self._with_state(act) for kind, act in (extra or {}).items()}
-        self._list = self._resolve(plan.program.actions(ROLE), handlers)
+        self._list = self._resolve(plan.actions, handlers)
         forwards = [(i, action) for i, (action, _, _) in enumerate(self._list) if action.kind in FORWARDS]
         self._place = {(action.subject, action.micro): i for i, action in forwards}
-        self._starts: dict[int, int] = {}  # where the first F of each micro-batch stands
-        for (_, micro), place in self._place.items():
-            self._starts.setdefault(micro or 0, place)
+        begins = {plan.space.anatomy.visits[0]} if self._crossing is None else self._crossing.begins
+        self._starts = [i for i, action in forwards if action.subject in begins]  # where a forward of the model starts
         self._now: Sequence[Entry] = self._list  # what this step plays: the list, or the same under watch
-        self._cursor = 0
 
     def step(self, batch: Batch | None, *, stop: bool = False, watch: Watch | None = None) -> Metrics:
         """Train one global step on this rank's samples; the same numbers come back on every rank.
@@ -99,13 +101,16 @@ class Player:
         acts.begin(self.steps_done, batch, stop=stop)
         lr = self._set_lr()
         self._cursor, self._now = 0, self._list if watch is None else watched(self._list, state.works, watch)
-        for micro, first in self._starts.items():
+        for first in self._starts:
             self._play_to(first)
+            start, _, waits = self._now[first]
+            self._wait_for(waits)
+            micro = start.micro or 0
             if watch is None:
-                acts.forward(micro, self._reach(micro))
+                acts.forward(micro, self._reach(micro), first=start.subject)
             else:
                 with watch.during(f"forward({micro})", GLUE):
-                    acts.forward(micro, self._reach(micro), watch.end)
+                    acts.forward(micro, self._reach(micro), watch.end, start.subject)
         self._play_to(len(self._list))
         for name, work in state.works.items():
             if watch is None:
@@ -160,6 +165,12 @@ class Player:
         """While it lasts, autograd keeps nothing of what `tensor` became by this move: backward moves it once more."""
         return self._inner.again(tensor, axis, src, dst)
 
+    def cross(self, action: Action) -> None:
+        """Start sending or receiving a value between parts of the model, or its gradient."""
+        if self._crossing is None:
+            raise RuntimeError(f"this rank runs the whole model, and a strategy has it do {action.name}")
+        self._crossing.cross(action)
+
     def rerun(self, action: Action) -> None:
         """Run a visit once more that kept only what it took in, so that its backward finds a graph."""
         self._inner.begin(action.name)
@@ -177,7 +188,8 @@ class Player:
         scale = {} if self._update.scale is None else self._update.scale.tensors()
         lasting = {f"guard/{name}": value for name, value in usual.items()} | noise
         lasting |= {f"loss_scale/{name}": value for name, value in scale.items()}
-        return model_tensors(subject, self.store) | moments(self.optimizers, subject, self.store, self._numbers) | lasting
+        held = model_tensors(subject, self.store) | moments(self.optimizers, subject, self.store, self._numbers) | lasting
+        return of_part(held, subject)
 
     def restore(self, saved: Mapping[str, torch.Tensor], steps_done: int) -> None:
         """Take up `saved`, whole tensors by full name, after `steps_done` global steps; each is asked for once at most."""
@@ -199,40 +211,25 @@ class Player:
         with whole(subject, self.store, self._drive, action), self._logits.joined(subject.module, action):
             yield
 
-    def parameters(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
+    def parameters(self, *, keep: bool = True, exact: bool = False) -> dict[str, torch.Tensor]:
         """Every logical parameter, whole, with its present value; all ranks call this, and nothing of it is in the ledger.
 
-        A rank that does not `keep` them only takes part, and holds one bundle at a time.
+        A rank that does not `keep` them only takes part, and holds one bundle at a time. `exact`: masters, where there are any.
         """
         with self.state.world.ledger.silent():
-            return {name: value for name, value in self.store.values("WHOLE") if keep}
+            values = self.store.values("WHOLE", exact=exact)
+            whole = spread(self.plan, self.state, values, self.plan.anatomy.weights, "WHOLE")
+            return {name: value for name, value in whole if keep}
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradient of every trained logical parameter, whole, as the optimizer is about to see it; likewise."""
         with self.state.world.ledger.silent():
-            return {name: each / self._update.factor for name, each in self.store.gradients("WHOLE")}
+            whole = spread(self.plan, self.state, self.store.gradients("WHOLE"), self.plan.anatomy.trainable, "WHOLE")
+            return {name: each / self._update.factor for name, each in whole}
 
     def sizes(self) -> dict[str, int]:
-        """The bytes that this rank holds for the model, by category: parameters, gradients, moments, buckets, and masters if any.
-
-        A gradient that is a piece of a bucket counts there. Gradients exist from a backward to the optimizer's step. With
-        buckets are all buffers for messages.
-        """
-        buckets, cut = self.state.buckets.values(), self.store.sizes()
-        in_bucket = {
-            name for bucket in buckets for name, view in bucket.views.items() if view.dtype == bucket.parameters[name].dtype
-        }
-        whole = {name: p for name, p in self.state.subject.parameters.items() if not self.store.holds(name)}
-        apart = (p for name, p in whole.items() if p.requires_grad and name not in in_bucket)
-        states = [held for optimizer in self.optimizers for held in optimizer.state.values()]
-        kept = [value for held in states for value in held.values() if isinstance(value, torch.Tensor)]
-        masters = {"master": cut["master"]} if cut["master"] else {}
-        return masters | {
-            "parameters": sum(parameter.nbytes for parameter in whole.values()) + cut["parameters"],
-            "gradients": sum(parameter.nbytes for parameter in apart) + cut["gradients"],
-            "moments": sum(moment.nbytes for moment in kept),
-            "buckets": sum(bucket.flat.nbytes for bucket in buckets) + cut["buffers"] + self._update.nbytes,
-        }
+        """The bytes that this rank holds for the model, by category (engine/sizes.py)."""
+        return sizes(self.state, self.store, self.optimizers, self._update)
 
     def close(self) -> None:
         """Give the user's module its own forwards back."""
@@ -251,7 +248,7 @@ class Player:
         def reach(visit: str) -> bool:
             target = self._place.get((visit, micro))
             if target is None or target < self._cursor:
-                known = " ".join(self.plan.anatomy.visits)
+                known = " ".join(self.plan.space.anatomy.visits)
                 what = "out of the order" if target is not None else "more often than in the order"
                 text = f"the model reached block '{visit}' {what} that the plan knows: {known}"
                 fix = "a forward may leave blocks out; let it call them in the order of the trial run, or declare larger blocks"
@@ -266,11 +263,14 @@ class Player:
         while self._cursor < end:
             action, handler, waits = self._now[self._cursor]
             self._cursor += 1
-            for name in waits:
-                self.state.works[name].wait()
+            self._wait_for(waits)
             if handler is not None:
                 self.state.acting = action.name
                 handler(action)
+
+    def _wait_for(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.state.works[name].wait()
 
     def _with_state(self, act: Callable[[Action, State], None]) -> Handler:
         return lambda action: act(action, self.state)
@@ -282,19 +282,18 @@ class Player:
         if unknown:
             fix = "return a handler from the strategy's `bind` for each kind that its `rewrite` adds"
             raise PlanError(f"nobody plays {', '.join(unknown)}", fix=fix, where="program")
-        on_wire = {action.name for action in actions if action.lane == "wire"}
+        beside = {action.name for action in actions if action.lane != "compute"}
         resolved = []
         for action in actions:
             handler = None if action.kind in FORWARDS else handlers[action.kind]
-            resolved.append(
-                (action, handler, tuple(name for name in action.waits if name in on_wire and action.lane == "compute"))
-            )
+            waits = tuple(name for name in action.waits if name in beside and action.lane == "compute")
+            resolved.append((action, handler, waits))
         return resolved
 
 
 def _parts_blocks(plan: Plan) -> bool:
     """Whether the plan does anything between the backwards of two blocks, so that the graph must be cut there."""
-    kinds = [action.kind for action in plan.program.actions(ROLE)]
+    kinds = [action.kind for action in plan.actions]
     first, last = kinds.index("B"), len(kinds) - kinds[::-1].index("B")
-    inner = any(action.inner for action in plan.program.actions(ROLE))
-    return plan.num_data > 1 or inner or LEAN in kinds or set(kinds[first:last]) != {"B"}
+    inner = any(action.inner for action in plan.actions)
+    return plan.num_data > 1 or inner or LEAN in kinds or set(kinds[first:last]) != {"B"} or bool(plan.space.stages)

@@ -63,6 +63,21 @@ def model_tensors(subject: Subject, store: Store) -> dict[str, Saved]:
     return found | {f"buffer/{name}": buffer for name, buffer in _persistent_buffers(subject.module)}
 
 
+def of_part(saved: Mapping[str, Saved], subject: Subject) -> dict[str, Saved]:
+    """`saved`; of a rank that runs a part of the model, what belongs to that: others hold the rest, and write it."""
+    if not subject.elsewhere:
+        return dict(saved)
+    own = {visit.partition("#")[0] for visit in subject.anatomy.visits}
+    foreign = tuple(f"buffer/{block}." for block in subject.blocks if block not in own)
+    found: dict[str, Saved] = {}
+    for name, value in saved.items():
+        kind, _, entry = name.partition("/")
+        alone = kind in ("model", "buffer") or (kind == "optimizer" and not entry.startswith("group."))
+        if not name.startswith(foreign):
+            found[name] = _all_of(value) if alone and isinstance(value, torch.Tensor) else value
+    return found
+
+
 def moments(optimizers: Sequence[torch.optim.Optimizer], subject: Subject, store: Store, numbers: Numbers) -> dict[str, Saved]:
     """The state of the optimizers, as this rank holds it, and the `numbers` of their groups that have changed."""
     found: dict[str, Saved] = {}
@@ -144,7 +159,7 @@ def restore_moments(
         return tensor.reshape(-1)[piece.begin : piece.end].view(owned[name].shape) if by_element else tensor
 
     names = ((entry, entry.partition("/")[2]) for entry in saved)
-    mine = [entry for entry, name in names if name in owned or name not in subject.trainable]
+    mine = [entry for entry, name in names if name in owned or name not in {*subject.trainable, *subject.elsewhere}]
     restore_state(optimizers, owned, OnDemand(mine, part))
 
 

@@ -7,7 +7,7 @@ A weight may be cut along several dims, and a dim along several axes. Whole valu
 values one weight at a time, checkpoints, comparisons, exports. No step does.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch
@@ -16,15 +16,8 @@ from meshwright.comm.group import World
 from meshwright.core.cut import Span
 from meshwright.core.plan import Plan
 from meshwright.engine.state import Subject
+from meshwright.model.local import taken
 from meshwright.model.ondemand import OnDemand, rows_of
-
-
-def taken(whole: torch.Tensor, spans: Iterable[Span]) -> torch.Tensor:
-    """The slice of `whole` that `spans` say, dim by dim: a view, where it can be."""
-    for span in spans:
-        parts = [whole.narrow(span.dim, first, end - first) for first, end in span.ranges]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts, span.dim)
-    return whole
 
 
 def put(whole: torch.Tensor, spans: Sequence[Span], mine: torch.Tensor) -> None:
@@ -43,9 +36,9 @@ class Slices:
 
     def __init__(self, plan: Plan, world: World) -> None:
         self._plan, self._world = plan, world
-        logical, coordinate = plan.space.whole or plan.space, plan.mesh.coordinate(world.rank)
-        cut = {home.weight.name: home for home in logical.homes if home.cut}
-        self._sides = {name: logical.sides(home, coordinate) for name, home in cut.items()}
+        coordinate = plan.mesh.coordinate(world.rank)
+        cut = {home.weight.name: home for home in plan.space.logical if home.cut}
+        self._sides = {name: plan.space.sides(home, coordinate) for name, home in cut.items()}
         self._shapes = {name: home.weight.shape for name, home in cut.items()}
 
     def __bool__(self) -> bool:

@@ -1,7 +1,7 @@
 """What one rank has in its hands while it plays a step: the one mutable object of the engine."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from meshwright.core.anatomy import Anatomy
 from meshwright.engine.buckets import Bucket
 from meshwright.engine.loss import Batch, Loss
 from meshwright.engine.spikes import Spike
+from meshwright.model.courses import Courses
 from meshwright.model.drive import Pass, Visit
 
 
@@ -44,6 +45,7 @@ class Subject:
     """The model as the engine holds it: the user's module, its blocks, its logical parameters, and one example row.
 
     `blank` are the initial values, made when asked for, of parameters that have a shape and no memory: an arena gives it.
+    `courses` say how its forward goes, for those who run a part of it; `elsewhere` are the parameters of other parts.
     """
 
     module: nn.Module
@@ -52,6 +54,13 @@ class Subject:
     anatomy: Anatomy
     stand_in: Batch
     blank: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    courses: Courses | None = None
+    elsewhere: frozenset[str] = frozenset()
+
+    def within(self, anatomy: Anatomy) -> "Subject":
+        """What a rank holds of it that runs the visits of `anatomy` alone."""
+        mine = {weight.name: self.parameters[weight.name] for weight in anatomy.weights}
+        return replace(self, parameters=mine, anatomy=anatomy, elsewhere=frozenset(self.parameters.keys() - mine.keys()))
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:

@@ -19,7 +19,6 @@ from meshwright.core.anatomy import ROOT
 from meshwright.core.arena import Arena, Piece
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
-from meshwright.core.steps import ROLE
 from meshwright.engine.held import Held
 from meshwright.engine.masters import Masters, Stepped
 from meshwright.engine.owners import Owners
@@ -42,7 +41,7 @@ class Store:
         self._buffers: dict[str, torch.Tensor] = {}
         self.arenas: dict[str, Held] = {}
         self.squared = torch.zeros(1, dtype=torch.float64)  # the norm's, of this rank's shards or of all
-        taken = {action.tensors[0]: action.takes for action in plan.program.actions(ROLE) if action.kind == "UNSHARD"}
+        taken = {action.tensors[0]: action.takes for action in plan.actions if action.kind == "UNSHARD"}
         self._homes = {home.weight.name: home for home in plan.space.homes}
         coordinate = plan.mesh.coordinate(state.world.rank)
         self._first, self.told = frozenset(plan.space.held_first(coordinate)), frozenset(plan.space.told_first(coordinate))
@@ -55,9 +54,9 @@ class Store:
             if self._homes[first].weight.trainable and first not in self.owners.names:
                 held.steps = {p.name: nn.Parameter(held.value(p).detach().view(self._stepped_as(p))) for p in held.pieces}
         self.masters = Masters(plan, state, self._of.keys() | self.owners.names)
-        sums = [action for action in plan.program.actions(ROLE) if action.kind in ("REDUCE", "ADD")]
+        sums = [action for action in plan.actions if action.kind in ("REDUCE", "ADD")]
         self._in_place = not any(action.kind == "ADD" or action.takes for action in sums)  # gradients stay where they are summed
-        packs = (action for action in plan.program.actions(ROLE) if action.kind == "PACK")
+        packs = (action for action in plan.actions if action.kind == "PACK")
         self._gathering = {hold.name for action in packs for hold in action.takes}  # buffers that gradients are packed into
         self._packed: dict[str, torch.Tensor] = {}  # what is under way, by the name of its PACK
 
@@ -190,16 +189,17 @@ class Store:
             if held.flat and ROOT not in held.visits and any(visit.split("#")[0] == block for visit in held.visits):
                 held.group.all_gather(held.whole, held.shard, action=action).wait()
 
-    def values(self, action: str) -> Iterator[tuple[str, torch.Tensor]]:
+    def values(self, action: str, *, exact: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Every logical parameter with its present value, one bundle after the other; all ranks take part.
 
-        What is stored flat is gathered into memory of its own.
+        What is stored flat is gathered into memory of its own. `exact`: what has a master is that, but for what an owner steps.
         """
         for name, parameter in self._state.subject.parameters.items():
             if name not in self._of:
-                yield name, self.slices.whole(name, parameter.detach(), action)
+                value = self.masters.value(name, parameter) if exact else parameter.detach()
+                yield name, self.slices.whole(name, value, action)
         for held in self.arenas.values():
-            yield from self._gathered(held, held.shard, action)
+            yield from self._gathered(held, held.stepped if exact else held.shard, action)
 
     def gradients(self, action: str) -> Iterator[tuple[str, torch.Tensor]]:
         """The summed gradient of every logical parameter that is trained, likewise; NORM has ended."""

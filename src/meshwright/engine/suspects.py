@@ -45,17 +45,17 @@ def find_suspects(plan: Plan, state: State, forward: Forward, fetch: Callable[[s
             share, found, where = replay.play(forward, micro, count) if micro < state.num_real else replay.stand_in()
             loss += share
             stage, block = (stage, block) if stage else (found, where)
-    names, visits = list(state.subject.trainable), plan.anatomy.visits
+    names, visits = list(state.subject.trainable), plan.space.anatomy.visits
     squares, stage, block = _joined(plan, state, replay.squares, stage, block)
     norms = {name: squares[name] ** 0.5 for name in names}
     odd = [name for name in names if not isfinite(norms[name])]
     if stage == "backward":
-        odd = [name for name in odd if name in {weight.name for weight in plan.anatomy.of(block)}] or odd
+        odd = [name for name in odd if name in {weight.name for weight in plan.space.anatomy.of(block)}] or odd
     largest = odd[0] if odd else max(names, key=lambda name: norms[name])
     if not stage and odd:
         stage, block = "backward", ""
     if not block:
-        block = next((w.visits[0] for w in plan.anatomy.weights if w.name == largest and w.visits[0] in visits), "")
+        block = next((w.visits[0] for w in plan.space.anatomy.weights if w.name == largest and w.visits[0] in visits), "")
     total = sum(norm**2 for norm in norms.values()) ** 0.5
     place = visits.index(block) if block in visits else -1
     mine = [loss, total, STAGES.index(stage), place, names.index(largest) if state.num_real else -1]
@@ -68,10 +68,10 @@ class _Replay:
 
     def __init__(self, plan: Plan, state: State, fetch: Callable[[str], None]) -> None:
         self._plan, self._state, self._fetch = plan, state, fetch
-        self._visits = plan.anatomy.visits
+        self._visits = plan.space.anatomy.visits
         self._completed: dict[str | None, list[str]] = defaultdict(list)  # by the visit whose backward completes them
-        for weight in plan.anatomy.trainable:
-            self._completed[plan.anatomy.last_backward([weight])].append(weight.name)
+        for weight in plan.space.anatomy.trainable:
+            self._completed[plan.space.anatomy.last_backward([weight])].append(weight.name)
         self.squares: dict[str, float] = defaultdict(float)
 
     def play(self, forward: Forward, micro: int, count: float) -> tuple[float, Stage, str]:
@@ -96,7 +96,7 @@ class _Replay:
             for name in reversed(list(visits)):
                 reach(name)
                 backward(visits[name])
-                grads = (state.subject.parameters[weight.name].grad for weight in self._plan.anatomy.of(name))
+                grads = (state.subject.parameters[weight.name].grad for weight in self._plan.space.anatomy.of(name))
                 if not stage and any(grad is not None and _odd(grad) for grad in grads):
                     stage, block = "backward", name
                 self._take(self._completed[name])
@@ -123,7 +123,7 @@ def _joined(
     plan: Plan, state: State, squares: Mapping[str, float], stage: Stage, block: str
 ) -> tuple[Mapping[str, float], Stage, str]:
     """The squares of whole gradients, of which ranks have slices, and where the first of these ranks met what is not finite."""
-    space, names, visits = plan.space, list(state.subject.trainable), plan.anatomy.visits
+    space, names, visits = plan.space, list(state.subject.trainable), plan.space.anatomy.visits
     if not space.cut_axes:
         return squares, stage, block
     counted = set(space.told_first(plan.mesh.coordinate(state.world.rank)))

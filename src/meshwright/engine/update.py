@@ -14,7 +14,6 @@ from torch import nn
 
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
-from meshwright.core.steps import ROLE
 from meshwright.engine.masters import Stepped
 from meshwright.engine.optimizers import Optimizers, divide_in_step, forget_scale, scale_in_step
 from meshwright.engine.precision import LossScale, refuse_other_dtypes, total_norm
@@ -32,7 +31,7 @@ class Update:
         self._plan, self._state, self._store, self._optimizers, self._made = plan, state, store, optimizers, made
         self._stepped, self._casts = store.owned(), precision.gradients != precision.master
         self._rounds = precision.master != precision.parameters
-        clips = (action for action in plan.program.actions(ROLE) if action.kind == "CLIP")
+        clips = (action for action in plan.actions if action.kind == "CLIP")
         self._meant = {clip.name: [self._stepped[name] for name in clip.tensors if name in self._stepped] for clip in clips}
         self._divisor, self._checked = 1.0, False
         self._apart = bool(plan.space.norm_axes)  # no rank knows the norm: NORM adds it up

@@ -29,6 +29,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.core.errors import PlanError
+from meshwright.model.alias import Alias
 from meshwright.model.captured import Mark, marks
 from meshwright.model.lean import Kept, given_out
 from meshwright.model.values import swap, tensors
@@ -38,6 +39,7 @@ from meshwright.model.values import swap, tensors
 Cut = tuple[GradientEdge, torch.Tensor]
 Output = tuple[torch.Tensor, torch.Tensor]
 Reach = Callable[[str], bool | None]  # told the visit that is reached; True: it shall be lean
+Guide = Callable[[str, Callable[..., Any], Any, Any], Any]  # (block, its run, args, kwargs) -> what the model gets
 
 
 @dataclass(slots=True)
@@ -66,18 +68,6 @@ class Pass:
 LARGER = "declare a larger block that holds both: Model(blocks=[...]), where '(model)' is the whole model"
 
 
-class _Alias(torch.autograd.Function):
-    """`values` as a tensor that is no leaf, whose gradient is that of `leaf`: glue or a block may then write into it in place."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        return values.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return grad, None
-
-
 class Drive:
     """Blocks of one module instance, their forwards replaced until `detach`.
 
@@ -93,6 +83,7 @@ class Drive:
         self._in_place, self.cut = in_place, cut
         self._pass: Pass | None = None
         self._fetch: Callable[[str], None] | None = None
+        self._guide: Guide | None = None
         self._own = {name: block.__dict__.get("forward") for name, block in self._blocks.items()}
         for name, block in self._blocks.items():
             block.forward = partial(self._enter, name, block.forward)
@@ -124,6 +115,20 @@ class Drive:
         finally:
             self._fetch = None
 
+    @contextmanager
+    def guided(self, guide: Guide) -> Iterator[None]:
+        """Have `guide(block, run, args, kwargs)` called meanwhile in place of a block, which `run(*args, **kwargs)` runs."""
+        self._guide = guide
+        try:
+            yield
+        finally:
+            self._guide = None
+
+    def skip(self, name: str) -> None:
+        """Count a call of the block `name` that is not made: the names of later visits are those of the whole forward."""
+        if self._pass is not None:
+            self._pass.calls[name] = self._pass.calls.get(name, 0) + 1
+
     def detach(self) -> None:
         """Give every block its own forward back. A second call does nothing."""
         for name, block in self._blocks.items():
@@ -153,6 +158,8 @@ class Drive:
         return outputs, closing, current
 
     def _enter(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if self._guide is not None:
+            return self._guide(name, partial(self._unguided, name, forward), args, kwargs)
         current = self._pass
         if current is None or current.inside or not torch.is_grad_enabled():
             if self._fetch is not None:
@@ -178,6 +185,13 @@ class Drive:
             visit.kept.leaves, visit.outputs = [leaf for _, leaf in visit.outputs], []
         return outputs
 
+    def _unguided(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        guide, self._guide = self._guide, None  # blocks inside it are parts of it
+        try:
+            return self._enter(name, forward, *args, **kwargs)
+        finally:
+            self._guide = guide
+
     def _keep(self, visit: Visit, name: str, run: Callable[..., Any], given: Any, taken: Mapping[int, torch.Tensor]) -> Kept:
         """What a lean visit keeps of what it is given; in place, leaves may be written into by way of their aliases."""
         return Kept.of(visit.name, self._blocks[name], run, given, taken, copies=self._in_place)
@@ -191,7 +205,7 @@ class Drive:
             return
         under_way, self._pass = self._pass, None  # blocks inside it are parts of it
         try:
-            visit.outputs = visit.kept.again(_Alias.apply)
+            visit.outputs = visit.kept.again(Alias.apply)
         finally:
             self._pass = under_way
         visit.kept = None
@@ -247,7 +261,11 @@ class Drive:
         return swap(value, self._handed_out(new)) if new else value
 
     def _handed_out(self, leaves: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        return {key: _Alias.apply(leaf, leaf) for key, leaf in leaves.items()} if self._in_place else leaves
+        return {key: self.stand_in(leaf) for key, leaf in leaves.items()} if self._in_place else leaves
+
+    def stand_in(self, leaf: torch.Tensor) -> torch.Tensor:
+        """What the model gets for `leaf`: an alias where somebody may write into it in place, or itself."""
+        return Alias.apply(leaf, leaf) if self._in_place else leaf
 
 
 def backward(visit: Visit) -> None:

@@ -28,7 +28,7 @@ def completed(job: Job, anatomy: Anatomy) -> Job:
 
 
 def _ignored(job: Job, anatomy: Anatomy) -> Iterator[Fault]:
-    trained = {name for weight in anatomy.weights if weight.trainable for name in (weight.name, *weight.aliases)}
+    trained = {name for weight in anatomy.weights if weight.trainable for name in weight.names}
     for pattern in job.model.frozen:
         found = sorted(name for name in trained if fnmatchcase(name, pattern))
         if found:

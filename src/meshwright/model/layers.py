@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from meshwright.core.anatomy import Call, Logits, Number, Portion
+from meshwright.core.calls import Call, Logits, Number, Portion
 from meshwright.model.handed import Judge
 from meshwright.model.linears import Part, found
 from meshwright.model.proposed import Proposal, proposed

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from meshwright.core.anatomy import Call
+from meshwright.core.calls import Call
 from meshwright.core.cut import Cut
 from meshwright.model.statistics import formula_of
 
@@ -101,7 +101,7 @@ def found(
     known = cuts or {}
     divided = {id(use) for use in seen.uses if use.name in known or roles[use.name] == "inside"}
     for use in (use for use in seen.uses if id(use) in divided):
-        parts |= _cut_parts(use.name, module.get_submodule(use.name), roles[use.name], known.get(use.name))
+        parts |= _parts(use.name, module.get_submodule(use.name), roles[use.name], known.get(use.name))
     for pair in pairs(seen, roles):
         if any(id(use) in divided for use in (*pair.columns, pair.rows)):
             continue
@@ -109,7 +109,9 @@ def found(
         if units:
             divided |= {id(use) for use in (*pair.columns, pair.rows)}
             for use in (*pair.columns, pair.rows):
-                parts |= _parts(use.name, module.get_submodule(use.name), roles[use.name], units)
+                layer, role = module.get_submodule(use.name), roles[use.name]
+                width = _widths(layer)[common_side(role) == "out"]
+                parts |= _parts(use.name, layer, role, Cut(0, units, (width,)))
     lone = {use.name for use in seen.uses if use.name in asked and roles[use.name] == "columns"}
     lone -= {use.name for use in seen.uses if id(use) in divided}
     lone -= {use.name for pair in pairs(seen, roles) for use in pair.columns}  # it has a partner, and they do not agree
@@ -118,7 +120,7 @@ def found(
     for use in alone:
         parts |= {
             name: part
-            for name, part in _parts(use.name, module.get_submodule(use.name), roles[use.name], 0).items()
+            for name, part in _parts(use.name, module.get_submodule(use.name), roles[use.name]).items()
             if name not in parts
         }
     sources: dict[tuple[str, int], int] = {}
@@ -155,33 +157,26 @@ def lies_transposed(layer: nn.Module) -> bool:
     return type(layer).__name__ == "Conv1D"
 
 
-def _parts(name: str, layer: nn.Module, role: str, units: int) -> dict[str, Part]:
-    """What is known of the weights of `layer`; the side that both of a pair have in common is divided by `units`."""
-    found = {}
-    for leaf, parameter in layer.named_parameters(recurse=False):
-        shape = tuple(parameter.shape)
-        sides = {len(shape) - 1: "out"} if len(shape) == 1 else dict(enumerate(_sides(layer)))
-        common = "out" if role == "columns" else "in"
-        cuts = (Cut(dim, units if units and side == common else shape[dim], (shape[dim],), side) for dim, side in sides.items())
-        found[f"{name}.{leaf}"] = Part(role, tuple(cuts))
-    return found
-
-
-def _cut_parts(name: str, layer: nn.Module, role: str, cut: Cut | None) -> dict[str, Part]:
-    """The same where it is known how the features that a pair has in common are cut; what stands inside may be cut in no way."""
+def _parts(name: str, layer: nn.Module, role: str, cut: Cut | None = None) -> dict[str, Part]:
+    """What is known of the weights of `layer`. What stands inside of a pair may be cut in no way, unless it is known how."""
     return {
-        f"{name}.{leaf}": Part(role, () if cut is None else part_of(layer, parameter, role, cut))
+        f"{name}.{leaf}": Part(role, () if role == "inside" and cut is None else part_of(layer, parameter, role, cut))
         for leaf, parameter in layer.named_parameters(recurse=False)
     }
 
 
-def part_of(layer: nn.Module, parameter: torch.Tensor, role: str, cut: Cut) -> tuple[Cut, ...]:
-    """How the dims of a `parameter` of `layer` may be divided, of whose features those that a pair has in common are cut so."""
+def part_of(layer: nn.Module, parameter: torch.Tensor, role: str, cut: Cut | None) -> tuple[Cut, ...]:
+    """How the dims of a `parameter` of `layer` may be divided: as `cut` says on the side that a pair has in common."""
     shape = tuple(parameter.shape)
     sides = {len(shape) - 1: "out"} if len(shape) == 1 else dict(enumerate(_sides(layer)))
-    common = "in" if role == "rows" else "out"
+    common = common_side(role)
     whole = {dim: Cut(dim, shape[dim], (shape[dim],), side) for dim, side in sides.items()}
-    return tuple(replace(cut, dim=dim, side=side) if side == common else whole[dim] for dim, side in sides.items())
+    return tuple(replace(cut, dim=dim, side=side) if cut and side == common else whole[dim] for dim, side in sides.items())
+
+
+def common_side(role: str) -> str:
+    """The side of a layer whose features are common to a pair: what a rows layer takes in, and what others give out."""
+    return "in" if role == "rows" else "out"
 
 
 def _sides(layer: nn.Module) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.core.anatomy import Number
+from meshwright.core.calls import Number
 from meshwright.core.cut import Cut
 from meshwright.model.pairing import Group
 

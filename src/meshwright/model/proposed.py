@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from meshwright.core.anatomy import Number, Portion
+from meshwright.core.calls import Number, Portion
 from meshwright.core.cut import Cut
 from meshwright.model.flow import Flow, Node
 from meshwright.model.numbers import numbers_of

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.core.anatomy import ROOT, Anatomy, Column, Number, Weight
+from meshwright.core.anatomy import ROOT, Anatomy, Column, Weight
+from meshwright.core.calls import Number
 from meshwright.core.errors import PlanError
 from meshwright.model.anatomy import WHOLE, find_blocks, owners
 from meshwright.model.blueprint import Blueprint
@@ -31,6 +32,7 @@ from meshwright.model.sliced import between
 from meshwright.model.sockets import find_sockets, hidden_matrices
 from meshwright.model.sources import Loaded
 from meshwright.model.streaming import followed
+from meshwright.model.summands import Summands
 from meshwright.model.trial import PROBE_BATCH, Findings, depends_on_values, fake_copy, observe, visits_of
 from meshwright.model.trying import tried
 from meshwright.model.wide import widen
@@ -195,25 +197,29 @@ def _tried(
 
 
 def _streamed(anatomy: Anatomy, plan: Blueprint, names: tuple[str, ...], inputs: Example) -> Anatomy:
-    """`anatomy` with the way of the stream, where there are pairs of layers on it: what a second trial shows that knows them.
+    """`anatomy` with the way of the stream and the sums that layers end in, where there are pairs of layers on it.
+
+    That is what a second trial shows that knows them.
 
     Of a model whose forward looks at values, nothing is found.
     """
     if not any(call.role == "columns" for call in anatomy.calls):
         return anatomy
-    mode, dice = FakeTensorMode(allow_non_fake_inputs=True), Dice(seed=0)
+    mode, dice, summands = FakeTensorMode(allow_non_fake_inputs=True), Dice(seed=0), Summands()
     module = _on_trial(plan)
     fake_copy(module, mode)
     try:
         rows = {key: mode.from_tensor(_rows(value, PROBE_BATCH)) for key, value in inputs.items()}
         with mode, trial(dice, PROBE_BATCH):
             blocks, forward = _blocks(module, names), lambda: module(**rows)
-            calls, passages = followed(module, blocks, anatomy.calls, dice.enter, forward, in_place=anatomy.in_place)
+            summing = [call.name for call in anatomy.calls if call.role == "rows"]
+            with summands.watching(module, blocks, summing):
+                calls, passages = followed(module, blocks, anatomy.calls, dice.enter, forward, in_place=anatomy.in_place)
     except Exception as error:
         if not depends_on_values(error):
             raise
         return anatomy
-    return replace(anatomy, calls=calls, passages=passages)
+    return replace(anatomy, calls=summands.marked(calls), passages=passages)
 
 
 def _on_trial(plan: Blueprint) -> nn.Module:

@@ -19,7 +19,7 @@ from math import prod
 
 import torch
 
-from meshwright.core.anatomy import Call
+from meshwright.core.calls import Call
 from meshwright.core.cut import Cut, Span
 from meshwright.core.errors import PlanError
 from meshwright.model.linears import Use

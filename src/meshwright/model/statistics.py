@@ -12,7 +12,7 @@ from itertools import product
 import torch
 from torch import nn
 
-from meshwright.core.anatomy import Formula
+from meshwright.core.calls import Formula
 
 EPSILONS = ("eps", "variance_epsilon", "epsilon")
 TOLERANCE = 1e-4  # of float32 sums over some thousand elements

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.core.anatomy import Call, Passage
+from meshwright.core.calls import Call, Passage
 from meshwright.model.drive import Drive
 from meshwright.model.tokens import all_of, alone, reads
 from meshwright.model.values import tensors

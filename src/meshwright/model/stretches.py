@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from meshwright.core.anatomy import Call
+from meshwright.core.calls import Call
 from meshwright.model.linears import Use
 
 Saved = tuple[int, int, float]  # when, in which storage, how many elements

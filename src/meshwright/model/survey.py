@@ -184,7 +184,7 @@ def _advice(module: nn.Module, loaded: Loaded, reading: Reading | None, sockets:
 def _as_found(reading: Reading | None, sockets: Sequence[Socket]) -> list[Socket]:
     """`sockets`, with the roles that were found for those of which nobody says one."""
     weights = () if reading is None else reading.anatomy.weights
-    found = {name.rpartition(".")[0]: weight.role for weight in weights for name in (weight.name, *weight.aliases)}
+    found = {layer: weight.role for weight in weights for layer in weight.layers}
     roles = {name: role for name, role in found.items() if role and role != "norm"}
     return [
         replace(socket, role=roles[socket.name], source=BY_TRIAL) if not socket.role and socket.name in roles else socket

@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.core.anatomy import Number, Portion
+from meshwright.core.calls import Number, Portion
 from meshwright.core.cut import Cut
 from meshwright.model.flow import Flow, kinds_of
-from meshwright.model.linears import lies_transposed, part_of
-from meshwright.model.local import local_numbers
+from meshwright.model.linears import common_side, lies_transposed, part_of
+from meshwright.model.local import local_numbers, portioned
 from meshwright.model.numbers import ATTEMPTS
 from meshwright.model.pairing import groups
 from meshwright.model.proposed import Proposal
@@ -157,16 +157,12 @@ def cut_down(module: nn.Module, proposal: Proposal) -> None:
             cuts = part_of(layer, parameter, role, proposal.cuts[name])
             shape = tuple(parameter.shape)
             for cut in cuts:
-                shape = cut.local(shape, 0, RANKS) if cut.side == _side(role) else shape
+                shape = cut.local(shape, 0, RANKS) if cut.side == common_side(role) else shape
             if id(parameter) not in done:
                 done[id(parameter)] = nn.Parameter(parameter.new_empty(shape), parameter.requires_grad)
             layer._parameters[leaf] = done[id(parameter)]
         if role in ("columns", "rows"):
             layer.forward = partial(_product, layer)
-
-
-def _side(role: str) -> str:
-    return "in" if role == "rows" else "out"
 
 
 def _product(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -175,11 +171,7 @@ def _product(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def _portion(portion: Portion, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
-    if isinstance(given.get(portion.slot), torch.Tensor):
-        ranges = portion.cut.ranges(0, RANKS)
-        given[portion.slot] = torch.cat([given[portion.slot].narrow(1, first, end - first) for first, end in ranges], 1)
-    return tuple(given.pop(i) for i in range(len(args))), given
+    return portioned(portion, 0, RANKS, args, kwargs)
 
 
 def _of_block(proposal: Proposal, block: str) -> Iterator[str]:

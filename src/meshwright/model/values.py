@@ -3,7 +3,7 @@
 A tensor in any other object is not seen. It keeps its graph, and passes borders between blocks uncut.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import fields, is_dataclass
@@ -66,19 +66,29 @@ def swap(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
 
 def copied(value: Any) -> Any:
     """`value` with new lists, dicts and dataclasses, and the same tensors in them: who writes into one leaves the other."""
+    return mapped(value, lambda leaf: leaf)
+
+
+def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """`value` with new lists, dicts and dataclasses, and `leaf(item)` for whatever is none of these, tuples apart."""
     if isinstance(value, (list, dict)):
         fresh = copy(value)
         for key, item in list(enumerate(value) if isinstance(value, list) else value.items()):
-            fresh[key] = copied(item)
+            fresh[key] = mapped(item, leaf)
         return fresh
     if isinstance(value, tuple):
-        return _remade(value, [copied(item) for item in value])
+        return _remade(value, [mapped(item, leaf) for item in value])
     if not _is_record(value):
-        return value
+        return leaf(value)
     fresh = copy(value)
     for name, item in _items(value).items():
-        object.__setattr__(fresh, name, copied(item))
+        object.__setattr__(fresh, name, mapped(item, leaf))
     return fresh
+
+
+def leaves(value: Any) -> list[Any]:
+    """Everything in `value` that is no list, dict, tuple or dataclass, in order."""
+    return [leaf for item in _contents(value) for leaf in leaves(item)] if _is_open(value) else [value]
 
 
 def hidden(value: Any) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.core.anatomy import Logits
+from meshwright.core.calls import Logits
 from meshwright.model.handed import Judge
 from meshwright.model.values import tensors
 

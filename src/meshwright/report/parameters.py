@@ -13,9 +13,10 @@ from rich.text import Text
 
 from meshwright.core.anatomy import Weight
 from meshwright.core.cut import Cut
+from meshwright.core.home import Home
 from meshwright.core.mesh import AXES
 from meshwright.core.plan import Plan
-from meshwright.core.space import Home, Space
+from meshwright.core.space import Space
 from meshwright.core.units import size
 from meshwright.model.sockets import NUMBERED
 

@@ -10,7 +10,6 @@ from rich.text import Text
 from meshwright.comm.collective import moved_bytes
 from meshwright.core.plan import Plan
 from meshwright.core.program import Transfer
-from meshwright.core.steps import ROLE
 from meshwright.core.units import size
 from meshwright.planner.memory import StateBytes, peak_bytes, state_bytes
 
@@ -54,7 +53,7 @@ def states_table(plan: Plan) -> Table:
 def sent_table(plan: Plan) -> Table | None:
     """Messages and bytes sent per step by the busiest rank, by kind of action and what it moves; None when nothing is sent."""
     found: dict[tuple[str, str], tuple[int, float]] = {}
-    for action in plan.program.actions(ROLE):
+    for action in plan.actions:
         for move in action.moves:
             key = action.kind, _what(move)
             messages, nbytes = found.get(key, (0, 0.0))

@@ -14,7 +14,7 @@ from rich.text import Text
 from meshwright.comm.collective import FROM_ONE, TO_ONE, moved_bytes
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
-from meshwright.core.steps import ROLE, USES
+from meshwright.core.steps import USES
 from meshwright.core.units import size
 from meshwright.report.parameters import divided_words
 from meshwright.report.roles import roles_table, roles_words
@@ -107,7 +107,7 @@ def plan_words(plan: Plan) -> dict[str, str]:
 def _sent(plan: Plan) -> str:
     """What leaves each rank in a step; where the ranks differ, the busiest and another."""
     served, serving, apart = 0.0, 0.0, False
-    for move in (move for action in plan.program.actions(ROLE) for move in action.moves):
+    for move in (move for action in plan.actions for move in action.moves):
         least, most = moved_bytes(move, plan.mesh.extent(move.axes))
         served += 0 if move.collective in FROM_ONE else least
         serving += 0 if move.collective in TO_ONE else most
@@ -133,7 +133,7 @@ def _origin_words(plan: Plan) -> dict[str, str]:
 def _actions(plan: Plan, *, every: bool) -> Table:
     columns = (Column("lane", min_width=7), Column("action", overflow="fold"), Column("what happens", overflow="fold"))
     table = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
-    actions = plan.program.actions(ROLE)
+    actions = plan.actions
     lanes = {action.name: action.lane for action in actions}
     for run in _runs(actions, every=every):
         first = run[0]

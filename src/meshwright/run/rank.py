@@ -1,7 +1,7 @@
 """One rank of a plan, with the user's own loop around it: step, evaluate, save, load, export."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -24,10 +24,15 @@ from meshwright.run.train import save_held
 
 
 class Engine:
-    """One rank of a plan with the user's own loop around it; `reading` says what its model is made of."""
+    """One rank of a plan with the user's own loop around it; `reading` says what its model is made of.
 
-    def __init__(self, plan: Plan, player: Player, world: World, reading: Reading) -> None:
-        self.plan, self.player, self.world, self.reading = plan, player, world, reading
+    Inside `with telling`, a rank that runs out of memory says what takes less; steps and evaluations are.
+    """
+
+    def __init__(
+        self, plan: Plan, player: Player, world: World, reading: Reading, telling: AbstractContextManager[object]
+    ) -> None:
+        self.plan, self.player, self.world, self.reading, self.telling = plan, player, world, reading, telling
 
     @property
     def module(self) -> nn.Module:
@@ -40,17 +45,22 @@ class Engine:
         return self.player.steps_done
 
     def step(self, batch: Batch | None, *, stop: bool = False) -> Metrics:
-        """Train one global step on this rank's rows (see `share`); every rank gets the same metrics back."""
+        """Train one global step on this rank's rows (see `share`); every rank gets the same metrics back.
+
+        Raises OutOfMemory, with the changes of the plan that take less, on a rank that asks for memory and is not given it.
+        """
         ledger = self.world.ledger
         ledger.phase, ledger.step = "first_step" if ledger.step is None else "step", self.steps_done + 1
-        return self.player.step(batch, stop=stop)
+        with self.telling:
+            return self.player.step(batch, stop=stop)
 
     def evaluate(self, batches: Iterable[Batch | None]) -> Evaluation:
         """The loss over `batches`, exact over all ranks, each of which calls this with its own rows (see `share`).
 
         In eval mode and without gradients; parameters, buffers, modes and random streams are untouched.
         """
-        return self.player.evaluate(batches)
+        with self.telling:
+            return self.player.evaluate(batches)
 
     @contextmanager
     def whole(self) -> Iterator[nn.Module]:
@@ -76,7 +86,7 @@ class Engine:
         Rank 0 does, all ranks call it, and the others return None. Floating weights are stored in `dtype`, or as they are.
         Of a peft model the adapter is written, as peft does; with `merge`, the model that it makes of its base.
         """
-        parameters = self.player.parameters(keep=self.world.rank == 0)
+        parameters = self.player.parameters(keep=self.world.rank == 0, exact=True)
         if self.world.rank:
             return None
         buffers = {name: held for name, held in self.player.tensors().items() if isinstance(held, torch.Tensor)}

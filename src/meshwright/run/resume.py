@@ -14,7 +14,6 @@ from meshwright.comm.collective import SUMMING
 from meshwright.comm.group import World
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
-from meshwright.core.steps import ROLE
 from meshwright.engine.player import Player
 from meshwright.run.checking import checked, newest, readers
 from meshwright.run.checkpoint import stored
@@ -150,7 +149,7 @@ def summed_by(plan: Plan, world: World) -> dict[str, str]:
 
     Two summands have one order. All ranks call this: it may make groups.
     """
-    moves = [move for action in plan.program.actions(ROLE) for move in action.moves]
+    moves = [move for action in plan.actions for move in action.moves]
     axes = {move.axes for move in moves if move.collective in SUMMING and move.algorithm == BACKEND}
     groups = {" x ".join(each): world.group(each) for each in sorted(axes)}
     return {name: group.transport for name, group in groups.items() if group.size > 2}

@@ -20,7 +20,6 @@ from meshwright.run.resume import resume
 from meshwright.run.train import Ended
 from meshwright.run.train import train as play_all
 from meshwright.run.workers import ahead
-from meshwright.verbs.lighter import telling
 
 Samples = Data | Mapping[str, torch.Tensor]
 
@@ -47,7 +46,7 @@ def train(
     rank that asks for memory and is not given it.
     """
     plan, world = engine.plan, engine.world
-    with telling(engine.reading, plan, world.rank, world.device, engine.player):
+    with engine.telling:
         everything = _as_data(data)
         training, held = divided(everything, plan.job.evaluate)
         if held_out is not None:

@@ -28,7 +28,6 @@ from meshwright.run.train import Ended
 from meshwright.run.train import train as train_loop
 from meshwright.run.workers import ahead
 from meshwright.strategies import STRATEGIES
-from meshwright.verbs.lighter import telling
 from meshwright.verbs.plan import Resolved, resolve, write_plan
 from meshwright.verbs.ranks import Launcher
 from meshwright.verbs.watching import terminal_of, watching
@@ -81,9 +80,8 @@ def train_rank(
         run = plan.run
         joining = joined(ranked, plan.mesh, run.limits, check_collectives=run.check_collectives, shared=run.shared_memory)
         with joining as world, ExitStack() as stack:
-            players = stack.enter_context(telling(ready.reading, plan, ranked.rank, world.device))
             engine = stack.enter_context(ready.engine(world))
-            players.append(engine.player)
+            stack.enter_context(engine.telling)
             same_plan(world, plan)
             feed = stack.enter_context(ahead(ready.feed(plan, ranked.rank), plan.run.workers))
             progress.phase = "resuming"

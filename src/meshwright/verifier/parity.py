@@ -20,7 +20,6 @@ from meshwright.core.job import Guard, Job, Optimizer, Precision, Schedule
 from meshwright.core.mesh import AXES
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action, Program
-from meshwright.core.steps import ROLE
 from meshwright.engine.player import Player
 from meshwright.engine.state import State
 from meshwright.verifier.reference import Case, Reference, StepTruth, Values
@@ -118,7 +117,7 @@ def planned_messages(plan: Plan) -> list[Message]:
     """What each rank puts into collectives in one step, in the order of the program."""
     return [
         (action.name, move.collective, tuple(axis for axis in AXES if axis in move.axes), move.nbytes, move.algorithm)
-        for action in plan.program.actions(ROLE)
+        for action in plan.actions
         for move in action.moves
     ]
 

@@ -22,14 +22,14 @@ _FIX = "a strategy's rewrite broke the list: run `meshwright plan` without one s
 def prove(plan: Plan) -> list[Fault]:
     """Every fault of the plan's program; an empty list is the proof."""
     faults: list[Fault] = []
-    for role, actions in plan.program.roles:
+    for (role, actions), view in zip(plan.program.roles, plan.views(), strict=True):
         faults += [Fault(text, _FIX, f"program.{role}") for text in _order_faults(plan.program, role, actions)]
         faults += [Fault(text, _FIX, f"program.{role}") for text in _memory_faults(actions)]
-        faults += [Fault(text, _FIX, f"program.{role}") for text in _update_faults(plan, actions)]
-        faults += [Fault(text, _FIX, f"program.{role}") for text in _gradient_faults(plan, actions)]
-        faults += [Fault(text, _FIX, f"program.{role}") for text in _copy_faults(plan, actions)]
-        faults += [Fault(text, _FIX, f"program.{role}") for text in _use_faults(plan, actions)]
-        faults += [Fault(text, _FIX, f"program.{role}") for text in _whole_faults(plan, actions)]
+        faults += [Fault(text, _FIX, f"program.{role}") for text in _update_faults(view, actions)]
+        faults += [Fault(text, _FIX, f"program.{role}") for text in _gradient_faults(view, actions)]
+        faults += [Fault(text, _FIX, f"program.{role}") for text in _copy_faults(view, actions)]
+        faults += [Fault(text, _FIX, f"program.{role}") for text in _use_faults(view, actions)]
+        faults += [Fault(text, _FIX, f"program.{role}") for text in _whole_faults(view, actions)]
     try:
         play(plan.program)
     except Stuck as stuck:
@@ -86,7 +86,7 @@ def _update_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
         yield "there is no CLIP and STEP: the parameters would never change"
         return
     for kind, action in found.items():
-        left_out = [weight.name for weight in plan.anatomy.trainable if weight.name not in set(action.tensors)]
+        left_out = [weight.name for weight in plan.space.anatomy.trainable if weight.name not in set(action.tensors)]
         if left_out:
             yield f"{kind} leaves out {len(left_out)} weights ({left_out[0]}...)"
     if found["CLIP"].name not in _all_waits(actions, found["STEP"]):
@@ -172,7 +172,7 @@ def _copy_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
     for axis in plan.space.led:
         given = [action for action in actions if _does(action, "broadcast", axis) and "STEP()" in _all_waits(actions, action)]
         held = {name for action in given for name in action.tensors}
-        left_out = [weight.name for weight in plan.anatomy.trainable if weight.name not in held]
+        left_out = [weight.name for weight in plan.space.anatomy.trainable if weight.name not in held]
         if left_out:
             yield f"{len(left_out)} weights ({left_out[0]}...) are not broadcast over {axis} after STEP: one rank alone has them"
 

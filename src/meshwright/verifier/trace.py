@@ -34,7 +34,6 @@ from meshwright.core.errors import Fault, PlanError
 from meshwright.core.job import Guard
 from meshwright.core.mesh import AXES
 from meshwright.core.plan import Plan
-from meshwright.core.steps import ROLE
 from meshwright.engine.loss import Batch, Loss
 from meshwright.engine.player import Player
 from meshwright.engine.state import State, Subject
@@ -151,7 +150,7 @@ def trace(
 
 def planned(plan: Plan) -> tuple[Message, ...]:
     """What each rank issues in one step, in the order of the program."""
-    found = ((action.name, move) for action in plan.program.actions(ROLE) for move in action.moves)
+    found = ((action.name, move) for action in plan.actions for move in action.moves)
     return tuple(
         Message(name, move.collective, axes, plan.mesh.extent(axes), move.nbytes, move.dtype, move.algorithm)
         for name, move in found

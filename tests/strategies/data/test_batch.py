@@ -11,7 +11,7 @@ from meshwright.core.layout import I, P, R, S
 from meshwright.core.mesh import Mesh
 from meshwright.core.sources import DataSource
 from meshwright.core.space import Space
-from meshwright.core.steps import ROLE, one_device
+from meshwright.core.steps import ROLE, one_after_another, one_device
 from meshwright.engine.loss import IGNORED
 from meshwright.model.reading import Reading
 from meshwright.run.order import Order
@@ -39,7 +39,7 @@ def test_samples_are_split_and_gradients_become_pending_sums():
 
 
 def test_only_the_two_numbers_of_the_step_are_sent():
-    alone = one_device(SPACE, tiny_job(), 1, 2)
+    alone = one_device(SPACE, tiny_job(), 1, one_after_another(SPACE.anatomy.visits, 2))
     split = Batch().rewrite(alone, SPACE, tiny_job())
     sent = {a.kind: (a.transfer.collective, a.transfer.axes) for a in split.actions(ROLE) if a.transfer}
     assert sent == dict.fromkeys(("COUNT", "TALLY"), ("all_reduce", ("dp_replicate",)))
@@ -47,7 +47,7 @@ def test_only_the_two_numbers_of_the_step_are_sent():
 
 
 def test_two_split_axes_share_their_messages():
-    program = one_device(SPACE, tiny_job(), 1, 2)
+    program = one_device(SPACE, tiny_job(), 1, one_after_another(SPACE.anatomy.visits, 2))
     for axis in ("dp_replicate", "dp_shard"):
         program = Batch(axis).rewrite(program, SPACE, tiny_job())
     assert {a.transfer.axes for a in program.actions(ROLE) if a.transfer} == {("dp_replicate", "dp_shard")}

@@ -11,11 +11,11 @@ from meshwright.comm.fake import FakeWorld
 from meshwright.comm.group import World
 from meshwright.core.anatomy import NBYTES, Weight
 from meshwright.core.errors import PlanError
+from meshwright.core.home import Bundle, Home
 from meshwright.core.job import Job, Precision
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
-from meshwright.core.space import Bundle, Home
 from meshwright.core.steps import ROLE
 from meshwright.model.reading import Reading
 from meshwright.strategies.data.batch import Batch

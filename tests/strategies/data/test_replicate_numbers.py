@@ -1,6 +1,7 @@
 """DDP in numbers: equal to one device, equal on every rank, and within its rounding when gradients travel in bfloat16."""
 
 from dataclasses import replace
+from functools import cache
 from hashlib import sha256
 
 import pytest
@@ -42,6 +43,7 @@ def test_parameters_that_no_step_reaches_are_sent_as_zeros():
     assert verdict_of(case_of(reading, plan)).worst["gradient"] < 1e-10
 
 
+@cache
 def reduced_gradients(
     precision: Precision, micro_batch: int, store: Replicate = SMALL
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -1,5 +1,6 @@
 """ZeRO with frozen weights of any dtype beside trained ones in a block: cut into shards as they are, never summed, exact."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,7 @@ class Mixed(nn.Module):
         return self.head(x)
 
 
+@cache
 def mixed() -> Reading:
     return read(Mixed, rows(2))
 

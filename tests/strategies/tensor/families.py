@@ -1,6 +1,7 @@
 """Small models of the families that people train, unmodified, with six heads and odd widths, for tests of divided matrices."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
@@ -88,8 +89,9 @@ def batches(family: str, count: int, rows: int = 4, length: int = TOKENS) -> lis
     return [batch() for _ in range(count)]
 
 
+@cache
 def read_family(family: str, length: int = TOKENS, **more: object) -> Reading:
-    """The reading of a model of `family`, on rows of so many tokens."""
+    """The reading of a model of `family`, on rows of so many tokens; made once."""
     transformers.utils.logging.set_verbosity_error()
     return read(FAMILIES[family](**more), batches(family, 1, length=length)[0], loss=loss_of(family))
 

@@ -10,7 +10,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.program import Transfer
 from meshwright.core.steps import ROLE
 from meshwright.model.reading import Reading
-from tests.strategies.tensor.llama import TOKENS, llama
+from tests.strategies.tensor.llama import TOKENS, known, llama
 
 WIDTH, INNER, HEADS, WORDS = 48, 72, 24, 72
 EVEN = {
@@ -26,6 +26,11 @@ EVEN = {
 def even_llama(**more: object) -> nn.Module:
     """With groups of two heads; `more` are fields of its config."""
     return llama(**{**EVEN, **more})
+
+
+def known_even(**more: object) -> Reading:
+    """The reading of `even_llama(**more)`, made once."""
+    return known(**{**EVEN, **more})
 
 
 def inputs(rows: int) -> Iterator[int]:

@@ -17,7 +17,7 @@ from meshwright.strategies.data.zero import Zero
 from meshwright.strategies.tensor.grid import Grid
 from meshwright.testing.spawn import on_threads
 from tests.strategies.tensor.llama import TOKENS, batches, planned
-from tests.strategies.tensor.squares import WIDTH, even_llama, inputs, received, shards
+from tests.strategies.tensor.squares import WIDTH, inputs, known_even, received, shards
 
 ROWS = Batch(axis="dp_shard")
 SQUARE = (Grid(), ROWS, Zero())
@@ -26,7 +26,7 @@ LAYERS = 2
 
 @pytest.mark.parametrize("q", [2, 3, 4])
 def test_a_layer_receives_the_papers_elements(q: int):
-    reading, plan = planned(even_llama(), Mesh(dp_shard=q, tp=q), SQUARE, rows=q)
+    reading, plan = planned(known_even(), Mesh(dp_shard=q, tp=q), SQUARE, rows=q)
     statistics = 2 * LAYERS * q * TOKENS  # two norms per layer, a number per token
     taken = LAYERS * sum(inputs(q))
     forward, backward = (received(plan, kinds, "tp") for kinds in (("F",), ("B",)))
@@ -37,14 +37,14 @@ def test_a_layer_receives_the_papers_elements(q: int):
 
 def test_what_is_kept_is_not_gathered_again():
     strategies = (Grid(again=False), ROWS, Zero())
-    _, plan = planned(even_llama(), Mesh(dp_shard=3, tp=3), strategies, rows=3)
-    kept, (_, again) = received(plan, ("B",), "tp"), planned(even_llama(), Mesh(dp_shard=3, tp=3), SQUARE, rows=3)
+    _, plan = planned(known_even(), Mesh(dp_shard=3, tp=3), strategies, rows=3)
+    kept, (_, again) = received(plan, ("B",), "tp"), planned(known_even(), Mesh(dp_shard=3, tp=3), SQUARE, rows=3)
     assert received(again, ("B",), "tp") - kept == 2 / 9 * LAYERS * sum(inputs(3))
 
 
 def seen(world: World, q: int) -> tuple[list[tuple[int, ...]], int]:
     """The shapes in which the stream goes from block to block, and the bytes of the weights that this rank keeps."""
-    reading, plan = planned(even_llama(), Mesh(dp_shard=q, tp=q), SQUARE, rows=2 * q)
+    reading, plan = planned(known_even(), Mesh(dp_shard=q, tp=q), SQUARE, rows=2 * q)
     with build(reading, plan, world=world) as engine:
         shapes: list[tuple[int, ...]] = []
         for layer in engine.player.state.subject.module.get_submodule("model.layers").children():
@@ -55,7 +55,7 @@ def seen(world: World, q: int) -> tuple[list[tuple[int, ...]], int]:
 
 @pytest.mark.parametrize("q", [2, 3])
 def test_stream_and_weights_are_a_square_of_what_one_device_has(q: int):
-    reading, plan = planned(even_llama(), Mesh(dp_shard=q, tp=q), SQUARE, rows=2 * q)
+    reading, plan = planned(known_even(), Mesh(dp_shard=q, tp=q), SQUARE, rows=2 * q)
     for home in plan.space.homes:
         assert prod(home.weight.shape) * q == next(w.numel for w in reading.anatomy.weights if w.name == home.weight.name)
     for shapes, nbytes in on_threads(lambda world: seen(world, q), plan.mesh):
@@ -76,18 +76,18 @@ def test_stream_and_weights_are_a_square_of_what_one_device_has(q: int):
 )
 def test_a_grid_that_is_not_square_or_does_not_divide_is_refused(mesh: Mesh, message: str):
     with pytest.raises(PlanError, match=message):
-        planned(even_llama(), mesh, SQUARE, rows=20)
+        planned(known_even(), mesh, SQUARE, rows=20)
 
 
 def test_words_that_do_not_divide_may_be_divided_by_a_strategy_of_their_own():
     with pytest.raises(PlanError, match=r'67 units.*\n.*words may be divided unevenly: name = "vocabulary"'):
-        planned(even_llama(vocab_size=67), Mesh(dp_shard=2, tp=2), SQUARE)
+        planned(known_even(vocab_size=67), Mesh(dp_shard=2, tp=2), SQUARE)
 
 
 @pytest.mark.parametrize("others", [(ROWS, Zero(stage=2)), (ROWS, Replicate(axis="dp_shard")), ()])
 def test_rows_that_keep_whole_columns_are_refused(others: tuple[Strategy, ...]):
     with pytest.raises(PlanError, match=r'nothing keeps weights in shards along dp_shard.*\n.*name = "zero", axis = "dp_shard"'):
-        planned(even_llama(), Mesh(dp_shard=2, tp=2), (Grid(), *others))
+        planned(known_even(), Mesh(dp_shard=2, tp=2), (Grid(), *others))
 
 
 class Plain(nn.Module):

@@ -13,7 +13,7 @@ from meshwright.strategies.tensor.cube import Cube
 from meshwright.strategies.tensor.grid import Grid
 from meshwright.testing.spawn import on_threads
 from tests.strategies.tensor.llama import planned
-from tests.strategies.tensor.squares import even_llama
+from tests.strategies.tensor.squares import known_even
 from tests.strategies.tensor.test_line_saved import Found, played
 
 DATA = (Batch(axis="dp_shard"), Zero())
@@ -27,7 +27,7 @@ PLANS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
 def play(plan: str, folder: Path | None, into: Path | None) -> list[Found]:
     """Of every rank the parameters after what is in `folder`, or after two steps, saved into `into` then; and two more losses."""
     mesh, strategies = PLANS[plan]
-    reading, made = planned(even_llama(tie_word_embeddings=True), mesh, strategies)
+    reading, made = planned(known_even(tie_word_embeddings=True), mesh, strategies)
     return on_threads(lambda world: played(world, reading, made, folder, into), mesh)
 
 

@@ -11,7 +11,7 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.steps import ROLE
 from meshwright.strategies.tensor.line import Line
-from tests.strategies.tensor.llama import ROWS, SIZES, TOKENS, llama, planned
+from tests.strategies.tensor.llama import ROWS, SIZES, TOKENS, known, planned
 
 
 def sums(plan: Plan, kind: str) -> list[int]:
@@ -20,7 +20,7 @@ def sums(plan: Plan, kind: str) -> list[int]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_layer_sends_the_papers_bytes(ranks: int):
-    _, plan = planned(llama(), Mesh(tp=ranks), (Line(),))
+    _, plan = planned(known(), Mesh(tp=ranks), (Line(),))
     stream, layers = ROWS * TOKENS * SIZES["hidden_size"] * 4, SIZES["num_hidden_layers"]
     assert sums(plan, "F") == sums(plan, "B") == [stream] * 2 * layers  # k = 2 pairs, forward and backward
     sent = sum(2 * nbytes * (ranks - 1) / ranks for kind in ("F", "B") for nbytes in sums(plan, kind))
@@ -29,7 +29,7 @@ def test_a_layer_sends_the_papers_bytes(ranks: int):
 
 
 def test_ranks_hold_slices_of_their_own_sizes():
-    reading, plan = planned(llama(), Mesh(tp=2), (Line(),))
+    reading, plan = planned(known(), Mesh(tp=2), (Line(),))
     shapes = [{home.weight.name: home.weight.shape for home in plan.at(rank).space.homes} for rank in range(2)]
     down, query = "model.layers.0.mlp.down_proj.weight", "model.layers.0.self_attn.q_proj.weight"
     assert [each[down] for each in shapes] == [(48, 27), (48, 26)]
@@ -41,11 +41,11 @@ def test_ranks_hold_slices_of_their_own_sizes():
 
 def test_more_ranks_than_heads_are_refused():
     with pytest.raises(PlanError, match=r"divides? into 6 units.*and tp has 7 ranks\n.*set mesh.tp to at most 6"):
-        planned(llama(), Mesh(tp=7))
+        planned(known(), Mesh(tp=7))
 
 
 def test_keys_that_are_fewer_than_ranks_stay_whole_and_their_gradients_are_sums():
-    _, plan = planned(llama(), Mesh(tp=4), (Line(),))
+    _, plan = planned(known(), Mesh(tp=4), (Line(),))
     homes = {home.weight.name: home for home in plan.space.homes}
     assert [home.weight.shape[0] for name, home in homes.items() if name.endswith("layers.0.self_attn.q_proj.weight")] == [16]
     keys = [home for name, home in homes.items() if ".k_proj." in name or ".v_proj." in name]

@@ -1,5 +1,7 @@
 """Dropout on slices: every rank draws the numbers of its own part, so masks are those of one device under every plan."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -7,12 +9,13 @@ from meshwright.api import make_plan, verify
 from meshwright.core.mesh import Mesh
 from meshwright.engine import draws
 from meshwright.engine.draws import divisions
+from meshwright.model.reading import Reading
 from meshwright.strategies.data.batch import Batch
 from meshwright.strategies.data.zero import Zero
 from meshwright.strategies.memory.recompute import Recompute
 from meshwright.strategies.tensor.line import Line
 from tests.strategies.tensor import families
-from tests.strategies.tensor.llama import batches, llama, planned
+from tests.strategies.tensor.llama import batches, known, planned
 from tests.strategies.tensor.pairs import pairs
 from tests.tiny import rows, tiny_job
 
@@ -29,12 +32,18 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_attention_drops_what_one_device_drops(case: str, attention: str):
     mesh, strategies, micro = CASES[case]
-    reading, plan = planned(llama(attention_dropout=0.2, attn_implementation=attention), mesh, strategies, micro)
+    reading, plan = planned(known(attention_dropout=0.2, attn_implementation=attention), mesh, strategies, micro)
     assert reading.sites.inside == {
         f"model.layers.{i}/0": (f"model.layers.{i}.self_attn.q_proj", f"model.layers.{i}.self_attn.o_proj") for i in range(2)
     }
     verdict = verify(reading, plan, batches(2))
     assert verdict.passed, str(verdict)
+
+
+@cache
+def dropping() -> Reading:
+    """Pairs with dropout between their layers and behind them."""
+    return pairs(0.3)
 
 
 def few(steps: int = 2) -> list[dict[str, torch.Tensor]]:
@@ -44,7 +53,7 @@ def few(steps: int = 2) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("case", CASES)
 def test_features_and_the_stream_drop_what_one_device_drops(case: str):
     mesh, strategies, micro = CASES[case]
-    reading = pairs(0.3)
+    reading = dropping()
     inside = {f"layers.{i}/0": (f"layers.{i}.up", f"layers.{i}.down") for i in range(2)}
     assert reading.sites.inside == inside
     assert set(reading.sites.allowed) == {"embed/0", "layers.0/1", "layers.1/1", *inside}
@@ -79,12 +88,12 @@ def test_families_drop_what_one_device_drops(family: str, ranks: int):
 
 def test_masks_of_local_heads_are_not_each_others(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(draws, "divisions", lambda plan, rank, sites: {})
-    reading, plan = planned(llama(attention_dropout=0.2), Mesh(tp=2))
+    reading, plan = planned(known(attention_dropout=0.2), Mesh(tp=2))
     assert not verify(reading, plan, batches(1)).passed
 
 
 def test_rows_of_another_length_than_the_examples_are_drawn_where_that_is_clear():
-    reading = pairs(0.3)
+    reading = dropping()
     plan = make_plan(reading, tiny_job(), Mesh(tp=2))
     short = [{key: value[:, :3] for key, value in batch.items()} for batch in few()]
     verdict = verify(reading, plan, short)
@@ -94,7 +103,7 @@ def test_rows_of_another_length_than_the_examples_are_drawn_where_that_is_clear(
 
 
 def test_slices_of_the_stream_divide_sites_outside_of_pairs():
-    plan = make_plan(pairs(0.3), tiny_job(), Mesh(tp=2))
-    found = divisions(plan, 1, pairs(0.3).sites)
+    plan = make_plan(dropping(), tiny_job(), Mesh(tp=2))
+    found = divisions(plan, 1, dropping().sites)
     meant = {site: [each.meant for each in known] for site, known in found.items()}
     assert [meant[site] for site in ("embed/0", "layers.0/0", "layers.0/1")] == [[False], [True], [False]]

@@ -2,11 +2,9 @@
 
 import pytest
 
-from meshwright.api import trace, verify
+from meshwright.api import verify
 from meshwright.core.errors import PlanError
 from meshwright.core.mesh import Mesh
-from meshwright.core.plan import Plan
-from meshwright.model.reading import Reading
 from meshwright.strategies.data.batch import Batch
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.data.zero import Zero
@@ -14,10 +12,12 @@ from meshwright.strategies.memory.recompute import Recompute
 from meshwright.strategies.tensor import grouped
 from meshwright.strategies.tensor.line import Line
 from meshwright.strategies.tensor.vocabulary import Vocabulary
+from tests.strategies.tensor.exact import assert_exact
 from tests.strategies.tensor.families import FAMILIES, batches, loss_of, planned, read_family
 
 ALONE = [(family, 3) for family in FAMILIES] + [("gpt2", 2), ("t5", 2), ("bert", 4), ("falcon, alibi", 4)]
 FEWER_KEYS = [("llama", 4), ("qwen3", 5), ("falcon", 2), ("falcon, new", 4), ("falcon, new", 5), ("phi3", 4)]  # than ranks
+FAKE = [("gpt2", 3), ("falcon, new", 5)]  # packed weights and shared keys can be traced without memory
 COPIES, SHARDS = (Line(), Batch(), Replicate()), (Line(), Batch(axis="dp_shard"), Zero())
 TOGETHER = {
     "copies of gpt2": ("gpt2", Mesh(dp_replicate=2, tp=2), COPIES),
@@ -30,24 +30,18 @@ TOGETHER = {
 }
 
 
-def assert_exact(family: str, reading: Reading, plan: Plan) -> None:
-    verdict = verify(reading, plan, batches(family, 2), loss=loss_of(family))
-    assert verdict.passed, str(verdict)
-    traced = trace(reading, plan, loss=loss_of(family))
-    assert traced.passed, str(traced)
-
-
 @pytest.mark.parametrize(("family", "ranks"), [*ALONE, *FEWER_KEYS])
 def test_it_equals_one_device(family: str, ranks: int):
     reading = read_family(family)
-    assert_exact(family, reading, planned(reading, Mesh(tp=ranks), (Line(),)))
+    plan = planned(reading, Mesh(tp=ranks), (Line(),))
+    assert_exact(reading, plan, batches(family, 2), loss_of(family), fake=(family, ranks) in FAKE)
 
 
 @pytest.mark.parametrize("case", TOGETHER)
 def test_it_equals_one_device_together_with(case: str):
     family, mesh, strategies = TOGETHER[case]
     reading = read_family(family)
-    assert_exact(family, reading, planned(reading, mesh, strategies, micro=1))
+    assert_exact(reading, planned(reading, mesh, strategies, micro=1), batches(family, 2), loss_of(family))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -64,10 +58,11 @@ def test_all_layers_of_its_blocks_are_divided(family: str):
 
 
 def test_a_rank_with_the_keys_of_another_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    def wrong(tensor, span):
+    def wrong(tensor, spans):
+        (span,) = spans
         return tensor.narrow(span.dim, 0, span.size)
 
-    monkeypatch.setattr(grouped, "_rows", wrong)
+    monkeypatch.setattr(grouped, "taken", wrong)
     reading = read_family("llama")
     verdict = verify(reading, planned(reading, Mesh(tp=4), (Line(),)), batches("llama", 1))
     assert not verdict.passed

@@ -11,7 +11,7 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.model.reading import Reading
 from meshwright.testing.spawn import on_threads
-from tests.strategies.tensor.llama import batches, llama, planned
+from tests.strategies.tensor.llama import batches, known, planned
 
 MESHES = {
     "divided": Mesh(tp=2),
@@ -27,7 +27,7 @@ Found = tuple[dict[str, torch.Tensor], float]
 
 def play(mesh: Mesh, folder: Path | None, into: Path | None) -> list[Found]:
     """Of every rank the parameters after what is in `folder`, or after two steps, saved into `into` then; and two more losses."""
-    reading, plan = planned(llama(), mesh)
+    reading, plan = planned(known(), mesh)
     return on_threads(lambda world: played(world, reading, plan, folder, into), mesh)
 
 

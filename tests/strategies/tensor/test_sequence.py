@@ -25,7 +25,8 @@ from meshwright.strategies.tensor.line import Line
 from meshwright.strategies.tensor.sequence import Sequence
 from meshwright.strategies.tensor.vocabulary import Vocabulary
 from meshwright.testing.spawn import on_threads
-from tests.strategies.tensor.llama import ROWS, SIZES, batches, llama, planned
+from tests.strategies.tensor.exact import assert_exact
+from tests.strategies.tensor.llama import ROWS, SIZES, batches, known, planned
 
 LENGTH = 12
 KEPT, ANEW = (Line(), Sequence()), (Line(), Sequence(again=True))
@@ -45,7 +46,7 @@ CASES = {
 
 
 def planned_in_slices(mesh: Mesh, strategies: tuple, micro: int = 0, **more: object) -> tuple[Reading, Plan]:
-    return planned(llama(**more), mesh, strategies, micro, length=LENGTH)
+    return planned(known(LENGTH, **more), mesh, strategies, micro, length=LENGTH)
 
 
 def inner(plan: Plan, kind: str, subject: str) -> list[tuple[str, int]]:
@@ -58,10 +59,7 @@ def inner(plan: Plan, kind: str, subject: str) -> list[tuple[str, int]]:
 def test_it_equals_one_device(case: str):
     mesh, strategies, micro = CASES[case]
     reading, plan = planned_in_slices(mesh, strategies, micro, attention_bias=True, mlp_bias=case == "2 ranks")
-    verdict = verify(reading, plan, batches(3, length=LENGTH))
-    assert verdict.passed, str(verdict)
-    traced = trace(reading, plan)
-    assert traced.passed, str(traced)
+    assert_exact(reading, plan, batches(2, length=LENGTH), fake=case == "recompute and again")
 
 
 @pytest.mark.parametrize(("strategies", "factor"), [(KEPT, 4), (ANEW, 5)], ids=["kept", "again"])
@@ -100,16 +98,16 @@ def test_a_head_divided_by_words_takes_slices():
 
 @pytest.mark.parametrize("strategies", [KEPT, ANEW], ids=["kept", "again"])
 def test_half_precision_travels_in_half_but_the_stream_itself_does_not(strategies: tuple):
-    model, mesh = llama(), Mesh(dp_shard=2, tp=2)
+    mesh = Mesh(dp_shard=2, tp=2)
     said = {"length": LENGTH, "precision": Precision(compute="bfloat16")}
-    reading, plan = planned(model, mesh, (*strategies, SHARDED, Zero()), **said)
+    reading, plan = planned(known(LENGTH), mesh, (*strategies, SHARDED, Zero()), **said)
     assert dtypes(plan, "model.layers.1") == {"bfloat16", "float32"}  # the latter: of norms
     assert dtypes(plan, "model.norm") == {"float32"}
-    traced = trace(reading, plan)
+    traced = trace(reading, plan, fake=False)
     assert traced.passed, str(traced)
     losses = on_threads(lambda world: losses_of(world, reading, plan), mesh)
     assert all(each == losses[0] for each in losses)
-    reading, plan = planned(model, mesh, (Line(), SHARDED, Zero()), **said)
+    reading, plan = planned(known(LENGTH), mesh, (Line(), SHARDED, Zero()), **said)
     whole = on_threads(lambda world: losses_of(world, reading, plan), mesh)
     assert losses[0] == pytest.approx(whole[0], rel=2e-2)
 
@@ -127,16 +125,16 @@ def losses_of(world: World, reading: Reading, plan: Plan) -> tuple[float, float]
 
 
 def test_an_evaluation_in_slices_is_that_of_one_device():
-    model, found = llama(), []
+    found = []
     for mesh, strategies in ((Mesh(tp=3), ANEW), (Mesh(), ())):
-        reading, plan = planned(model, mesh, strategies, length=LENGTH)
+        reading, plan = planned_in_slices(mesh, strategies)
         found += on_threads(lambda world, reading=reading, plan=plan: losses_of(world, reading, plan), mesh)[:1]
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 @pytest.mark.parametrize(("strategies", "whole"), [(KEPT, 1 + 2 * 5), (ANEW, 1)], ids=["kept", "again"])
 def test_what_is_kept_for_backward_is_a_slice_but_for_what_columns_layers_take_in(strategies: tuple, whole: int):
-    reading, plan = planned(llama(), Mesh(tp=3), strategies, length=15)
+    reading, plan = planned(known(15), Mesh(tp=3), strategies, length=15)
     width = SIZES["hidden_size"]
     for saved in on_threads(lambda world: saved_of(world, reading, plan), plan.mesh):
         assert (ROWS, 5, width) in saved  # by norms
@@ -267,10 +265,7 @@ def shared(*, twice: bool = False) -> tuple[Reading, Plan, dict[str, torch.Tenso
 
 def test_a_norm_that_all_layers_share_is_summed_in_each():
     reading, plan, batch = shared()
-    verdict = verify(reading, plan, [batch, batch])
-    assert verdict.passed, str(verdict)
-    traced = trace(reading, plan)
-    assert traced.passed, str(traced)
+    assert_exact(reading, plan, [batch, batch])
 
 
 def test_a_norm_on_slices_and_on_features_of_a_rank_is_refused():

@@ -5,12 +5,13 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.api import make_plan, read, trace, verify
+from meshwright.api import make_plan, read
 from meshwright.core.job import Job, Optimizer, Train
 from meshwright.core.mesh import Mesh
 from meshwright.core.sources import DataSource, ModelSource
 from meshwright.engine.loss import IGNORED
 from meshwright.strategies.tensor.vocabulary import Vocabulary
+from tests.strategies.tensor.exact import assert_exact
 
 ROWS, TOKENS = 4, 6
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 12, "vocab_size": 67}
@@ -69,10 +70,7 @@ def test_it_equals_one_device(model: str, ranks: int):
     assert logits is not None
     assert logits.words == words
     plan = make_plan(reading, job, Mesh(tp=ranks), (Vocabulary(),), 2)
-    verdict = verify(reading, plan, data)
-    assert verdict.passed, str(verdict)
-    traced = trace(reading, plan)
-    assert traced.passed, str(traced)
+    assert_exact(reading, plan, data)
     whole = {weight.name: weight.numel for weight in reading.anatomy.weights}
     words_of = [home.weight for home in plan.space.homes if home.cut]
     assert words_of

@@ -29,10 +29,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from meshwright.core.errors import Fault, nearest
+from meshwright.core.home import Home
 from meshwright.core.job import Job
 from meshwright.core.layout import P, R, S
 from meshwright.core.program import Action, Program, Transfer, index_of_last, with_waits
-from meshwright.core.space import Home, Space
+from meshwright.core.space import Space
 from meshwright.core.steps import COUNT_NBYTES, FACTS, FORWARDS
 from meshwright.core.strategy import Phase, Strategy
 

@@ -30,10 +30,11 @@ from meshwright.comm.algorithms.rule import Rule
 from meshwright.comm.algorithms.rule import faults as algorithm_faults
 from meshwright.core.anatomy import NBYTES
 from meshwright.core.errors import Fault, nearest
+from meshwright.core.home import Bundle
 from meshwright.core.job import Job
 from meshwright.core.layout import I, R
 from meshwright.core.program import Action, Hold, Program, Transfer
-from meshwright.core.space import Bundle, Space
+from meshwright.core.space import Space
 from meshwright.core.steps import awaiting, backwards, first_reader, gradient
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
 from meshwright.strategies.data.batch import DATA_AXES

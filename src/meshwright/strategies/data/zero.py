@@ -37,11 +37,12 @@ from typing import ClassVar
 
 from meshwright.core.anatomy import NBYTES_OWN, ROOT
 from meshwright.core.errors import Fault, nearest
+from meshwright.core.home import Bundle, Home
 from meshwright.core.job import Job
 from meshwright.core.layout import FLAT, I, S
 from meshwright.core.program import Action, Hold, Program, Transfer, with_waits
 from meshwright.core.residence import Join, Use, buffers, stays
-from meshwright.core.space import Bundle, Home, Space
+from meshwright.core.space import Space
 from meshwright.core.steps import FORWARDS, USES
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
 from meshwright.core.summing import Sums

@@ -35,18 +35,19 @@ from torch import nn
 
 from meshwright.core.cut import Cut
 from meshwright.core.errors import Fault
+from meshwright.core.home import Home
 from meshwright.core.job import Job
 from meshwright.core.layout import I, P, R
 from meshwright.core.program import Program
-from meshwright.core.space import Home, Space
+from meshwright.core.space import Space
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
+from meshwright.strategies.tensor.booking import booked, heard
 from meshwright.strategies.tensor.grid import (
     ROWS,
     TABLES,
     Sided,
     by_words,
     kind_faults,
-    layers_of,
     norms,
     shard_faults,
     sided,
@@ -56,7 +57,8 @@ from meshwright.strategies.tensor.grid import (
     uneven_faults,
 )
 from meshwright.strategies.tensor.grouped import told
-from meshwright.strategies.tensor.ways import WIDTH, Held, Move, Way, Ways, booked, filled, heard, linear, own, placed
+from meshwright.strategies.tensor.refusals import axis_fault
+from meshwright.strategies.tensor.ways import WIDTH, Held, Move, Way, Ways, filled, linear, own, placed
 
 DEPTH = "tp_depth"  # the axis along which the inputs of a matrix lie
 PRODUCTS = ("columns", "rows")
@@ -73,8 +75,7 @@ class Cube(Strategy):
     def check(self, job: Job, space: Space) -> Iterator[Fault]:
         where = "strategies.cube"
         if self.axis != "tp":
-            text = f"axis = '{self.axis}'; the outputs of matrices are divided along tp"
-            yield Fault(text, 'write axis = "tp"', f"{where}.axis")
+            yield axis_fault(self.axis, "the outputs of matrices", where)
             return
         yield from kind_faults(space, where)
         yield from square_faults(space, (ROWS, DEPTH, self.axis))
@@ -105,7 +106,7 @@ class Cube(Strategy):
             summed = Way({c: "in", b: "in"}, **through((), linear, (Move(b, P, I), Move(c, P, I))))
             whole = Way({}, **through((), own, (Move(c, I, WIDTH), Move(b, I, WIDTH, (c,)))))
             ways[head], ways[table] = (summed, looked_up) if divisible else (ways["logits"], whole)
-            ways[layers_of(weight)[0]] = ways[table if weight.role in TABLES else head]  # its sides are those of its role
+            ways[weight.layers[0]] = ways[table if weight.role in TABLES else head]  # its sides are those of its role
         return ways
 
     def place(self, space: Space) -> Space:
@@ -140,7 +141,7 @@ class Cube(Strategy):
             cut, ranks = weight.side("out"), space.mesh.size(self.axis)
             if cut is not None and len(cut.sections) > 1:
                 local = tuple(section // ranks for section in cut.sections)
-                yield weight.name.rpartition(".")[0], (local, space.mesh.size(DEPTH))
+                yield weight.layers[0], (local, space.mesh.size(DEPTH))
 
 
 def _refined(cut: Cut, parts: int) -> Cut:

@@ -37,15 +37,19 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from meshwright.core.anatomy import Anatomy, Call, Formula, Weight
+from meshwright.core.anatomy import Anatomy, Weight
+from meshwright.core.calls import Call, Formula
 from meshwright.core.errors import Fault
+from meshwright.core.home import Home
 from meshwright.core.job import Job
 from meshwright.core.layout import FLAT, I, P, R, S
 from meshwright.core.program import Program
-from meshwright.core.space import Home, Space
+from meshwright.core.space import Space
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
 from meshwright.model.statistics import applied, joined, statistics
+from meshwright.strategies.tensor.booking import booked, heard
 from meshwright.strategies.tensor.grouped import told
+from meshwright.strategies.tensor.refusals import axis_fault
 from meshwright.strategies.tensor.ways import (
     WIDTH,
     Compute,
@@ -53,9 +57,7 @@ from meshwright.strategies.tensor.ways import (
     Move,
     Way,
     Ways,
-    booked,
     filled,
-    heard,
     moved,
     own,
     placed,
@@ -82,7 +84,7 @@ class Grid(Strategy):
     def check(self, job: Job, space: Space) -> Iterator[Fault]:
         where = "strategies.grid"
         if self.axis != "tp":
-            yield Fault(f"axis = '{self.axis}'; matrices are divided along tp", 'write axis = "tp"', f"{where}.axis")
+            yield axis_fault(self.axis, "matrices", where)
             return
         yield from kind_faults(space, where)
         yield from square_faults(space, (ROWS, self.axis))
@@ -108,7 +110,7 @@ class Grid(Strategy):
         for weight, table, head, divisible in tied(space.anatomy):
             ways[head] = Way({self.axis: "in"}, out=Move(self.axis, P, I)) if divisible else ways["logits"]
             ways[table] = looked_up if divisible else Way({}, out=Move(self.axis, I, WIDTH), compute=own)
-            ways[layers_of(weight)[0]] = ways[table if weight.role in TABLES else head]  # its sides are those of its role
+            ways[weight.layers[0]] = ways[table if weight.role in TABLES else head]  # its sides are those of its role
         return {layer: way for layer, way in ways.items() if layer not in by_words(space, self.axis)}
 
     def place(self, space: Space) -> Space:
@@ -151,7 +153,7 @@ def tied(anatomy: Anatomy) -> Iterator[tuple[Weight, str, str, bool]]:
     """The weights that a table and a head share, with these two, and whether the head is a plain product."""
     roles = {call.name: call.role for call in anatomy.calls}
     for weight in anatomy.weights:
-        tables, heads = ([each for each in layers_of(weight) if roles.get(each) in pair] for pair in (TABLES, HEADS))
+        tables, heads = ([each for each in weight.layers if roles.get(each) in pair] for pair in (TABLES, HEADS))
         yield from ((weight, table, head, roles[head] == "head") for table in tables for head in heads)
 
 
@@ -162,14 +164,9 @@ def by_words(space: Space, axis: str) -> set[str]:
         words = home.weight.side({"table": "in", "head": "out"}.get(home.weight.role, ""))
         divided = words is not None and home.cut.get(axis) == words.dim
         if divided and (home.weight.role == "table" or space.logits.place(axis) == WIDTH):
-            layers = layers_of(home.weight)
+            layers = home.weight.layers
             found |= {*layers, *(roles[layer] for layer in layers if layer in roles)}
     return found
-
-
-def layers_of(weight: Weight) -> list[str]:
-    """The layers that hold `weight`, that of its first name first."""
-    return [name.rpartition(".")[0] for name in (weight.name, *weight.aliases)]
 
 
 def kind_faults(space: Space, where: str) -> Iterator[Fault]:
@@ -200,7 +197,7 @@ Sided = tuple[int, int, Weight]  # units, among how many axes of the grid they a
 def sided(space: Space, ways: Ways) -> Iterator[Sided]:
     """The sides of weights that are divided."""
     for weight in space.anatomy.weights:
-        way = way_of(ways, layers_of(weight)[0], weight.role)
+        way = way_of(ways, weight.layers[0], weight.role)
         sides = [way.side(axis, weight) for axis in way.cut] if way else []
         yield from ((cut.units, sides.count(cut.side), weight) for cut in weight.cuts if cut.side in sides)
 

@@ -29,6 +29,7 @@ from meshwright.core.program import Program
 from meshwright.core.space import Space
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
 from meshwright.strategies.tensor.grid import ROWS, Grid, kind_faults, shard_faults, sided, square_faults, uneven_faults
+from meshwright.strategies.tensor.refusals import axis_fault
 
 DEPTH = "dp_replicate"  # the axis along which squares lie one behind the other
 
@@ -48,7 +49,7 @@ class Grid25(Strategy):
     def check(self, job: Job, space: Space) -> Iterator[Fault]:
         where = "strategies.grid25"
         if self.axis != "tp":
-            yield Fault(f"axis = '{self.axis}'; matrices are divided along tp", 'write axis = "tp"', f"{where}.axis")
+            yield axis_fault(self.axis, "matrices", where)
             return
         yield from kind_faults(space, where)
         yield from square_faults(space, (ROWS, self.axis))

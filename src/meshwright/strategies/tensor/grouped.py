@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.core.anatomy import Number, Portion
+from meshwright.core.calls import Number, Portion
 from meshwright.core.cut import Span
 from meshwright.core.space import Space
 from meshwright.core.strategy import Runtime
-from meshwright.model.local import local_numbers
+from meshwright.model.local import local_numbers, portioned, taken
 from meshwright.strategies.tensor.ways import Compute, Held, Way, Ways
 
 
@@ -41,9 +41,9 @@ def overlapping(space: Space, axis: str, ways: Ways) -> dict[str, Way]:
     """By name, the ways of columns layers that stay whole, because ranks share some of what they give out."""
     ranks = space.mesh.size(axis)
     layers = dict.fromkeys(
-        name.rpartition(".")[0]
+        layer
         for weight in (home.weight for home in space.homes)
-        for name in (weight.name, *weight.aliases)
+        for layer in weight.layers
         if weight.role == "columns" and (cut := weight.side("out")) is not None and cut.overlaps(ranks)
     )
     return {name: replace(ways.get(name, ways["columns"]), cut={}, shared=(axis,)) for name in layers}
@@ -52,7 +52,7 @@ def overlapping(space: Space, axis: str, ways: Ways) -> dict[str, Way]:
 def picking(space: Space, axis: str, ways: Ways) -> Ways:
     """`ways`, those of layers that stay whole computing with the rows that this rank needs."""
     index, ranks = dict(space.coordinate)[axis], space.mesh.size(axis)
-    named = {name: home.weight for home in space.homes for name in (home.weight.name, *home.weight.aliases)}
+    named = {name: home.weight for home in space.homes for name in home.weight.names}
     spans: dict[str, dict[str, Span]] = {}
     for name, weight in named.items():
         layer, _, leaf = name.rpartition(".")
@@ -68,9 +68,7 @@ def picking(space: Space, axis: str, ways: Ways) -> Ways:
 def told(runtime: Runtime, *axes: str) -> None:
     """Have modules hold this rank's numbers, and blocks be given its portions, while they compute; heads lie along `axes`."""
     space = runtime.plan.space
-    coordinate, index, ranks = dict(space.coordinate), 0, space.mesh.extent(axes)
-    for axis in axes:
-        index = index * space.mesh.size(axis) + coordinate[axis]
+    index, ranks = space.mesh.index(dict(space.coordinate), axes), space.mesh.extent(axes)
     numbers: dict[str, list[Number]] = {}
     for number in space.anatomy.numbers:
         numbers.setdefault(number.module, []).append(number)
@@ -81,13 +79,8 @@ def told(runtime: Runtime, *axes: str) -> None:
 
 
 def _picked(spans: Mapping[str, Span], compute: Compute, runtime: Runtime, module: nn.Module, held: Held, x: torch.Tensor) -> Any:
-    rows = {leaf: _rows(held[leaf], span) for leaf, span in spans.items() if held.get(leaf) is not None}
+    rows = {leaf: taken(held[leaf], (span,)) for leaf, span in spans.items() if held.get(leaf) is not None}
     return compute(runtime, module, {**held, **rows}, x)
-
-
-def _rows(tensor: torch.Tensor, span: Span) -> torch.Tensor:
-    parts = [tensor.narrow(span.dim, first, end - first) for first, end in span.ranges]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, span.dim)
 
 
 def _told(
@@ -111,7 +104,5 @@ def _holding(holder: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _given(portion: Portion, index: int, ranks: int, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
-    if isinstance(given.get(portion.slot), torch.Tensor):
-        given[portion.slot] = _rows(given[portion.slot], portion.cut.span(index, ranks))
-    return inner(*(given.pop(i) for i in range(len(args))), **{str(key): value for key, value in given.items()})
+    args, kwargs = portioned(portion, index, ranks, args, kwargs)
+    return inner(*args, **kwargs)

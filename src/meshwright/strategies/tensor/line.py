@@ -8,19 +8,25 @@ So each rank has some columns of A and the same rows of B, and computes a summan
       backward: sum                     backward: nothing
 
     weights: A S(out), B S(in), its bias I (added once, after the sum); stream I: every rank holds it whole
-    forward: one all_reduce per pair; backward: one per tensor that columns layers take in (q, k and v share one)
-    sent per rank, micro-batch and layer of k pairs: 4 k b s h (t-1)/t elements
+    forward: one all_reduce for each of the m sums in which pairs end
+    backward: one for each of the d tensors that columns layers take in (q, k and v share one)
+    sent per rank, micro-batch and layer: 2 (m + d) b s h (t-1)/t elements = 4 k b s h (t-1)/t, k = (m + d)/2
     weights, gradients and moments of the pairs: 1/t; norms, embedding and head: whole on every rank
+
+Pairs one behind the other end in sums of their own: k = 2 in a Llama's layer. Pairs side by side, x + attention(n x) + mlp(n x),
+end in one, where a trial run shows that their outputs meet in additions alone (model/summands.py): the first hands its summand
+to the last and gives out zeros, the last moves both (joined.py). So m = 1, and d = 1 with one norm n (Falcon 7B, Cohere, Phi:
+k = 1), or 2 with a norm for each (NeoX, later Falcons: k = 3/2). What stands before the sum (dropout, a factor) keeps m = 2.
 
 Units that are divided are whole heads (groups of heads, where several share a key) and single features; they need not divide by
 the number of ranks: the first ranks get one more. Where groups are fewer than ranks, single heads are dealt out (grouped.py).
 Packed matrices (q k v, gate and up) are divided part by part. What stands between the two (a norm over single heads) is used by
 every rank with its own features: its gradient is a sum over the ranks. Columns without rows, where a user asks for them, have
 their output gathered.
-Cost: the sums stand in the way of the computation, two per layer and direction: for fast links, inside a host. Backward hides
-them behind the gradients of weights; forward, with `chunks`, behind other samples (overlap.py).
+Cost: the sums stand in the way of the computation, one or two per layer and direction: for fast links, inside a host. Backward
+hides them behind the gradients of weights; forward, with `chunks`, behind other samples (overlap.py).
 Limits: a layer whose features another one needs whole stays whole, and so does what does not run on slices (`meshwright plan
---explain-model` says which); two pairs that end in one sum (a parallel residual) take two sums over the ranks.
+--explain-model` says which).
 Paper: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053 (section 3).
 """
 
@@ -29,14 +35,16 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from meshwright.core.errors import Fault
+from meshwright.core.home import Home
 from meshwright.core.job import Job
 from meshwright.core.layout import I, P, R
 from meshwright.core.program import Program
-from meshwright.core.space import Home, Space
+from meshwright.core.space import Space
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
+from meshwright.strategies.tensor.booking import booked, heard
 from meshwright.strategies.tensor.grouped import overlapping, picking, told
-from meshwright.strategies.tensor.refusals import lone_faults, unit_faults, unknown_faults
-from meshwright.strategies.tensor.ways import WIDTH, Move, Way, Ways, booked, filled, heard, own, placed
+from meshwright.strategies.tensor.refusals import axis_fault, lone_faults, unit_faults, unknown_faults
+from meshwright.strategies.tensor.ways import WIDTH, Move, Way, Ways, filled, own, placed
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Line(Strategy):
     def check(self, job: Job, space: Space) -> Iterator[Fault]:
         where = "strategies.line"
         if self.axis != "tp":
-            yield Fault(f"axis = '{self.axis}'; matrices are divided along tp", 'write axis = "tp"', f"{where}.axis")
+            yield axis_fault(self.axis, "matrices", where)
             return
         if self.chunks < 1:
             fix = "write a number from 1 up; with 1, rows layers send what they give out whole"

@@ -46,9 +46,9 @@ def in_chunks(x: torch.Tensor, chunks: int, compute: Callable[[torch.Tensor], to
 
     `send(y, meanwhile)` moves y, and calls `meanwhile()` while it is under way.
     """
-    if chunks == 1 or x.shape[0] == 1:
+    parts = chunked(x, chunks)
+    if len(parts) == 1:
         return send(compute(x), None)
-    parts = x.tensor_split(min(chunks, x.shape[0]))
     mode, ready = torch.is_grad_enabled(), [compute(parts[0])]
 
     def ahead(part: torch.Tensor) -> None:
@@ -57,6 +57,12 @@ def in_chunks(x: torch.Tensor, chunks: int, compute: Callable[[torch.Tensor], to
 
     sent = [send(ready.pop(), partial(ahead, following)) for _, following in pairwise(parts)]
     return torch.cat([*sent, send(ready.pop(), None)])
+
+
+def chunked(x: torch.Tensor, chunks: int) -> tuple[torch.Tensor, ...]:
+    """`x` in chunks of samples."""
+    chunks = min(chunks, x.shape[0])
+    return (x,) if chunks <= 1 else x.tensor_split(chunks)
 
 
 def sizes(rows: int, chunks: int) -> list[int]:

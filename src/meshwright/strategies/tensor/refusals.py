@@ -20,6 +20,11 @@ SHOWN = 4  # reasons in a message
 KEPT = ("", "replicated")
 
 
+def axis_fault(axis: str, divided: str, where: str) -> Fault:
+    """What is `divided` is so along tp, and not along `axis`."""
+    return Fault(f"axis = '{axis}'; {divided} are divided along tp", 'write axis = "tp"', f"{where}.axis")
+
+
 def unknown_faults(anatomy: Anatomy, where: str) -> Iterator[Fault]:
     """A model without a pair, and roles that the user declared and that cannot be had."""
     wishes = [weight for weight in anatomy.weights if weight.declared not in KEPT and not weight.role and len(weight.shape) > 1]
@@ -42,7 +47,7 @@ def unit_faults(space: Space, ways: Ways) -> Iterator[Fault]:
     """Weights with fewer units than ranks along an axis, one fault per number of units."""
     found: dict[tuple[str, int], list[Weight]] = {}
     for weight in (home.weight for home in space.homes):
-        way = way_of(ways, weight.name.rpartition(".")[0], weight.role)
+        way = way_of(ways, weight.layers[0], weight.role)
         for axis in way.cut if way else ():
             cut = weight.side(way.side(axis, weight)) if way else None
             if cut is not None and cut.most < space.mesh.size(axis):

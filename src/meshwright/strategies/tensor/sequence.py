@@ -10,7 +10,8 @@ the same bytes travel.
 
     layouts: stream S(tokens) from the first block with a pair to the last, and on through norms behind it; weights as in line.py
     norms and the biases of rows layers: used on slices, so I -> R while they are; backward sums their gradients (P -> I)
-    sent per rank, micro-batch and layer of k pairs = 4 k b s h (t-1)/t elements; with `again` 5 k b s h (t-1)/t
+    sent per rank, micro-batch and layer = 4 k b s h (t-1)/t elements, k = (m + d)/2 as in line.py: m + d gathers and scatters
+    either way; with `again` d gathers more, 5 k b s h (t-1)/t where m = d
     kept for backward: what norms, additions and dropout keep is 1/t; what columns layers take in is whole, with `again` 1/t too
 
 With `again` backward gathers the input of columns layers once more, as the paper does, and keeps the slice alone.
@@ -27,15 +28,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from meshwright.core.anatomy import Anatomy, Passage
+from meshwright.core.anatomy import Anatomy
+from meshwright.core.calls import Passage
 from meshwright.core.errors import Fault
 from meshwright.core.job import Job
 from meshwright.core.layout import I, S
-from meshwright.core.program import Action, Program
+from meshwright.core.program import Action, Program, Transfer
 from meshwright.core.space import Space
-from meshwright.core.steps import FORWARDS
+from meshwright.core.steps import FORWARDS, micro_rows
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
-from meshwright.strategies.tensor.ways import Move, Way, Ways, booked, filled, moved, own
+from meshwright.strategies.tensor.booking import booked
+from meshwright.strategies.tensor.refusals import axis_fault
+from meshwright.strategies.tensor.ways import Move, Way, Ways, filled, moved, own
 
 TOKENS = S(1)  # the place of a stream [rows, tokens, width] of which each rank has a slice of the tokens
 
@@ -52,7 +56,7 @@ class Sequence(Strategy):
     def check(self, job: Job, space: Space) -> Iterator[Fault]:
         where = "strategies.sequence"
         if self.axis != "tp":
-            yield Fault(f"axis = '{self.axis}'; tokens are divided along tp", 'write axis = "tp"', f"{where}.axis")
+            yield axis_fault(self.axis, "tokens", where)
             return
         yield from _mixing(space.anatomy, where)
         yield from _both(self.place(space), where)
@@ -84,39 +88,42 @@ class Sequence(Strategy):
 
     def rewrite(self, program: Program, space: Space, job: Job) -> Program:
         program = booked(program, self.ways(space), space, job)
-        return program.edit(lambda actions: [self._crossing(action, actions, space, job) for action in actions])
+        return program.edit(lambda actions: self._crossed(actions, space, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         space = runtime.plan.space
         filled(runtime, self.ways(space))
-        for passage in space.anatomy.passages:
-            first, last = self._borders(space, passage)
-            if first or last:
-                runtime.wrap(passage.visit, partial(_crossed, runtime, passage, first, last))
+        for passage, first, last in self._borders(space):
+            runtime.wrap(passage.visit, partial(_crossed, runtime, passage, first, last))
         return {}
 
-    def _borders(self, space: Space, passage: Passage) -> tuple[Move | None, Move | None]:
-        """What becomes of the stream where a visit takes it in, and where it gives it out; nothing casts it there."""
-        first, last = space.borders(passage.visit)
-        return (
-            Move(self.axis, I, TOKENS, wide=True) if first else None,
-            Move(self.axis, TOKENS, I, wide=True) if last else None,
-        )
+    def _borders(self, space: Space) -> Iterator[tuple[Passage, Move | None, Move | None]]:
+        """What becomes of the stream where visits begin or end its slices: where it is taken in, and where it is given out.
 
-    def _crossing(self, action: Action, actions: list[Action], space: Space, job: Job) -> Action:
-        """A forward at whose end the stream is put together, and a backward at whose end its gradient is."""
-        passage = next((each for each in space.anatomy.passages if each.visit == action.subject), None)
-        if passage is None or action.kind not in (*FORWARDS, "B"):
-            return action
-        first, last = self._borders(space, passage)
-        micros = {other.micro for other in actions if other.kind == "B"}
-        numel = job.train.batch // space.mesh.extent(space.data_axes) // len(micros) * passage.tokens * passage.width
-        met = [*action.inner]
-        if action.kind == "B" and first is not None and passage.needed:
-            met += first.back.transfer(numel, space, job, at=1)
-        elif action.kind != "B" and last is not None:
-            met += last.transfer(numel, space, job, at=len(space.anatomy.calls))
-        return replace(action, inner=tuple(sorted(met, key=lambda each: each.at)))
+        Nothing casts it there.
+        """
+        cut, joined = Move(self.axis, I, TOKENS, wide=True), Move(self.axis, TOKENS, I, wide=True)
+        borders = space.borders()
+        for passage in space.anatomy.passages:
+            first, last = borders.get(passage.visit, (False, False))
+            if first or last:
+                yield passage, cut if first else None, joined if last else None
+
+    def _crossed(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
+        """`actions`, with the stream put together at the end of forwards, and its gradient at the end of backwards."""
+        rows, met = micro_rows(actions, space, job), dict[tuple[str, bool], list[Transfer]]()
+        for passage, first, last in self._borders(space):
+            numel = rows * passage.tokens * passage.width
+            if first is not None and passage.needed:
+                met[passage.visit, True] = [*first.back.transfer(numel, space, job, at=1)]
+            if last is not None:
+                met[passage.visit, False] = [*last.transfer(numel, space, job, at=len(space.anatomy.calls))]
+
+        def crossed(action: Action) -> Action:
+            more = met.get((action.subject, action.kind == "B"), []) if action.kind in (*FORWARDS, "B") else []
+            return replace(action, inner=tuple(sorted((*action.inner, *more), key=lambda each: each.at))) if more else action
+
+        return [crossed(action) for action in actions]
 
 
 def _crossed(

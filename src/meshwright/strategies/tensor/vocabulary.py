@@ -31,13 +31,16 @@ from torch import nn
 
 from meshwright.core.anatomy import NBYTES, Anatomy
 from meshwright.core.errors import Fault
+from meshwright.core.home import Home
 from meshwright.core.job import Job
 from meshwright.core.layout import P, R
 from meshwright.core.program import Action, Program, Transfer
-from meshwright.core.space import Home, Space
+from meshwright.core.space import Space
+from meshwright.core.steps import micro_rows
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
-from meshwright.strategies.tensor.refusals import unit_faults
-from meshwright.strategies.tensor.ways import WIDTH, Held, Move, Way, Ways, booked, filled, heard, placed
+from meshwright.strategies.tensor.booking import booked, heard
+from meshwright.strategies.tensor.refusals import axis_fault, unit_faults
+from meshwright.strategies.tensor.ways import WIDTH, Held, Move, Way, Ways, filled, placed
 
 ROLES = ("table", "head")
 
@@ -53,7 +56,7 @@ class Vocabulary(Strategy):
     def check(self, job: Job, space: Space) -> Iterator[Fault]:
         where = "strategies.vocabulary"
         if self.axis != "tp":
-            yield Fault(f"axis = '{self.axis}'; words are divided along tp", 'write axis = "tp"', f"{where}.axis")
+            yield axis_fault(self.axis, "words", where)
             return
         if not divisible(space.anatomy, 1):
             found = {weight.why: weight.name for weight in space.anatomy.weights if weight.why and len(weight.shape) > 1}
@@ -83,14 +86,13 @@ class Vocabulary(Strategy):
 
     def rewrite(self, program: Program, space: Space, job: Job) -> Program:
         program = booked(program, self.ways(space), space, job)
-        program = program.edit(lambda actions: [self._told(action, actions, space, job) for action in actions])
-        return heard(program, self.axis)
+        return heard(program.edit(lambda actions: self._told(actions, space, job)), self.axis)
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         space = runtime.plan.space
         ways = dict(self.ways(space))
         whole = [home.weight for home in (space.whole or space).homes]
-        named = {name: weight for weight in whole for name in (weight.name, *weight.aliases)}
+        named = {name: weight for weight in whole for name in weight.names}
         for layer in dict.fromkeys(call.name for call in space.anatomy.calls if call.role == "table"):
             weight = named[f"{layer}.weight"]
             words = range(*space.range_of(weight.name, self.axis)), weight.cut(0).units  # rows, whatever the head calls them
@@ -98,16 +100,15 @@ class Vocabulary(Strategy):
         filled(runtime, ways)
         return {}
 
-    def _told(self, action: Action, actions: list[Action], space: Space, job: Job) -> Action:
-        """LOSS with the numbers that ranks tell each other of each token."""
+    def _told(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
+        """`actions`, LOSS with the numbers that ranks tell each other of each token."""
         logits = space.anatomy.logits
-        if action.kind != "LOSS" or logits is None:
-            return action
-        micros = {other.micro for other in actions if other.kind == "LOSS"}
-        rows = job.train.batch // space.mesh.extent(space.data_axes) // len(micros)
+        if logits is None:
+            return actions
         dtype = "float64" if job.precision.compute == "float64" else "float32"
-        nbytes = rows * logits.tokens * logits.numbers * NBYTES[dtype]
-        return replace(action, inner=(*action.inner, Transfer("all_gather", (self.axis,), nbytes, dtype=dtype)))
+        nbytes = micro_rows(actions, space, job) * logits.tokens * logits.numbers * NBYTES[dtype]
+        told = Transfer("all_gather", (self.axis,), nbytes, dtype=dtype)
+        return [replace(action, inner=(*action.inner, told)) if action.kind == "LOSS" else action for action in actions]
 
 
 def divisible(anatomy: Anatomy, ranks: int) -> bool:

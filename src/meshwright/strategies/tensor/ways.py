@@ -7,15 +7,16 @@ A `Way` is what a technique says of a role: which side of the weight is cut alon
     columns of line.py      out side cut along tp     into: stream -> R     out: nothing, y stays S(width)
     rows of line.py         in side cut along tp      into: nothing         out: P -> stream
 
+Layers whose outputs are summands of one sum take one `out` (joined.py).
 Parameters of the layer that are not cut are `shared` along an axis whose ranks use them on different slices of the stream (a norm
 on slices of the sequence, a bias added to one): they are R there while the layer runs, and backward sums their gradients.
 Of backwards nothing is said: the gradient of a move is the move between the adjoint places (core/layout.py).
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -24,15 +25,17 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.comm.moves import later
-from meshwright.core.anatomy import NBYTES, Call, Weight
+from meshwright.core.anatomy import NBYTES, Weight
+from meshwright.core.calls import Call
+from meshwright.core.home import Home
 from meshwright.core.job import Job
 from meshwright.core.layout import COLLECTIVES, I, P, Place, R, S, move_name
-from meshwright.core.program import Action, Hold, Program, Transfer
-from meshwright.core.space import Home, Space
-from meshwright.core.steps import COUNT_NBYTES, FORWARDS, inside
+from meshwright.core.program import Transfer
+from meshwright.core.space import Space
 from meshwright.core.strategy import Runtime
 from meshwright.model.linears import lies_transposed
-from meshwright.strategies.tensor.overlap import Meanwhile, in_chunks, product, sizes
+from meshwright.strategies.tensor.joined import Turn, added, turns_of
+from meshwright.strategies.tensor.overlap import Meanwhile, chunked, in_chunks, product
 
 Held = Mapping[str, Any]  # the parameters of a layer by their own names: tensors, or None
 Compute = Callable[..., torch.Tensor]  # of a runtime, a module, its parameters, and what the module is called with
@@ -87,17 +90,21 @@ class Way:
     again: bool = False
     chunks: int = 1
 
+    @property
+    def summed(self) -> bool:
+        """Whether what comes out is a sum over ranks."""
+        return self.out is not None and self.out.src == P
+
     def side(self, axis: str, weight: Weight) -> str:
         """Which side of `weight` is cut along `axis`. A bias, added to a sum that is scattered by width, is cut as that is."""
-        scattered = self.out is not None and self.out.axis == axis and self.out.src == P and self.out.dst == WIDTH
+        scattered = self.out is not None and self.summed and self.out.axis == axis and self.out.dst == WIDTH
         return "out" if scattered and weight.side(self.cut[axis]) is None else self.cut[axis]
 
 
+Leaf = tuple[str, Home]  # a parameter of a layer, by its own name there
 Leaves = tuple[tuple[str, str], ...]  # parameters of a layer by their own names, and the axes that share them
 Came = MutableMapping[torch.Tensor, torch.Tensor]  # of what a gate has moved, what it was made of
 Ways = Mapping[str, Way]  # by role; that of a single layer by its name
-Met = tuple[int, Call, Way]  # a call, with its number among those of the model
-Taken = tuple[Move, int, int]  # a move, the elements of the value, and when: after the number of the call, backwards below 0
 
 
 def way_of(ways: Ways, layer: str, role: str) -> Way | None:
@@ -105,9 +112,19 @@ def way_of(ways: Ways, layer: str, role: str) -> Way | None:
     return ways.get(layer, ways.get(role))
 
 
+def sums_of(calls: Iterable[Call], ways: Ways) -> dict[str, tuple[str, ...]]:
+    """By layer, all that end in one sum with it, in the order in which they run: the last of them moves it for all."""
+    found: dict[tuple[int, Move], list[str]] = {}
+    for call in (call for call in calls if call.sum):
+        way = way_of(ways, call.name, call.role)
+        if way is not None and way.out is not None and way.summed:
+            found.setdefault((call.sum, way.out), []).append(call.name)
+    return {layer: tuple(layers) for layers in found.values() if len(layers) > 1 for layer in layers}
+
+
 def placed(home: Home, ways: Ways) -> Home:
     """`home` with what its weight's layer says."""
-    way = way_of(ways, home.weight.name.rpartition(".")[0], home.weight.role)
+    way = way_of(ways, home.weight.layers[0], home.weight.role)
     for axis in way.cut if way else ():
         cut = home.weight.side(way.side(axis, home.weight)) if way else None
         if cut is not None:
@@ -117,40 +134,16 @@ def placed(home: Home, ways: Ways) -> Home:
     return home
 
 
-def booked(program: Program, ways: Ways, space: Space, job: Job) -> Program:
-    """`program` with the moves of all layers in the forwards and backwards in which they are taken."""
-    learning = _learning(space)
-
-    def met(actions: list[Action]) -> list[Action]:
-        micros = {action.micro for action in actions if action.kind == "B"}
-        rows = job.train.batch // space.mesh.extent(space.data_axes) // len(micros)
-        return [_met(action, rows, ways, space, job, learning) for action in actions]
-
-    return program.edit(met)
-
-
-def heard(program: Program, axis: str) -> Program:
-    """`program` with COUNT taken along `axis` too: a wish to stop is heard by all."""
-
-    def along(action: Action) -> Action:
-        if action.kind != "COUNT":
-            return action
-        before = action.transfer.axes if action.transfer else ()
-        axes = before if axis in before else (*before, axis)
-        return replace(action, lane="wire", transfer=Transfer("all_reduce", axes, COUNT_NBYTES, dtype="float64"))
-
-    return program.edit(lambda actions: [along(action) for action in actions])
-
-
 def filled(runtime: Runtime, ways: Ways) -> None:
     """Have every layer of a role compute in its way."""
     space, came = runtime.plan.space, WeakIdKeyDictionary()
-    gates: dict[str, dict[int | str, Move]] = {}
+    parameters, gates = leaves_of(space.homes), dict[str, dict[int | str, Move]]()
+    turns = turns_of(sums_of(space.anatomy.calls, ways))
     for call in {(call.name, call.role): call for call in space.anatomy.calls}.values():
         way = way_of(ways, call.name, call.role)
         if way is not None:
-            leaves = tuple((leaf, axis) for axis in way.shared for leaf, _ in _shared(space.homes, call.name, axis))
-            runtime.fill(call.name, partial(_forward, runtime, way, leaves, came))
+            leaves = tuple((leaf, axis) for axis in way.shared for leaf, _ in uncut(parameters.get(call.name, ()), axis))
+            runtime.fill(call.name, partial(_forward, runtime, way, leaves, came, turns.get(call.name)))
             if way.into is not None and call.visit in space.through and call.gate:
                 gates.setdefault(call.gate, {}).update(dict.fromkeys(call.slots, way.into))
     for gate, moves in gates.items():
@@ -196,22 +189,41 @@ def _gated(
 
 
 def _forward(
-    runtime: Runtime, way: Way, shared: Leaves, came: Came, module: nn.Module, x: Any, *more: Any, **named: Any
+    runtime: Runtime,
+    way: Way,
+    shared: Leaves,
+    came: Came,
+    turn: Turn | None,
+    module: nn.Module,
+    x: Any,
+    *more: Any,
+    **named: Any,
 ) -> torch.Tensor:
     given: Any = x if x is None else came.get(x, x)
     x = x if given is not x else moved(runtime, x, way.into)
     held: dict[str, Any] = dict(module._parameters)
     for leaf, axis in shared:
         held[leaf] = runtime.move(held[leaf], axis, I, R)
-    bias = held.get("bias") if way.out is not None and way.out.src == P else None
-    held |= {} if bias is None else {"bias": None}  # added once, to the sum
+    biases = [held["bias"]] if way.summed and held.get("bias") is not None else []
+    held |= {"bias": None} if biases else {}  # added once, to the sum
 
     def compute(x: Any) -> torch.Tensor:
         return way.compute(runtime, module, held, x, *more, **named)
 
+    if turn is not None and way.out is not None and turn.hands_on:
+        return turn.hand(compute(x), biases, way.out.dst, runtime.plan.mesh.size(way.out.axis))
+    waiting: Iterator[torch.Tensor] = iter(())
+    if turn is not None:
+        handed, others = turn.take()
+        waiting, biases = iter(chunked(handed, way.chunks)), [*biases, *others]
     with _kept(runtime, way, given):
-        y = in_chunks(x, way.chunks, compute, lambda y, meanwhile: moved(runtime, y, way.out, meanwhile))
-    return y if bias is None else y + bias
+        y = in_chunks(
+            x,
+            way.chunks,
+            lambda part: added(compute(part), next(waiting, None)),
+            lambda y, meanwhile: moved(runtime, y, way.out, meanwhile),
+        )
+    return y + reduce(torch.add, biases) if biases else y
 
 
 def _kept(runtime: Runtime, way: Way, given: torch.Tensor) -> AbstractContextManager[Any]:
@@ -220,81 +232,16 @@ def _kept(runtime: Runtime, way: Way, given: torch.Tensor) -> AbstractContextMan
     return nullcontext() if move is None or not way.again else runtime.again(given, move.axis, move.src, move.dst)
 
 
-def _shared(homes: Iterable[Home], layer: str, axis: str) -> Iterator[tuple[str, Home]]:
-    """The parameters of `layer` that are not cut along `axis`, by their own names."""
+def leaves_of(homes: Iterable[Home]) -> dict[str, list[Leaf]]:
+    """The parameters of every layer."""
+    found: dict[str, list[Leaf]] = {}
     for home in homes:
-        for name in (home.weight.name, *home.weight.aliases):
+        for name in home.weight.names:
             owner, _, leaf = name.rpartition(".")
-            if owner == layer and axis not in home.cut:
-                yield leaf, home
+            found.setdefault(owner, []).append((leaf, home))
+    return found
 
 
-def _met(action: Action, rows: int, ways: Ways, space: Space, job: Job, learning: Collection[str]) -> Action:
-    if action.kind not in (*FORWARDS, "B"):
-        return action
-    mine = {i: call for i, call in enumerate(space.anatomy.calls) if call.visit == action.subject}
-    found = [(i, call, way) for i, call in mine.items() if (way := way_of(ways, call.name, call.role)) is not None]
-    moves = _back(found, rows, space, learning) if action.kind == "B" else _forth(found, rows)
-    met = [each for move, numel, at in moves for each in move.transfer(numel, space, job, at)]
-    held = action.takes if action.kind == "B" else _with_gathered(action, found, rows, space, job, learning)
-    return replace(action, inner=tuple(sorted((*action.inner, *met), key=lambda each: each.at)), takes=held)
-
-
-def _with_gathered(
-    action: Action, calls: Iterable[Met], rows: int, space: Space, job: Job, learning: Collection[str]
-) -> tuple[Hold, ...]:
-    """What a forward takes, and with what it keeps inside the inputs that were gathered and are kept for backward."""
-    kept = {(call.source, way.into): call.into for _, call, way in calls if call.name in learning and not way.again}
-    more = 0
-    for (_, into), numel in kept.items():
-        if into is not None and into.src.letter == "S" and into.dst == R:
-            whole = numel // space.mesh.extent(into.apart)
-            more += whole - whole // space.mesh.size(into.axis)  # the slice is counted already
-    more *= rows * NBYTES[job.precision.compute]
-    name = inside(action.subject, action.micro)
-    return tuple(replace(hold, nbytes=hold.nbytes + more) if hold.name == name else hold for hold in action.takes)
-
-
-def _forth(calls: Iterable[Met], rows: int) -> Iterator[Taken]:
-    """The moves of `calls` in a forward of so many rows. Of what several take in there is one."""
-    taken = set()
-    for at, call, way in calls:
-        if way.into is not None and (call.source, way.into) not in taken:
-            taken.add((call.source, way.into))
-            yield way.into, call.into * rows, at
-        yield from ((move, numel * rows, at) for move, numel in way.within(call))
-        if way.out is not None:
-            yield from ((way.out, call.out * part, at) for part in sizes(rows, way.chunks))
-
-
-def _back(calls: Sequence[Met], rows: int, space: Space, learning: Collection[str]) -> Iterator[Taken]:
-    """Likewise in a backward: of gradients that are needed, of those of what is shared, and once more of what nobody has kept."""
-    alike: dict[tuple[int, Move | None], list[Call]] = {}
-    first: dict[tuple[str, str], int] = {}
-    for at, call, way in calls:
-        alike.setdefault((call.source, way.into), []).append(call)
-        for axis in way.shared:
-            for _, home in _shared(space.homes, call.name, axis):
-                first.setdefault((home.weight.name, axis), at)
-    anew = set()
-    for at, call, way in reversed(calls):
-        into, taking = way.into, alike[call.source, way.into]
-        if way.out is not None:
-            yield from ((way.out.back, call.out * part, -at) for part in sizes(rows, way.chunks)[::-1])
-        if call.needed:
-            yield from ((move.back, numel * rows, -at) for move, numel in reversed(list(way.within(call))))
-        if into is not None and way.again and (call.source, into) not in anew and call.name in learning:
-            anew.add((call.source, into))
-            yield into, call.into * rows, -at
-        for axis in reversed(way.shared):
-            for _, home in reversed(list(_shared(space.homes, call.name, axis))):
-                if home.weight.trainable and first[home.weight.name, axis] == at:
-                    yield Move(axis, P, I, wide=True), home.weight.numel, -at
-        if into is not None and call is taking[0] and any(each.needed for each in taking):
-            yield into.back, call.into * rows, -at
-
-
-def _learning(space: Space) -> frozenset[str]:
-    """The layers of which a matrix is trained: its gradient needs what went in."""
-    matrices = [home.weight for home in space.homes if home.weight.trainable and len(home.weight.shape) > 1]
-    return frozenset(name.rpartition(".")[0] for weight in matrices for name in (weight.name, *weight.aliases))
+def uncut(leaves: Iterable[Leaf], axis: str) -> list[Leaf]:
+    """Those of `leaves` that are not cut along `axis`."""
+    return [(leaf, home) for leaf, home in leaves if axis not in home.cut]

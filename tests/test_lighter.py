@@ -1,23 +1,25 @@
 """A rank that runs out of memory: what was planned, what was live, and the cheapest change that fits."""
 
-from collections.abc import Sequence
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
+from meshwright import api
 from meshwright.api import build, make_plan
 from meshwright.comm.fake import FakeWorld
 from meshwright.core.errors import CollectiveError
 from meshwright.core.job import Optimizer
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
+from meshwright.core.units import size
+from meshwright.engine.player import Player
+from meshwright.lighter import Change, OutOfMemory, Seen, Telling, asked_nbytes, changes, exhausted, planned_nbytes, told
 from meshwright.run.guard import kind_of
 from meshwright.strategies.data.batch import Batch
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.data.zero import Zero
-from meshwright.verbs import lighter
-from meshwright.verbs.lighter import Change, OutOfMemory, Seen, asked_nbytes, changes, exhausted, planned_nbytes, telling, told
 from tests.tiny import reading_of, tiny_job
 
 CPU = torch.device("cpu")
@@ -102,8 +104,7 @@ def test_a_rank_that_cannot_allocate_ends_with_that_message_and_its_own_error_as
     plan = make_plan(READING, JOB, Mesh(dp_shard=3), (SHARD, Zero(stage=1)))
 
     def rank() -> None:
-        with telling(READING, plan, 2, CPU) as players, build(READING, plan, world=FakeWorld(plan.mesh, 2)) as engine:
-            players.append(engine.player)
+        with build(READING, plan, world=FakeWorld(plan.mesh, 2)) as engine, engine.telling:
             torch.empty(1 << 60)
 
     with pytest.raises(OutOfMemory, match=r"rank 2 ran out of memory(?s:.*)moments(?s:.*)live +\d(?s:.*)stage = 3") as caught:
@@ -113,23 +114,31 @@ def test_a_rank_that_cannot_allocate_ends_with_that_message_and_its_own_error_as
 
 
 def test_another_error_is_left_as_it_is():
-    with pytest.raises(RuntimeError, match=r"^broken$"), telling(READING, copies(), 0, CPU):
+    with pytest.raises(RuntimeError, match=r"^broken$"), Telling(READING, copies(), 0, CPU):
         raise RuntimeError("broken")
 
 
-def test_what_an_engine_holds_already_is_not_taken_for_what_the_process_had_before(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("act", ["step", "evaluate"])
+def test_in_a_users_own_loop_the_message_is_the_same_and_told_once(monkeypatch: pytest.MonkeyPatch, act: str):
     plan = make_plan(READING, JOB, Mesh(dp_shard=3), (SHARD, Zero(stage=1)))
-    seen: list[Seen] = []
 
-    def noting(error: BaseException, plan: Plan, rank: int, what: Seen, others: Sequence[Change]) -> str:
-        seen.append(what)
-        return told(error, plan, rank, what, others)
+    def failing(player: Player, given: object, **rest: object) -> None:
+        raise MemoryError
 
-    monkeypatch.setattr(lighter, "process_nbytes", lambda device: 10**9)
-    monkeypatch.setattr(lighter, "told", noting)
-    with build(READING, plan, world=FakeWorld(plan.mesh, 2)) as engine:
-        held = sum(engine.player.sizes().values())
-        with pytest.raises(OutOfMemory), telling(READING, plan, 2, CPU, engine.player):
-            raise MemoryError
-    assert [(each.before, each.used, sum(each.live.values())) for each in seen] == [(10**9 - held, 10**9, held)]
-    assert held > 0
+    monkeypatch.setattr(Player, act, failing)
+    told_twice = r"rank 2 ran out of memory(?s:.*)rank 2 ran"
+    with build(READING, plan, world=FakeWorld(plan.mesh, 2)) as engine, pytest.raises(OutOfMemory) as caught, engine.telling:
+        getattr(engine, act)(None)
+    held = size(sum(engine.player.sizes().values()))
+    assert f"live       {held} (" in str(caught.value)
+    assert re.search(told_twice, str(caught.value)) is None
+    assert isinstance(caught.value.__cause__, MemoryError)
+
+
+def test_a_model_that_is_too_large_to_be_made_ends_with_that_message_too(monkeypatch: pytest.MonkeyPatch):
+    def failing(*given: object, **rest: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(api, "make_subject", failing)
+    with pytest.raises(OutOfMemory, match="nothing yet: the model was being made"):
+        build(READING, copies(), world=FakeWorld(copies().mesh, 1))

@@ -12,18 +12,19 @@ grants the process. What the plan does not know of is taken to shrink with the m
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
 
 import psutil
 import torch
 
-from meshwright.api import make_plan
-from meshwright.core.errors import CollectiveError, PlanError
+from meshwright.core.errors import CollectiveError, PlanError, raise_faults
 from meshwright.core.plan import Plan
 from meshwright.core.strategy import Strategy
 from meshwright.core.units import size
 from meshwright.engine.player import Player
+from meshwright.model.norms import split_faults
 from meshwright.model.reading import Reading
 from meshwright.planner.memory import state_bytes
 from meshwright.report.sizes import planned_memory
@@ -76,7 +77,7 @@ def asked_nbytes(words: str) -> int:
 
 def exhausted(error: BaseException) -> bool:
     """Whether `error` says that memory was asked for and not given on this rank."""
-    if isinstance(error, CollectiveError):  # it quotes what another rank has said
+    if isinstance(error, (CollectiveError, OutOfMemory)):  # the one quotes what another rank has said, the other has told all
         return False
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -98,7 +99,8 @@ def changes(reading: Reading, plan: Plan, rank: int) -> Iterator[Change]:
     tried = [*_shards(plan, (1, 2)), *_smaller(plan), *_shards(plan, (3,)), *_again(plan)]
     for words, strategies, micro_batch in tried:
         try:
-            other = make_plan(reading, plan.job, plan.mesh, strategies, micro_batch, plan.run)
+            other = Plan.make(plan.job, plan.mesh, reading.anatomy, strategies, micro_batch, plan.run)
+            raise_faults(split_faults(other, reading.blueprint.instance()))
         except PlanError:  # that technique does not go with this model or job
             continue
         nbytes = sum(planned_nbytes(other, rank).values())
@@ -106,24 +108,27 @@ def changes(reading: Reading, plan: Plan, rank: int) -> Iterator[Change]:
             yield Change(words, other, nbytes)
 
 
-@contextmanager
-def telling(
-    reading: Reading, plan: Plan, rank: int, device: torch.device, player: Player | None = None
-) -> Iterator[list[Player]]:
-    """The body of a rank, which puts its `player` into the list once there is one, unless it has come with it.
+class Telling:
+    """`with` it, one rank of `plan` raises OutOfMemory where memory was asked for and not given. It may be entered many times.
 
-    Raises OutOfMemory where memory was asked for and not given.
+    It is made before the model is; `player` is the rank's, once there is one.
     """
-    players: list[Player] = [] if player is None else [player]
-    before = max(0, process_nbytes(device) - sum(sum(each.sizes().values()) for each in players))
-    try:
-        yield players
-    except (RuntimeError, MemoryError, OSError) as error:
-        if not exhausted(error):
-            raise
-        live = players[0].sizes() if players else {}
-        seen = Seen(before, process_nbytes(device), memory_limit(device), live)
-        raise OutOfMemory(told(error, plan, rank, seen, list(changes(reading, plan, rank)))) from error
+
+    def __init__(self, reading: Reading, plan: Plan, rank: int, device: torch.device) -> None:
+        self._reading, self._plan, self._rank, self._device = reading, plan, rank, device
+        self._before = process_nbytes(device)
+        self.player: Player | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None or not exhausted(error):
+            return
+        live = {} if self.player is None else self.player.sizes()
+        seen = Seen(self._before, process_nbytes(self._device), memory_limit(self._device), live)
+        others = list(changes(self._reading, self._plan, self._rank))
+        raise OutOfMemory(told(error, self._plan, self._rank, seen, others)) from error
 
 
 def told(error: BaseException, plan: Plan, rank: int, seen: Seen, others: Sequence[Change]) -> str:

@@ -1,0 +1,30 @@
+"""Whole values of weights on all ranks, where ranks hold the weights of some parts of the model only.
+
+Each rank along pp in turn gives those of which it is the first user to all others, in the order of the model:
+
+    rank 0   embed.weight  layers.0...   --> 1, 2        rank 1   layers.2...   --> 0, 2        rank 2   head.weight   --> 0, 1
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from meshwright.core.anatomy import Weight
+from meshwright.core.plan import Plan
+from meshwright.engine.state import State
+
+Values = Iterator[tuple[str, torch.Tensor]]
+
+
+def spread(plan: Plan, state: State, mine: Values, weights: Iterable[Weight], action: str) -> Values:
+    """`mine`, what this rank holds of `weights`, and what the others do; where all ranks hold all, `mine` as it comes."""
+    if not plan.space.stages:
+        yield from mine
+        return
+    held, group = dict(mine), state.world.group(("pp",))
+    like = next(iter(held.values()))
+    for weight in weights:
+        source = (plan.space.whole or plan.space).users(weight)[0]
+        flat = held[weight.name].contiguous().view(-1) if group.index == source else like.new_empty(weight.numel)
+        group.broadcast(flat, source=source, action=action).wait()
+        yield weight.name, flat.view(weight.shape)

@@ -1,0 +1,46 @@
+"""Courses learnt from a reading: by the shape of the inputs, in training and in an evaluation."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
+
+from meshwright.model.courses import Courses, bordered
+from tests.model.both_ways import Chain, reading_of
+from tests.model.in_parts import X, chained
+
+
+def glue(model: Chain, x: torch.Tensor) -> object:
+    y = model.layers[1](model.layers[0](x).double().to(x.dtype))
+    if model.training:
+        y = y * 2
+    return model.head(F.dropout(model.layers[2](y), 0.5, model.training))
+
+
+def test_a_course_is_learnt_once_for_all_rows_of_a_shape_and_once_for_evaluations():
+    courses = Courses(reading_of(lambda: Chain(glue), X), torch.float64)
+    first = courses.of({"x": torch.zeros(1, 6)})
+    assert courses.of({"x": torch.ones(9, 6)}) is first
+    still = courses.of(X, training=False)
+    assert still is not first
+    assert [value.name for value in first.borders.live("layers.2")] == ["layers.1+0"]
+    assert [value.name for value in still.borders.live("layers.2")] == ["layers.1"]
+
+
+def test_an_anatomy_has_borders_when_somebody_asks_for_them():
+    reading = reading_of(lambda: Chain(glue), X)
+    assert reading.anatomy.borders is None
+    borders = bordered(reading).anatomy.borders
+    assert borders is not None
+    assert borders.visits == reading.anatomy.visits
+    assert {value.dtype for value in borders.values} == {"float32"}
+    assert {value.dtype for value in bordered(reading, torch.float64).anatomy.borders.values} == {"float64"}
+
+
+def test_a_value_whose_shape_grows_with_the_square_of_the_rows_closes_its_borders():
+    def compares(model: Chain, x: torch.Tensor) -> object:
+        y = model.layers[0](x)
+        alike = (y @ y.t()).flatten() * 2
+        return model.head(model.layers[2](model.layers[1](y))) * alike.sum()
+
+    one = chained(compares)
+    assert one.borders.open() == ()
+    assert "has the shape [9] of 3 rows and [25] of 5: it compares rows with each other" in one.borders.closed[0].why
