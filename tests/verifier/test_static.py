@@ -212,3 +212,11 @@ def test_a_model_of_a_thousand_weights_is_proved_soon():
     )
     assert len(plan.program.actions("stage0")) > 32_000
     assert prove(plan) == []
+
+
+def test_a_step_that_does_not_wait_for_the_count_is_found():
+    plan = plan_of()
+    changed = plan.program.edit(
+        lambda actions: [replace(each, waits=tuple(name for name in each.waits if name != "COUNT()")) for each in actions]
+    )
+    assert "STEP does not wait for COUNT" in [fault.what for fault in prove(replace(plan, program=changed))]

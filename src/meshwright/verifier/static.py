@@ -89,8 +89,11 @@ def _update_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
         left_out = [weight.name for weight in plan.space.anatomy.trainable if weight.name not in set(action.tensors)]
         if left_out:
             yield f"{kind} leaves out {len(left_out)} weights ({left_out[0]}...)"
-    if found["CLIP"].name not in _all_waits(actions, found["STEP"]):
+    awaited = _all_waits(actions, found["STEP"])
+    if found["CLIP"].name not in awaited:
         yield "STEP does not wait for CLIP"
+    elif "COUNT()" not in awaited:
+        yield "STEP does not wait for COUNT"
 
 
 def _gradient_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:

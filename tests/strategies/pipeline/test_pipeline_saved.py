@@ -1,18 +1,16 @@
 """A checkpoint of parts is that of the model: any other plan takes it up, moments included, and vice versa."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
-from meshwright.api import build, default_strategies
-from meshwright.comm.group import World
+from meshwright.api import default_strategies
 from meshwright.core.mesh import Mesh
-from meshwright.core.plan import Plan
-from meshwright.model.reading import Reading
+from meshwright.core.strategy import Strategy
 from meshwright.strategies.pipeline.pipeline import Pipeline
-from meshwright.testing.spawn import on_threads
-from tests.strategies.tensor.llama import batches, known, planned
+from tests.strategies.crossing import crosses
+from tests.strategies.tensor.llama import known
 
 MESHES = {
     "two parts": Mesh(pp=2),
@@ -21,29 +19,11 @@ MESHES = {
     "copies": Mesh(dp_replicate=2),
     "alone": Mesh(),
 }
-Found = tuple[dict[str, torch.Tensor], float]
 
 
-def play(mesh: Mesh, folder: Path | None, into: Path | None) -> list[Found]:
-    """Of every rank the parameters after what is in `folder`, or after two steps, saved into `into` then; and two more losses."""
-    reading = known()
-    strategies = (*((Pipeline(),) if mesh.pp > 1 else ()), *default_strategies(mesh, reading.anatomy))
-    reading, plan = planned(reading, mesh, strategies, 1)
-    return on_threads(lambda world: played(world, reading, plan, folder, into), mesh)
-
-
-def played(world: World, reading: Reading, plan: Plan, folder: Path | None, into: Path | None) -> Found:
-    with build(reading, plan, world=world) as engine:
-        if folder is not None:
-            engine.load(folder)
-        else:
-            for batch in batches(2):
-                engine.step(engine.share(batch))
-        if into is not None:
-            engine.save(into)
-        found = {name: value.clone() for name, value in engine.player.parameters().items()}
-        first = engine.step(engine.share(batches(3)[2])).loss
-        return found, first + engine.step(engine.share(batches(1)[0])).loss  # the second shows the moments
+def chosen(mesh: Mesh) -> Sequence[Strategy]:
+    """The default strategies, and a pipeline where the mesh has one."""
+    return (*((Pipeline(),) if mesh.pp > 1 else ()), *default_strategies(mesh, known().anatomy))
 
 
 @pytest.mark.parametrize(
@@ -51,10 +31,4 @@ def played(world: World, reading: Reading, plan: Plan, folder: Path | None, into
     [("two parts", "alone"), ("alone", "three parts"), ("three parts", "copies"), ("parts in shards", "two parts")],
 )
 def test_a_checkpoint_crosses(saved: str, taken: str, tmp_path: Path):
-    before = play(MESHES[saved], None, tmp_path)
-    folder = next(path for path in sorted(tmp_path.iterdir()) if path.is_dir())
-    after = play(MESHES[taken], folder, None)
-    for parameters, loss in after:
-        for name, value in before[0][0].items():
-            assert torch.equal(parameters[name], value), name
-        assert loss == pytest.approx(before[0][1], rel=1e-5)
+    crosses(MESHES[saved], MESHES[taken], tmp_path, chosen, 1)

@@ -25,6 +25,8 @@ done with it. In the norm, and in a checkpoint, it counts once.
 Cost: the bubble of the schedule; activations of as many micro-batches as it keeps in flight. Borders lie where the operations are
 balanced best, unless `cuts` names the blocks with which parts begin.
 Limits: as many parts as ranks times `chunks`, and no more than blocks; where glue reads numbers no part begins (core/borders.py).
+Not there yet, and refused: weights that parts on several ranks share, slices of the stream between parts, evaluations, the guard
+and the noise scale. It is given from Python (`make_plan(..., strategies=...)`); configs do not know it.
 Paper: Huang et al. 2019, "GPipe", arXiv 1811.06965; Narayanan et al. 2019, "PipeDream" (SOSP), whose balanced cuts these are.
 """
 
@@ -145,9 +147,8 @@ class Pipeline(Strategy):
     def turns(self, turns: Sequence[Turn], space: Space) -> Sequence[Turn]:
         parts, mine = self._known(space), dict(space.coordinate)[self.axis]
         order = self._order(space.mesh.pp, len({turn.micro for turn in turns}))
-        kinds = {"F": "F", "B": "B"}
-        slots = ((slot, order.stages[slot.stage].part) for slot in order.slots[mine])
-        return [Turn("F" if kinds[slot.kind] == "F" else "B", parts[part].visits, slot.micro) for slot, part in slots]
+        slots = ((slot, parts[order.stages[slot.stage].part]) for slot in order.slots[mine])
+        return [Turn("F" if slot.kind == "F" else "B", part.visits, slot.micro) for slot, part in slots]
 
     def rewrite(self, program: Program, space: Space, job: Job) -> Program:
         return program.edit(_Crossing(self, space, job).added)
@@ -192,7 +193,7 @@ class _Crossing:
 
     def __init__(self, pipeline: Pipeline, space: Space, job: Job) -> None:
         self._space, self._job, self._axis = space, job, pipeline.axis
-        self._mine, self._where = dict(space.coordinate)[pipeline.axis], pipeline.where(space)
+        self._where = pipeline.where(space)
         self._parts = pipeline._known(space)
         self._hops = [hop for hop in pipeline.hops(space) if self._where[hop.source] != self._where[hop.target]]
 
