@@ -1,6 +1,5 @@
 """A checkpoint that is saved under one plan and taken up under another, on threads."""
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -8,28 +7,19 @@ import torch
 
 from meshwright.api import build
 from meshwright.comm.group import World
-from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
-from meshwright.core.strategy import Strategy
 from meshwright.model.reading import Reading
 from meshwright.testing.spawn import on_threads
-from tests.strategies.tensor.llama import batches, known, planned
+from tests.strategies.tensor.llama import batches
 
 Found = tuple[dict[str, torch.Tensor], float]
-Chosen = Callable[[Mesh], Sequence[Strategy] | None]
 
 
-def crosses(saved: Mesh, taken: Mesh, folder: Path, chosen: Chosen = lambda mesh: None, micro: int = 0) -> None:
-    """Train on `saved`, save, take it up on `taken`: the same parameters to the bit, and the same losses afterwards.
-
-    `chosen(mesh)` are the strategies of each; None: the default ones.
-    """
-    reading = known()
-    _, first = planned(reading, saved, chosen(saved), micro)
-    _, second = planned(reading, taken, chosen(taken), micro)
-    (parameters, losses), *_ = on_threads(lambda world: _played(world, reading, first, None, folder), saved)
+def crosses(reading: Reading, saved: Plan, taken: Plan, folder: Path) -> None:
+    """Train under `saved`, save, take it up under `taken`: the same parameters to the bit, and the same losses afterwards."""
+    (parameters, losses), *_ = on_threads(lambda world: _played(world, reading, saved, None, folder), saved.mesh)
     into = next(path for path in sorted(folder.iterdir()) if path.is_dir())
-    for found, loss in on_threads(lambda world: _played(world, reading, second, into, None), taken):
+    for found, loss in on_threads(lambda world: _played(world, reading, taken, into, None), taken.mesh):
         for name, value in parameters.items():
             assert torch.equal(found[name], value), name
         assert loss == pytest.approx(losses, rel=1e-5)

@@ -57,7 +57,7 @@ def one_device(space: Space, job: Job, micro_batch: int, turns: Sequence[Turn]) 
     last = actions[-1].name
     actions.append(Action("TALLY", waits=losses, frees=parts.left))
     names = tuple(weight.name for weight in space.anatomy.trainable)
-    waits = [last] if losses else [last, "COUNT()"]  # a rank that takes no loss steps by that number too
+    waits = [last, "COUNT()"] if space.stages else [last]  # not every backward follows a loss
     if space.norm_axes:
         square = Action("SQUARE", NORM, waits=(last,))
         total = Transfer("all_reduce", space.norm_axes, 8, dtype="float64")

@@ -1,16 +1,15 @@
 """A checkpoint of parts is that of the model: any other plan takes it up, moments included, and vice versa."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from meshwright.api import default_strategies
 from meshwright.core.mesh import Mesh
-from meshwright.core.strategy import Strategy
+from meshwright.core.plan import Plan
 from meshwright.strategies.pipeline.pipeline import Pipeline
 from tests.strategies.crossing import crosses
-from tests.strategies.tensor.llama import known
+from tests.strategies.tensor.llama import known, planned
 
 MESHES = {
     "two parts": Mesh(pp=2),
@@ -21,9 +20,10 @@ MESHES = {
 }
 
 
-def chosen(mesh: Mesh) -> Sequence[Strategy]:
-    """The default strategies, and a pipeline where the mesh has one."""
-    return (*((Pipeline(),) if mesh.pp > 1 else ()), *default_strategies(mesh, known().anatomy))
+def plan_on(mesh: Mesh) -> Plan:
+    """With the default strategies, and a pipeline where the mesh has one."""
+    pipeline = (Pipeline(),) if mesh.pp > 1 else ()
+    return planned(known(), mesh, (*pipeline, *default_strategies(mesh, known().anatomy)), 1)[1]
 
 
 @pytest.mark.parametrize(
@@ -31,4 +31,4 @@ def chosen(mesh: Mesh) -> Sequence[Strategy]:
     [("two parts", "alone"), ("alone", "three parts"), ("three parts", "copies"), ("parts in shards", "two parts")],
 )
 def test_a_checkpoint_crosses(saved: str, taken: str, tmp_path: Path):
-    crosses(MESHES[saved], MESHES[taken], tmp_path, chosen, 1)
+    crosses(known(), plan_on(MESHES[saved]), plan_on(MESHES[taken]), tmp_path)

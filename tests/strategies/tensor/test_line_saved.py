@@ -6,6 +6,7 @@ import pytest
 
 from meshwright.core.mesh import Mesh
 from tests.strategies.crossing import crosses
+from tests.strategies.tensor.llama import known, planned
 
 MESHES = {
     "divided": Mesh(tp=2),
@@ -28,4 +29,5 @@ MESHES = {
     ],
 )
 def test_a_checkpoint_crosses(saved: str, taken: str, tmp_path: Path):
-    crosses(MESHES[saved], MESHES[taken], tmp_path)
+    (reading, before), (_, after) = planned(known(), MESHES[saved]), planned(known(), MESHES[taken])
+    crosses(reading, before, after, tmp_path)
