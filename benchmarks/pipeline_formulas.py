@@ -34,7 +34,8 @@ from typing import Any
 from benchmarks.result import Result
 from meshwright.strategies.pipeline import gpipe, interleaved, model_parallel, one_f_one_b, pipedream
 from meshwright.strategies.pipeline.dualpipe import dualpipe, dualpipev
-from meshwright.strategies.pipeline.order import Costs, Order, Timeline, play
+from meshwright.strategies.pipeline.greedy import longest
+from meshwright.strategies.pipeline.order import Costs, Order, play
 from meshwright.strategies.pipeline.zbv import v, v_half, v_min
 from meshwright.strategies.pipeline.zero_bubble import h1, h2, two_p
 
@@ -192,11 +193,6 @@ def measured(law: Law, case: Case) -> dict[str, Any]:
         "exact": law.exact,
         "off": float("inf") if faults else off,
     }
-
-
-def longest(found: Timeline) -> float:
-    """From the first slot of a rank to its last, of the rank that takes longest."""
-    return max(spans[-1][1] - spans[0][0] for spans in found.spans)
 
 
 def distance(value: float, stated: float, *, exact: bool) -> float:

@@ -21,7 +21,6 @@ from meshwright.comm.collective import moved_bytes
 from meshwright.comm.group import World
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
-from meshwright.core.steps import ROLE
 from meshwright.model.reading import Reading
 from meshwright.testing.spawn import on_threads
 
@@ -44,7 +43,7 @@ def part_of(action: str, case: Case) -> str | None:
 def planned(plan: Plan, case: Case) -> dict[str, Fraction]:
     """What each rank sends in a step for the layer, by the program."""
     found = dict.fromkeys(case.law, Fraction(0))
-    for action in plan.program.actions(ROLE):
+    for action in plan.actions:
         part = part_of(action.name, case)
         for move in action.moves if part in found else ():
             sent = moved_bytes(move, plan.mesh.extent(move.axes))[1]

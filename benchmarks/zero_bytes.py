@@ -32,7 +32,6 @@ from meshwright.comm.group import World
 from meshwright.core.anatomy import NBYTES
 from meshwright.core.job import Precision
 from meshwright.core.plan import Plan
-from meshwright.core.steps import ROLE
 from meshwright.strategies.data.zero import Zero
 from meshwright.testing.spawn import ProcessPool
 
@@ -116,7 +115,7 @@ def expected(case: Case) -> dict[str, Fraction]:
 def planned(plan: Plan) -> dict[str, Fraction]:
     """What each rank sends in a step, by the program."""
     found: dict[str, Fraction] = {}
-    for action in plan.program.actions(ROLE):
+    for action in plan.actions:
         if action.transfer is not None:
             what = KINDS.get(action.kind, "beside")
             nbytes = Fraction(moved_bytes(action.transfer, plan.mesh.extent(action.transfer.axes))[1])

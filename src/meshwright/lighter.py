@@ -99,7 +99,7 @@ def changes(reading: Reading, plan: Plan, rank: int) -> Iterator[Change]:
     tried = [*_shards(plan, (1, 2)), *_smaller(plan), *_shards(plan, (3,)), *_again(plan)]
     for words, strategies, micro_batch in tried:
         try:
-            other = Plan.make(plan.job, plan.mesh, reading.anatomy, strategies, micro_batch, plan.run)
+            other = Plan.make(plan.job, plan.mesh, plan.anatomy, strategies, micro_batch, plan.run)
             raise_faults(split_faults(other, reading.blueprint.instance()))
         except PlanError:  # that technique does not go with this model or job
             continue

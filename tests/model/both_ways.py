@@ -142,3 +142,22 @@ class Chain(nn.Module):
 
     def forward(self, x: torch.Tensor) -> object:
         return self.glue(self, x)
+
+
+def writing_in_place(model: Chain, x: torch.Tensor) -> object:
+    """A forward that writes into what its blocks give."""
+    for layer in model.layers:
+        y = layer(x)
+        y += x
+        y[:, 0] = y[:, 1] * 2
+        x = y
+    return x
+
+
+def gathering(model: Chain, x: torch.Tensor) -> object:
+    """A forward that gathers what its blocks give in a tensor of its own."""
+    kept = torch.zeros(3, len(x), 6, dtype=x.dtype)
+    for place, layer in enumerate(model.layers):
+        x = layer(x)
+        kept[place] = x
+    return model.head(kept.sum(0))

@@ -6,7 +6,7 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 
 from meshwright.core.errors import PlanError
 from meshwright.model.courses import Courses, learn
-from tests.model.both_ways import Block, Chain, reading_of
+from tests.model.both_ways import Block, Chain, gathering, reading_of, writing_in_place
 from tests.model.in_parts import X, chained, exact, live, ranks, refused
 
 
@@ -78,15 +78,7 @@ def test_blocks_that_are_called_several_times():
 
 
 def test_glue_that_writes_in_place_into_what_a_block_gave():
-    def glue(model: Chain, x: torch.Tensor) -> object:
-        for layer in model.layers:
-            y = layer(x)
-            y += x
-            y[:, 0] = y[:, 1] * 2
-            x = y
-        return x
-
-    borders = exact(glue, lambda block, x: block.linear(x))
+    borders = exact(writing_in_place, lambda block, x: block.linear(x))
     assert live(borders)["layers.1"] == ["layers.0+3~"]
 
 
@@ -102,14 +94,7 @@ def test_a_sum_that_begins_with_zeros():
 
 
 def test_a_tensor_that_gathers_values():
-    def glue(model: Chain, x: torch.Tensor) -> object:
-        kept = torch.zeros(3, len(x), 6, dtype=x.dtype)
-        for place, layer in enumerate(model.layers):
-            x = layer(x)
-            kept[place] = x
-        return model.head(kept.sum(0))
-
-    assert [len(names) for names in live(exact(glue)).values()] == [2, 2, 1]
+    assert [len(names) for names in live(exact(gathering)).values()] == [2, 2, 1]
 
 
 def test_values_without_a_gradient_are_handed_over_as_they_are():

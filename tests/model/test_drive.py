@@ -6,7 +6,7 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
 from meshwright.core.errors import PlanError
-from tests.model.both_ways import Block, Chain, Driven, Forward, both_ways, reading_of
+from tests.model.both_ways import Block, Chain, Driven, Forward, both_ways, reading_of, writing_in_place
 
 X = {"x": torch.linspace(-2, 2, 24).view(4, 6)}
 
@@ -141,15 +141,7 @@ def test_objects_that_hold_tensors_unseen_pass_uncut():
 
 
 def test_writing_in_place_into_a_blocks_output():
-    def glue(model: Chain, x: torch.Tensor) -> object:
-        for layer in model.layers:
-            y = layer(x)
-            y += x
-            y[:, 0] = y[:, 1] * 2
-            x = y
-        return x
-
-    done = driven(glue, lambda block, x: block.linear(x))
+    done = driven(writing_in_place, lambda block, x: block.linear(x))
     assert done.reading.anatomy.in_place
 
 

@@ -6,6 +6,7 @@ from torch import nn
 from meshwright.api import read
 from meshwright.core.mesh import Mesh
 from meshwright.model.sources import Model
+from tests.model.between import Net
 from tests.strategies.tensor.llama import ROWS, SIZES, TOKENS, batches, llama, planned
 
 
@@ -21,24 +22,10 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(y))) + torch.tanh(self.side(y))
 
 
-class Net(nn.Module):
-    """Two such blocks between a table and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.layers, self.head = nn.Embedding(11, 8), nn.ModuleList([Block(), Block()]), nn.Linear(8, 11)
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
 def test_a_pair_has_its_products_and_what_lies_between():
     tokens = torch.zeros(2, 5, dtype=torch.long)
     roles = {"layers.*.up": "columns", "layers.*.down": "rows", "layers.*.side": "replicated"}
-    found = read(lambda: Model(Net(), sockets=roles), {"input_ids": tokens, "labels": tokens}).anatomy
+    found = read(lambda: Model(Net(Block), sockets=roles), {"input_ids": tokens, "labels": tokens}).anatomy
     calls = {call.name: call for call in found.calls}
     for layer in ("layers.0", "layers.1"):
         up, down, norm = (calls[f"{layer}.{leaf}"] for leaf in ("up", "down", "norm"))

@@ -8,6 +8,7 @@ from meshwright.api import read
 from meshwright.core.anatomy import Weight
 from meshwright.model.sources import Model
 from meshwright.model.undivided import declaration
+from tests.model.between import Net
 
 
 class Block(nn.Module):
@@ -24,24 +25,12 @@ class Block(nn.Module):
         return x + self.odd(x).mean()
 
 
-class Net(nn.Module):
-    """Two such blocks between a table and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.layers, self.head = nn.Embedding(11, 8), nn.ModuleList([Block(), Block()]), nn.Linear(8, 11)
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
 def weights(**sockets: str) -> dict[str, Weight]:
     tokens = torch.zeros(2, 5, dtype=torch.long)
     roles = {f"layers.*.{name}": role for name, role in sockets.items()}
-    return {w.name: w for w in read(lambda: Model(Net(), sockets=roles), {"input_ids": tokens, "labels": tokens}).anatomy.weights}
+    return {
+        w.name: w for w in read(lambda: Model(Net(Block), sockets=roles), {"input_ids": tokens, "labels": tokens}).anatomy.weights
+    }
 
 
 @pytest.mark.parametrize(

@@ -83,9 +83,8 @@ class Plan:
 
     def views(self) -> Iterator["Plan"]:
         """This plan as the ranks of each role see it, in the order of the program's roles: that of all of them."""
-        coordinate = dict(self.space.coordinate)
         for stage in range(len(self.program.roles)):
-            yield replace(self, space=self.space.at({**coordinate, "pp": stage}))
+            yield replace(self, space=self.space.stage(stage))
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -180,8 +179,7 @@ def _divides(space: Space) -> bool:
 
 def _all_roles(job: Job, space: Space, strategies: tuple[Strategy, ...], micro_batch: int) -> Program:
     """What the ranks of every role do in a step: those that see `space`, and those that run other visits."""
-    coordinate = dict(space.coordinate)
-    seen = [space.at({**coordinate, "pp": stage}) for stage in range(len(space.stages))] or [space]
+    seen = [space.stage(index) for index in range(len(space.stages))] or [space]
     return Program(tuple(role for each in seen for role in _program(job, each, strategies, micro_batch).roles))
 
 

@@ -58,10 +58,10 @@ def shares(space: Space) -> dict[str, Share]:
 
 def _held(space: Space) -> Mapping[str, _Held]:
     """What the rank has of the weights of layers that are cut, by the layer's name."""
-    found, whole = {}, {home.weight.name: home.weight.numel for home in (space.whole or space).homes}
-    for home in space.homes:
+    found = {}
+    for home, whole in zip(space.homes, space.logical, strict=True):
         if home.cut:
-            held = _Held(Fraction(home.weight.numel, whole[home.weight.name]), frozenset(home.cut))
+            held = _Held(Fraction(home.weight.numel, whole.weight.numel), frozenset(home.cut))
             names = (name.rpartition(".") for name in home.weight.names)
             found |= {layer: held for layer, _, leaf in names if leaf == "weight"}
     return found

@@ -144,11 +144,13 @@ class Space:
 
     def _led_by(self, coordinate: Mapping[str, int]) -> Iterator[Home]:
         """The weights of which the rank at `coordinate` is the first along pp that uses them."""
-        logical = self.whole or self
-        whole = {home.weight.name: home.weight for home in logical.homes} if logical.stages else {}
-        for home in self.homes:
-            if not whole or logical.users(whole[home.weight.name])[0] == coordinate["pp"]:
+        for home, logical in zip(self.homes, self.logical, strict=True):
+            if not self.stages or self.users(logical.weight)[0] == coordinate["pp"]:
                 yield home
+
+    def stage(self, index: int) -> "Space":
+        """This space as the ranks at `index` along pp see it, at the same place along all other axes."""
+        return self.at({**dict(self.coordinate), "pp": index})
 
     def at(self, coordinate: Mapping[str, int]) -> "Space":
         """This space as the rank at `coordinate` sees it."""

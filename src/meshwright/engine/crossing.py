@@ -30,6 +30,11 @@ class _Held:
     ran: dict[str, Ran] = field(default_factory=dict)  # by the first visit of the part
     gradients: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
+    def total(self, name: str) -> torch.Tensor:
+        """The sum of the gradients that have come for a value, which are let go of."""
+        first, *rest = self.gradients.pop(name)
+        return sum(rest, start=first)
+
 
 def crossing(plan: Plan, state: State, drive: Drive) -> "Crossing | None":
     """What this rank's parts take and give; None where it runs the whole model."""
@@ -98,11 +103,9 @@ class Crossing:
             return
         held = self._of(micro)
         ran = held.ran[part.visits[0]]
-        for leaf in ran.given.values():
-            leaf.grad = None
         for name, leaf in (ran.given | ran.received).items():
-            for gradient in held.gradients.pop(name, []):
-                leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+            if name in held.gradients:
+                leaf.grad = held.total(name)
         if not part.last and ran.closing is not None:
             backward(ran.closing)
 
@@ -126,8 +129,7 @@ class Crossing:
             case "RECEIVE":
                 held.came[name] = self._received(action, self._values[name], micro)
             case "SEND_GRAD":
-                total, *rest = held.gradients.pop(name)
-                self._sent(action, sum(rest, start=total))
+                self._sent(action, held.total(name))
             case "RECEIVE_GRAD":
                 held.gradients.setdefault(name, []).append(self._received(action, self._values[name], micro))
             case other:

@@ -24,7 +24,7 @@ def spread(plan: Plan, state: State, mine: Values, weights: Iterable[Weight], ac
     held, group = dict(mine), state.world.group(("pp",))
     like = next(iter(held.values()))
     for weight in weights:
-        source = (plan.space.whole or plan.space).users(weight)[0]
+        source = plan.space.users(weight)[0]
         flat = held[weight.name].contiguous().view(-1) if group.index == source else like.new_empty(weight.numel)
         group.broadcast(flat, source=source, action=action).wait()
         yield weight.name, flat.view(weight.shape)

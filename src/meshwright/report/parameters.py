@@ -46,7 +46,7 @@ def parameter_rows(space: Space, parameters: str) -> list[ParameterRow]:
     """A row per parameter, equal layers in one; `space` is that of all ranks, `parameters` the dtype of a job."""
     here = space.at(space.mesh.coordinate(0))
     alike: dict[tuple[Any, ...], list[ParameterRow]] = {}
-    for home, mine in zip(space.homes, here.homes, strict=True):
+    for home, mine in zip(here.logical, here.homes, strict=True):
         row = _row(home, mine.weight, space, parameters)
         key = (NUMBERED.sub("*", row.pattern), row.shape, row.role, row.layout, row.nbytes, row.held, row.why)
         alike.setdefault(key, []).append(row)

@@ -1,6 +1,7 @@
 """Every rule under every stage: shards cut at its grain give what one device computes."""
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -29,14 +30,7 @@ def reading() -> Reading:
 
 @pytest.fixture(scope="module")
 def alone(reading: Reading) -> Callable[[str], dict[str, torch.Tensor]]:
-    known: dict[str, dict[str, torch.Tensor]] = {}
-
-    def of(rule: str) -> dict[str, torch.Tensor]:
-        if rule not in known:
-            known[rule] = outcome(reading, plan_of(reading, rule))
-        return known[rule]
-
-    return of
+    return cache(lambda rule: outcome(reading, plan_of(reading, rule)))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

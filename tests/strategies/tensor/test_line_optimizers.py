@@ -1,6 +1,7 @@
 """Every rule on divided matrices: what it steps by is what one device steps by, whichever rank owns the whole."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -58,14 +59,7 @@ def plan_of(reading: Reading, rule: str | Optimizer, case: str = "", **job: obje
 
 @pytest.fixture(scope="module")
 def alone(reading: Reading) -> Callable[[str], dict[str, torch.Tensor]]:
-    known: dict[str, dict[str, torch.Tensor]] = {}
-
-    def of(rule: str) -> dict[str, torch.Tensor]:
-        if rule not in known:
-            known[rule] = outcome(reading, plan_of(reading, rule))
-        return known[rule]
-
-    return of
+    return cache(lambda rule: outcome(reading, plan_of(reading, rule)))
 
 
 @pytest.mark.parametrize("case", PLANS)

@@ -139,10 +139,9 @@ class Pipeline(Strategy):
         if parts is None:
             return space
         found: list[list[str]] = [[] for _ in range(space.mesh.pp)]
-        for stage in self._order(space.mesh.pp, space.mesh.pp).stages:
-            found[stage.rank] += parts[stage.part].visits
-        visits, cuts = space.anatomy.visits, tuple(part.visits[0] for part in parts[1:])
-        return space.with_stages((tuple(visit for visit in visits if visit in mine) for mine in map(set, found)), cuts)
+        for number, rank in sorted(self.where(space).items()):
+            found[rank] += parts[number].visits
+        return space.with_stages(map(tuple, found), tuple(part.visits[0] for part in parts[1:]))
 
     def turns(self, turns: Sequence[Turn], space: Space) -> Sequence[Turn]:
         parts, mine = self._known(space), dict(space.coordinate)[self.axis]
