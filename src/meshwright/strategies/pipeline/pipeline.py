@@ -30,46 +30,22 @@ and the noise scale. It is given from Python (`make_plan(..., strategies=...)`);
 Paper: Huang et al. 2019, "GPipe", arXiv 1811.06965; Narayanan et al. 2019, "PipeDream" (SOSP), whose balanced cuts these are.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
-from meshwright.core.borders import Borders, Part, Value
+from meshwright.core.borders import Borders, Part
 from meshwright.core.errors import Fault, nearest
 from meshwright.core.job import Job
-from meshwright.core.program import Action, Hold, Program, Transfer, with_waits
+from meshwright.core.program import Action, Program
 from meshwright.core.space import Space
-from meshwright.core.steps import COUNT_NBYTES, Turn, micro_rows, role_of
+from meshwright.core.steps import Turn
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
-from meshwright.strategies.pipeline import gpipe, interleaved, model_parallel, one_f_one_b
 from meshwright.strategies.pipeline.balance import balanced
-from meshwright.strategies.pipeline.order import Order
-
-Make = Callable[[int, int, int], Order]  # of ranks, micro-batches and parts per rank
-SCHEDULES: Mapping[str, Make] = MappingProxyType(
-    {
-        "model_parallel": lambda ranks, micros, chunks: model_parallel.order(ranks, micros),
-        "gpipe": lambda ranks, micros, chunks: gpipe.order(ranks, micros),
-        "1f1b": lambda ranks, micros, chunks: one_f_one_b.order(ranks, micros),
-        "interleaved": interleaved.order,
-    }
-)
-CHUNKED = ("interleaved",)
-NBYTES = {"COUNT": COUNT_NBYTES, "TALLY": 8}  # the loss: float64
-
-
-@dataclass(frozen=True)
-class Hop:
-    """A value goes from one part to the next that uses it; its gradient comes back."""
-
-    value: Value
-    source: int
-    target: int
-
-    def subject(self, *, back: bool) -> str:
-        """What its actions are about."""
-        return f"{self.value.name} of {self.target} to {self.source}" if back else f"{self.value.name} to {self.target}"
+from meshwright.strategies.pipeline.crossing import Crossing
+from meshwright.strategies.pipeline.order import Costs, Order
+from meshwright.strategies.pipeline.schedules import SCHEDULES, Schedule
 
 
 @dataclass(frozen=True)
@@ -80,7 +56,7 @@ class Pipeline(Strategy):
     phase: ClassVar[Phase] = "order"
     axis: str = "pp"
     schedule: str = "1f1b"
-    chunks: int = 1
+    chunks: int = 0
     cuts: tuple[str, ...] = ()
 
     def check(self, job: Job, space: Space) -> Iterator[Fault]:
@@ -97,9 +73,8 @@ class Pipeline(Strategy):
             if wish:
                 text = f"{key} needs forwards of the whole model, and its parts lie on several ranks"
                 yield Fault(text, f"remove {key}", key)
-        if self.schedule in SCHEDULES and (self.chunks < 1 or (self.chunks > 1 and self.schedule not in CHUNKED)):
-            text = f"chunks = {self.chunks}, and {self.schedule} has one part per rank"
-            yield Fault(text, f"write chunks = 1, or schedule = {' or '.join(CHUNKED)}", f"{where}.chunks")
+        if self.schedule in SCHEDULES:
+            yield from self._count_faults(space, SCHEDULES[self.schedule], where)
         if space.mesh.pp == 1:
             yield Fault("a pipeline of one rank", "set mesh.pp to 2 or more, or remove the strategy", "mesh.pp")
         if space.anatomy.borders is None:
@@ -107,12 +82,21 @@ class Pipeline(Strategy):
         else:
             yield from self._cut_faults(space, space.anatomy.borders, where)
 
+    def _count_faults(self, space: Space, schedule: Schedule, where: str) -> Iterator[Fault]:
+        if self.chunks < 0 or (self.chunks and schedule.chunks not in (0, self.chunks)):
+            several = f"{schedule.chunks} parts" if schedule.chunks > 1 else "one part"
+            text = f"chunks = {self.chunks}" + (f", and {self.schedule} has {several} per rank" if schedule.chunks else "")
+            free = " or ".join(name for name, each in SCHEDULES.items() if not each.chunks)
+            yield Fault(text, f"leave chunks away, or write schedule = {free}", f"{where}.chunks")
+        yield from schedule.refuse(space.mesh.pp, 1)
+
     def _cut_faults(self, space: Space, borders: Borders, where: str) -> Iterator[Fault]:
-        parts, known = space.mesh.pp * self.chunks, len(borders.open()) + 1
+        chunks = self._chunks
+        parts, known = space.mesh.pp * chunks, len(borders.open()) + 1
         if parts > known:
-            ranks = f"{space.mesh.pp} ranks" + (f" of {self.chunks} parts each" if self.chunks > 1 else "")
+            ranks = f"{space.mesh.pp} ranks" + (f" of {chunks} parts each" if chunks > 1 else "")
             text = f"{ranks} for a model that can be cut into {known} parts ({len(borders.visits)} blocks)"
-            yield Fault(text, f"set mesh.pp to {known // self.chunks or 1} at most, or chunks lower", "mesh.pp")
+            yield Fault(text, f"set mesh.pp to {known // chunks or 1} at most, or chunks lower", "mesh.pp")
         if self.cuts and len(self.cuts) != parts - 1:
             text = f"{len(self.cuts)} cuts make {len(self.cuts) + 1} parts; needed are {parts}"
             yield Fault(text, f"name {parts - 1} blocks, or none", f"{where}.cuts")
@@ -138,30 +122,44 @@ class Pipeline(Strategy):
         parts = self._parts(space)
         if parts is None:
             return space
-        found: list[list[str]] = [[] for _ in range(space.mesh.pp)]
-        for number, rank in sorted(self.where(space).items()):
-            found[rank] += parts[number].visits
-        return space.with_stages(map(tuple, found), tuple(part.visits[0] for part in parts[1:]))
+        stages = sorted(SCHEDULES[self.schedule].stages(space.mesh.pp, self._chunks), key=lambda stage: stage.part)
+        mine = [[stage.part for stage in stages if stage.rank == rank] for rank in range(space.mesh.pp)]
+        visits = (tuple(visit for part in own for visit in parts[part].visits) for own in mine)
+        return space.with_stages(visits, tuple(part.visits[0] for part in parts[1:]))
 
     def turns(self, turns: Sequence[Turn], space: Space) -> Sequence[Turn]:
         parts, mine = self._known(space), dict(space.coordinate)[self.axis]
-        order = self._order(space.mesh.pp, len({turn.micro for turn in turns}))
+        order = self.order(space, len({turn.micro for turn in turns}))
         slots = ((slot, parts[order.stages[slot.stage].part]) for slot in order.slots[mine])
         return [Turn("F" if slot.kind == "F" else "B", part.visits, slot.micro) for slot, part in slots]
 
     def rewrite(self, program: Program, space: Space, job: Job) -> Program:
-        return program.edit(_Crossing(self, space, job).added)
+        return program.edit(lambda actions: self._crossed(actions, space, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         return dict.fromkeys(("SEND", "RECEIVE", "SEND_GRAD", "RECEIVE_GRAD"), runtime.cross)
 
-    def _order(self, ranks: int, micros: int) -> Order:
-        return SCHEDULES[self.schedule](ranks, micros, self.chunks)
+    def order(self, space: Space, micros: int) -> Order:
+        """Who runs which part for which of so many micro-batches, all ranks of the pipeline together."""
+        anatomy = (space.whole or space).anatomy
+        flops = dict(zip(anatomy.visits, anatomy.flops, strict=True))
+        costs = tuple(float(sum(map(flops.__getitem__, part.visits))) for part in self._known(space))
+        return _made(self.schedule, space.mesh.pp, micros, self._chunks, costs)
+
+    @property
+    def _chunks(self) -> int:
+        """The parts per rank."""
+        own = SCHEDULES[self.schedule].chunks if self.schedule in SCHEDULES else 1
+        return max(self.chunks, 0) or own or 2
+
+    def _crossed(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
+        order = self.order(space, len({action.micro for action in actions if action.kind == "F"}))
+        return Crossing(self._known(space), order, space, job, self.axis).added(actions)
 
     def _parts(self, space: Space) -> tuple[Part, ...] | None:
         """The parts; None where they cannot be made, which `check` tells."""
         anatomy = (space.whole or space).anatomy
-        borders, count = anatomy.borders, space.mesh.pp * self.chunks
+        borders, count = anatomy.borders, space.mesh.pp * self._chunks
         if borders is None or self.schedule not in SCHEDULES or count < 2 or count > len(borders.open()) + 1:
             return None
         if self.cuts and (len(self.cuts) != count - 1 or list(borders.faults(self.cuts))):
@@ -174,77 +172,8 @@ class Pipeline(Strategy):
             raise ValueError("a plan was made although its pipeline has faults")
         return parts
 
-    def where(self, space: Space) -> dict[int, int]:
-        """The rank along pp of each part."""
-        return {stage.part: stage.rank for stage in self._order(space.mesh.pp, space.mesh.pp).stages}
 
-    def hops(self, space: Space) -> Iterator[Hop]:
-        """How every value goes from part to part."""
-        parts = self._known(space)
-        of = {visit: number for number, part in enumerate(parts) for visit in part.visits}
-        for value in (value for part in parts for value in part.gives):
-            using = sorted({of[visit] for visit in value.used} - {of[value.made]})
-            yield from (Hop(value, source, target) for source, target in zip((of[value.made], *using), using, strict=False))
-
-
-class _Crossing:
-    """What a rank sends and receives, in its list."""
-
-    def __init__(self, pipeline: Pipeline, space: Space, job: Job) -> None:
-        self._space, self._job, self._axis = space, job, pipeline.axis
-        self._where = pipeline.where(space)
-        self._parts = pipeline._known(space)
-        self._hops = [hop for hop in pipeline.hops(space) if self._where[hop.source] != self._where[hop.target]]
-
-    def added(self, actions: list[Action]) -> list[Action]:
-        """`actions` with what is received before each run of a part, and sent behind it."""
-        rows, done = micro_rows(actions, self._space, self._job), list[Action]()
-        first = {part.visits[0]: number for number, part in enumerate(self._parts)}
-        last = {part.visits[-1]: number for number, part in enumerate(self._parts)}
-        for action in map(self._told, actions):
-            back = action.kind == "B"
-            begins, ends = (last, first) if back else (first, last)
-            crosses = action.kind in ("F", "B")
-            if crosses and action.subject in begins:
-                arriving = list(self._received(begins[action.subject], action, rows, back=back))
-                done += arriving
-                action = with_waits(action, (each.name for each in arriving))
-                action = replace(action, frees=(*action.frees, *(each.name for each in arriving if back)))
-            if back and action.subject in ends:
-                held = (hop.subject(back=False) for hop in self._hops if hop.target == ends[action.subject])
-                action = replace(action, frees=(*action.frees, *(f"RECEIVE({name}, {action.micro})" for name in held)))
-            done.append(action)
-            if crosses and action.subject in ends:
-                done += self._sent(ends[action.subject], action, rows, back=back)
-        return done
-
-    def _told(self, action: Action) -> Action:
-        """`action`; COUNT and TALLY along the axis too: all hear of a wish to stop, and of the loss that the last part takes."""
-        if action.kind not in NBYTES:
-            return action
-        axes = action.transfer.axes if action.transfer else ()
-        move = Transfer("all_reduce", (*axes, self._axis), NBYTES[action.kind], dtype="float64")
-        return replace(action, lane="wire", transfer=move)
-
-    def _received(self, part: int, action: Action, rows: int, *, back: bool) -> Iterator[Action]:
-        for hop in self._hops:
-            mine, other = (hop.source, hop.target) if back else (hop.target, hop.source)
-            if mine == part and (hop.value.needed or not back):
-                name, nbytes = hop.subject(back=back), hop.value.nbytes(rows)
-                kind, sent = ("RECEIVE_GRAD", "SEND_GRAD") if back else ("RECEIVE", "SEND")
-                waits = (f"{role_of({'pp': self._where[other]})}/{sent}({name}, {action.micro})",)
-                transfer = self._transfer("receive", hop, other, rows)
-                received = Action(kind, name, action.micro, "receive", waits, (hop.value.name,), transfer)
-                yield replace(received, takes=(Hold(received.name, nbytes),))
-
-    def _sent(self, part: int, action: Action, rows: int, *, back: bool) -> Iterator[Action]:
-        for hop in self._hops:
-            mine, other = (hop.target, hop.source) if back else (hop.source, hop.target)
-            if mine == part and (hop.value.needed or not back):
-                kind, name = "SEND_GRAD" if back else "SEND", hop.subject(back=back)
-                transfer = self._transfer("send", hop, other, rows)
-                yield Action(kind, name, action.micro, "send", (action.name,), (hop.value.name,), transfer)
-
-    def _transfer(self, collective: str, hop: Hop, other: int, rows: int) -> Transfer:
-        value = hop.value
-        return Transfer(collective, (self._axis,), value.nbytes(rows), dtype=value.dtype, peer=self._where[other])
+@lru_cache(maxsize=32)
+def _made(schedule: str, ranks: int, micros: int, chunks: int, costs: tuple[float, ...]) -> Order:
+    """The lists of a schedule, which are asked for once per rank."""
+    return SCHEDULES[schedule].make(ranks, micros, chunks, Costs(costs, costs, costs))
