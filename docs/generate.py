@@ -28,7 +28,7 @@ from docs.essay import NOTE, PACKAGE, Essay, cell, markdown
 ROOT = Path(__file__).parents[1]
 # what the techniques of a family share: no technique itself
 SHARED = (
-    *(f"pipeline/{name}" for name in ("counts", "fill", "greedy", "order", "spans")),
+    *(f"pipeline/{name}" for name in ("counts", "crossing", "fill", "greedy", "order", "schedules", "spans")),
     *(f"tensor/{name}" for name in ("booking", "joined", "overlap", "refusals", "ways")),
 )
 FOLDERS = ("docs/techniques", "docs/algorithms")
