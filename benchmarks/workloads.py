@@ -76,6 +76,7 @@ WORKLOADS = {
     "small": Workload(512, 1376, 8, 8, 2, 128),
     "small4": Workload(512, 1376, 8, 8, 4, 128),
     "toy": Workload(64, 172, 8, 4, 1, 64),
+    "toy8": Workload(64, 172, 8, 4, 8, 64),
 }
 
 

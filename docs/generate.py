@@ -28,7 +28,7 @@ from docs.essay import NOTE, PACKAGE, Essay, cell, markdown
 ROOT = Path(__file__).parents[1]
 # what the techniques of a family share: no technique itself
 SHARED = (
-    *(f"pipeline/{name}" for name in ("counts", "crossing", "fill", "greedy", "order", "schedules", "spans")),
+    *(f"pipeline/{name}" for name in ("counts", "crossing", "fill", "greedy", "order", "routes", "schedules", "spans")),
     *(f"tensor/{name}" for name in ("booking", "joined", "overlap", "refusals", "ways")),
 )
 FOLDERS = ("docs/techniques", "docs/algorithms")
@@ -82,6 +82,9 @@ def _made(tree: ast.Module) -> Iterator[str]:
         if isinstance(node.func, ast.Name) and node.func.id == "Action":
             given = [*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "kind")]
             yield from (arg.value for arg in given if isinstance(arg, ast.Constant) and isinstance(arg.value, str))
+    for bind in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "bind"):
+        named = (node.value for node in ast.walk(bind) if isinstance(node, ast.Constant))
+        yield from (name for name in named if isinstance(name, str) and name.isupper())
 
 
 def _kind(name: str, making: list[Essay], modules: list[Essay]) -> Kind:

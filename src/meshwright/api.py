@@ -36,6 +36,7 @@ from meshwright.engine.player import Player
 from meshwright.engine.precision import refuse_unable
 from meshwright.engine.state import State, Subject
 from meshwright.lighter import Telling
+from meshwright.model.buffers import buffer_faults
 from meshwright.model.courses import Courses, bordered
 from meshwright.model.dice import Dice
 from meshwright.model.given import completed
@@ -49,6 +50,7 @@ from meshwright.run.rank import Engine, share
 from meshwright.strategies.data.batch import Batch as SplitBatch
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.data.zero import Zero
+from meshwright.strategies.pipeline.pipeline import Pipeline
 from meshwright.strategies.tensor.line import Line
 from meshwright.strategies.tensor.vocabulary import Vocabulary, divisible
 from meshwright.testing.spawn import on_threads
@@ -93,22 +95,24 @@ def make_plan(
     chosen = default_strategies(mesh, reading.anatomy) if strategies is None else strategies
     anatomy = with_borders(reading, job, mesh)
     plan = Plan.make(job, mesh, anatomy, chosen, micro_batch, run)
-    raise_faults(split_faults(plan, reading.blueprint.instance()))
+    module = reading.blueprint.instance()
+    raise_faults([*split_faults(plan, module), *buffer_faults(plan, module, reading.stateful)])
     return plan
 
 
 def with_borders(reading: Reading, job: Job, mesh: Mesh) -> Anatomy:
     """The anatomy of the model, and, where the mesh puts parts of it on ranks of their own, what crosses their borders."""
-    dtype = getattr(torch, job.precision.parameters)
-    return bordered(reading, dtype).anatomy if mesh.pp > 1 else reading.anatomy
+    dtype, compute = (getattr(torch, each) for each in (job.precision.parameters, job.precision.compute))
+    return bordered(reading, dtype, compute).anatomy if mesh.pp > 1 else reading.anatomy
 
 
 def default_strategies(mesh: Mesh, anatomy: Anatomy) -> tuple[Strategy, ...]:
     """What a mesh gets when nothing is asked for: the batch split along the data axes, whole copies of the weights along
     dp_replicate, and shards of all that is kept along dp_shard; matrices divided along tp, and, where the model of `anatomy`
-    allows it, the vocabulary.
+    allows it, the vocabulary; runs of layers along pp.
     """
-    pairs: tuple[Strategy, ...] = (Line(),) if mesh.tp > 1 else ()
+    pairs: tuple[Strategy, ...] = (Pipeline(),) if mesh.pp > 1 else ()
+    pairs += (Line(),) if mesh.tp > 1 else ()
     pairs += (Vocabulary(),) if mesh.tp > 1 and divisible(anatomy, mesh.tp) else ()
     if mesh.dp_shard == 1:
         return (*pairs, SplitBatch(), Replicate()) if mesh.dp_replicate > 1 else pairs

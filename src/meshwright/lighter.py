@@ -21,6 +21,7 @@ import torch
 
 from meshwright.core.errors import CollectiveError, PlanError, raise_faults
 from meshwright.core.plan import Plan
+from meshwright.core.program import Program
 from meshwright.core.strategy import Strategy
 from meshwright.core.units import size
 from meshwright.engine.player import Player
@@ -86,10 +87,8 @@ def exhausted(error: BaseException) -> bool:
 
 def planned_nbytes(plan: Plan, rank: int) -> dict[str, int]:
     """What `rank` of `plan` holds by category, when what the program takes beside the states is largest."""
-    states = state_bytes(plan, rank)
-    fullest, _ = planned_memory(
-        plan.program, {"parameters": states.parameters, "master": states.master, "moments": states.moments}
-    )
+    states, mine = state_bytes(plan, rank), Program.of({"": plan.at(rank).actions})
+    fullest, _ = planned_memory(mine, {"parameters": states.parameters, "master": states.master, "moments": states.moments})
     return fullest
 
 

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from meshwright.core.anatomy import Anatomy, Weight
-from meshwright.core.calls import Call, Logits
+from meshwright.core.calls import Call, Logits, Passage
 from meshwright.core.cut import Cut
 from meshwright.core.home import Home
 from meshwright.core.layout import Layout, S
 from meshwright.core.mesh import Mesh
-from meshwright.core.shares import Share, shares
+from meshwright.core.shares import Share, shares, weight_flops
 from meshwright.core.space import Space
 
 UP = Weight("up.weight", (3, 4), ("layer",), role="columns", cuts=(Cut(0, 3, (3,)),))
@@ -31,13 +31,15 @@ def seen(rank: int, *, stream: bool = False, logits: bool = False, through: tupl
 
 def test_divided_parts_go_by_the_ranks_own_share():
     first, second = seen(0)["layer"], seen(1)["layer"]
-    assert first == Share(flops=20 + 30 * 2 // 3, inside=16 + 6, hands_on=20)
-    assert second == Share(flops=20 + 30 * 1 // 3, inside=16 + 3, hands_on=20)
-    assert seen(0)["head"] == Share(flops=40, inside=4, hands_on=8)  # whoever divides no logits hands on all of them
+    assert first == Share(flops=20 + 30 * 2 // 3, inside=16 + 6, hands_on=20, owed=20, weights=40)
+    assert second == Share(flops=20 + 30 * 1 // 3, inside=16 + 3, hands_on=20, owed=20, weights=30)
+    assert seen(0)["head"] == Share(
+        flops=40, inside=4, hands_on=8, owed=8, weights=40
+    )  # whoever divides no logits hands on all of them
 
 
 def test_all_else_is_a_slice_where_the_stream_goes_in_slices():
-    assert seen(0, stream=True)["layer"] == Share(flops=10 + 20, inside=8 + 6, hands_on=10)
+    assert seen(0, stream=True)["layer"] == Share(flops=10 + 20, inside=8 + 6, hands_on=10, owed=10, weights=30)
     assert seen(0, stream=True, through=("head",))["layer"] == seen(0)["layer"]
 
 
@@ -46,4 +48,25 @@ def test_divided_logits_are_handed_on_as_they_are():
 
 
 def test_one_device_has_all():
-    assert shares(Space.one_device(Mesh(), MODEL)) == {"layer": Share(50, 25, 20), "head": Share(80, 4, 8)}
+    assert shares(Space.one_device(Mesh(), MODEL)) == {"layer": Share(50, 25, 20, 20, 50), "head": Share(80, 4, 8, 8, 80)}
+
+
+def test_gradients_that_weights_need_are_those_of_what_layers_give_out():
+    wide = replace(MODEL, calls=(*CALLS, Call("out", "layer", "rows", 3, 3, 40)))
+    space = Space(Mesh(tp=2), wide, tuple(Home(weight, Layout.of({"tp": S(0)})) for weight in (UP, HEAD)))
+    space = space.at({"tp": 0, "pp": 0, "dp_replicate": 0, "dp_shard": 0, "cp": 0})
+    assert shares(space)["layer"].owed == 4 + 2 + 40
+    assert (
+        shares(replace(space, anatomy=replace(wide, calls=())))["layer"].owed == 25
+    )  # nothing is known of them: as much as kept
+
+
+def test_products_without_weights_cost_weights_nothing():
+    passing = replace(MODEL, passages=(Passage("layer", 0, None, 2, 10),))
+    assert weight_flops(passing) == (
+        2 * 4 * 3 // 2,
+        80,
+    )  # of what is no product with a matrix nothing; of the head nothing is known
+    frozen = replace(passing, weights=(replace(UP, trainable=False), HEAD))
+    assert weight_flops(frozen) == (0, 80)
+    assert weight_flops(MODEL) == MODEL.flops

@@ -1,6 +1,6 @@
 """The memory of shards: who holds which values, zeros where arenas are padded, and the same buffers step after step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -156,8 +156,8 @@ class NotedWorld(World):
         self._world, self.seen = world, {}
         self.mesh, self.rank, self.ledger, self.device = world.mesh, world.rank, world.ledger, world.device
 
-    def group(self, axes: tuple[str, ...]) -> Group:
-        return Noted(self._world.group(axes), self.seen)
+    def group(self, axes: tuple[str, ...], among: Sequence[int] = ()) -> Group:
+        return Noted(self._world.group(axes, among), self.seen)
 
     def close(self) -> None:
         self._world.close()

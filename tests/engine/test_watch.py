@@ -5,14 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from meshwright.api import make_plan
 from meshwright.comm.fake import Done
+from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
 from meshwright.core.steps import ROLE
 from meshwright.engine.watch import GLUE, ISSUE, WAIT, Span, Watch, watched
 from meshwright.run.feed import ExampleData, open_feed
+from meshwright.strategies.pipeline.pipeline import Pipeline
 from meshwright.testing.spawn import on_threads
-from tests.tiny import plan_of, player_of, reading_of, rows
+from tests.tiny import plan_of, player_of, reading_of, rows, tiny_job
 
 READING = reading_of()
 CPU = torch.device("cpu")
@@ -120,3 +123,15 @@ def test_sizes_are_those_of_the_tensors():
     assert after == {"parameters": nbytes, "gradients": 0, "moments": nbytes, "buckets": nbytes}  # momentum
     alone = plan_of(READING, 1, job=replace(plan.job))
     assert on_threads(lambda world: player_of(READING, alone, world).sizes(), alone.mesh)[0]["gradients"] == nbytes
+
+
+def test_what_ranks_send_each_other_is_seen_on_lanes_of_its_own_and_waited_for_before_the_forward_that_needs_it():
+    plan = make_plan(READING, tiny_job(), Mesh(pp=2), (Pipeline(),), 4)
+    both = seen(plan)
+    for rank, (spans, _) in enumerate(both):
+        told = sorted((span.name, span.lane) for span in spans if span.action is not None)
+        assert told == sorted((action.name, action.lane) for action in plan.at(rank).actions)
+    second = {span.name: span for span in both[1][0]}
+    for action in plan.at(1).actions:
+        if action.lane == "receive":
+            assert second[f"wait {action.name}"].end <= second[f"forward({action.micro})"].begin

@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from meshwright.core.spans import Span
+from meshwright.report.order import Units
 from meshwright.report.order_svg import COLOURS, HILL, LEFT, RIGHT, order_svg
 from meshwright.strategies.pipeline import one_f_one_b
 from meshwright.strategies.pipeline.order import Costs, play
@@ -33,7 +34,7 @@ def parts() -> dict:
 
 
 def test_every_act_is_a_box_at_its_time_and_in_its_colour(parts):
-    svg = drawn(parts, unit="ms")
+    svg = drawn(parts, units=Units(long="{:.4g} ms".format))
     found = boxes(svg)
     spans = [span for rows in parts.values() for row in rows for span in row]
     assert len(found) == len(spans)
@@ -42,7 +43,7 @@ def test_every_act_is_a_box_at_its_time_and_in_its_colour(parts):
         assert x == pytest.approx(LEFT + span.begin * scale, abs=0.01)
         assert width == pytest.approx((span.end - span.begin) * scale, abs=0.01)
         assert fill == COLOURS[span.kind][0]
-        assert f"{span.begin:.4g} .. {span.end:.4g} ms" in title
+        assert f"{span.begin:.4g} ms .. {span.end:.4g} ms" in title
 
 
 def test_parts_stand_below_each_other_with_their_words_and_fit_the_frame(parts):

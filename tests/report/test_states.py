@@ -62,7 +62,7 @@ def test_one_device_sends_nothing():
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_is_held_all_the_time_is_what_no_action_takes(stage: int):
     plan = plan_of(Zero(stage=stage))
-    said, held = state_bytes(plan, 0), held_nbytes(plan)
+    said, held = state_bytes(plan, 0), held_nbytes(plan)[ROLE]
     taken = {hold.name for action in plan.program.actions(ROLE) for hold in action.takes}
     assert any("gradient" in name for name in taken)
     assert sum(held.values()) == said.parameters + said.moments + said.master

@@ -9,12 +9,14 @@ import pytest
 from rich.console import Console
 
 from docs.generate import essays, kinds
+from meshwright.api import make_plan
 from meshwright.core.anatomy import ROOT, Anatomy, Weight
 from meshwright.core.calls import Call
 from meshwright.core.cut import Cut
 from meshwright.core.job import Job, Optimizer, Precision, Train
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
+from meshwright.core.program import Action
 from meshwright.core.sources import DataSource, ModelSource
 from meshwright.core.steps import ROLE
 from meshwright.core.strategy import Strategy
@@ -27,6 +29,8 @@ from meshwright.strategies.data.naive import Naive
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.data.zero import Zero
 from meshwright.strategies.memory.recompute import Recompute
+from meshwright.strategies.pipeline.pipedream import PipeDream
+from meshwright.strategies.pipeline.pipeline import Pipeline
 from meshwright.strategies.tensor.cube import Cube
 from meshwright.strategies.tensor.grid import Grid
 from meshwright.strategies.tensor.grid25 import Grid25
@@ -37,6 +41,7 @@ from meshwright.verifier.verdict import COMPARED, Difference, Verdict
 from tests.paper import Paper
 from tests.strategies.tensor.llama import planned
 from tests.strategies.tensor.squares import even_llama
+from tests.tiny import reading_of, tiny_job
 
 JOB = Job(ModelSource("model.json"), DataSource("text.txt", sequence=64), Train(batch=12))
 DEEP = tuple(f"model.language_model.decoder.transformer.h.{i}.a_rather_long_name_of_a_mixture_of_experts" for i in range(3))
@@ -126,6 +131,20 @@ def divided_programs() -> tuple[Plan, ...]:
     return tuple(planned(even_llama(num_hidden_layers=1), mesh, strategies)[1] for mesh, strategies in ways.items())
 
 
+@cache
+def parted_programs() -> tuple[Plan, ...]:
+    """Of models in parts: backwards whole and in halves, a weight that two parts share, values that are sent in pieces."""
+    tiny, tied, llama = reading_of(), reading_of(tied=True), even_llama(num_hidden_layers=2)
+    halves = make_plan(tiny, tiny_job(), Mesh(pp=2), (Pipeline(schedule="zb_h1"),), 4)
+    plans = [make_plan(each, tiny_job(), Mesh(pp=2), (Pipeline(),), 4) for each in (tiny, tied)]
+    stale = make_plan(tiny, tiny_job(train=Train(batch=12, clip=0.0)), Mesh(pp=2), (PipeDream(),), 2)
+    return (*plans, halves, stale, planned(llama, Mesh(pp=2, tp=2), (Line(), Pipeline(scatter=True)))[1])
+
+
+def listed(plan: Plan) -> list[Action]:
+    return [action for _, actions in plan.program.roles for action in actions]
+
+
 def all_programs() -> list[Plan]:
     papers = [Paper(), Paper(tied=True)]
     precisions = [Precision(), Precision(reduce="bfloat16")]
@@ -152,13 +171,14 @@ def all_programs() -> list[Plan]:
         *(plan_of(Replicate(), Paper().anatomy, precision) for precision in precisions),
         plan_of(ranks=1),
         *divided_programs(),
+        *parted_programs(),
     ]
 
 
 def test_every_kind_that_a_program_can_hold_has_a_meaning():
-    listed = {action.kind for plan in all_programs() for action in plan.program.actions(ROLE)}
+    kinds_listed = {action.kind for plan in all_programs() for action in listed(plan)}
     assert {type(strategy) for plan in all_programs() for strategy in plan.strategies} == set(STRATEGIES.values())
-    assert listed == set(MEANINGS)
+    assert kinds_listed == set(MEANINGS)
 
 
 def test_every_kind_that_the_house_knows_has_a_meaning():
@@ -168,8 +188,8 @@ def test_every_kind_that_the_house_knows_has_a_meaning():
 
 @pytest.mark.parametrize("plan", all_programs(), ids=lambda plan: " ".join(strategy.name for strategy in plan.strategies))
 def test_every_action_is_drawn_with_its_meaning(plan: Plan):
-    text = words(shown(plan, every=True))
-    for action in plan.program.actions(ROLE):
+    text = words(shown(plan, 300, every=True))  # wide enough for names of what goes from part to part
+    for action in listed(plan):
         assert action.kind in text
         assert words(MEANINGS[action.kind]) in text
 

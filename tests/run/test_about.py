@@ -16,11 +16,12 @@ from tests.tiny import plan_of, reading_of
 
 def test_about_holds_the_plan_its_program_versions_and_machine(tmp_path):
     plan = replace(plan_of(reading_of(), 3), run=Run(str(tmp_path / "run")))
-    path = write_about(plan, {"model": "a model"}, {"parameters": 8}, torch.device("cpu"))
+    path = write_about(plan, {"model": "a model"}, {ROLE: {"parameters": 8}}, torch.device("cpu"))
     said = json.loads(path.read_text())
     assert path == tmp_path / "run" / "about.json"
     assert (said["hash"], said["world"], said["sizes"]) == (plan.hash, 3, {"dp_replicate": 3})
-    assert (said["words"], said["held"]) == ({"model": "a model"}, {"parameters": 8})
+    assert (said["words"], said["held"]) == ({"model": "a model"}, {ROLE: {"parameters": 8}})
+    assert said["parts"] == [list(plan.anatomy.visits)]
     assert [action.name for action in program_of(said["program"]).actions(ROLE)] == [
         action.name for action in plan.program.actions(ROLE)
     ]

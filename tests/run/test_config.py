@@ -12,6 +12,7 @@ from meshwright.core.job import Job, Optimizer, ParameterGroup, Precision, Sched
 from meshwright.core.run import Run
 from meshwright.core.sources import DataSource, ModelSource, Part
 from meshwright.run.config import Request, as_dict, canonical_hash, read_request, write_request
+from meshwright.strategies.pipeline.pipeline import Pipeline
 from tests.run.configs import CONFIG, KNOWN, Copies, Layers, read
 
 
@@ -77,6 +78,16 @@ def test_tokenizers_and_the_parts_of_a_mixture_are_found_beside_the_file_too(tmp
     typed = read(tmp_path / "there", text, "--data.tokenizer", "tok").job.data
     assert typed.tokenizer == str(tmp_path / "here" / "tok")
     assert read(tmp_path / "there", '[data]\ntokenizer = "gpt2"').job.data.tokenizer == "gpt2"
+
+
+def test_a_schedule_of_your_own_is_found_beside_the_file_and_a_name_stays_a_name(tmp_path, monkeypatch):
+    (tmp_path / "mine.csv").write_text("0F0,0B0\n")
+    (tmp_path / "gpipe").mkdir()
+    monkeypatch.chdir("/")
+    for said, expected in (("mine.csv", str(tmp_path / "mine.csv")), ("gpipe", "gpipe"), ("absent.csv", "absent.csv")):
+        (tmp_path / "run.toml").write_text(f'[[strategies]]\nname = "pipeline"\nschedule = "{said}"\n')
+        strategies = read_request(tmp_path / "run.toml", [], {"pipeline": Pipeline}).strategies
+        assert strategies == (Pipeline(schedule=expected),)
 
 
 def test_a_plan_file_can_be_moved_to_another_folder(tmp_path):

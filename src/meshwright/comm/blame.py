@@ -71,7 +71,8 @@ def blame(statements: Mapping[int, Statement], mesh: Mesh) -> Blame:
 
 
 def _ranks_of(issued: Issued, rank: int, mesh: Mesh) -> tuple[int, ...]:
-    return issued.pair or mesh.peers(rank, issued.axes)
+    peers = mesh.peers(rank, issued.axes)
+    return issued.pair or tuple(peers[index] for index in issued.among) or peers
 
 
 def _unmet(statements: Mapping[int, Statement], mesh: Mesh) -> Iterator[Unmet]:

@@ -126,6 +126,12 @@ def ordered_axes(axes: Iterable[str]) -> tuple[str, ...]:
     return tuple(axis for axis in AXES if axis in wanted)
 
 
+def some(ranks: tuple[int, ...], among: Sequence[int], own: int) -> tuple[int, ...]:
+    """Of `ranks` those at the indices `among`, all if there are none; `own` alone where it is not one of them."""
+    found = tuple(ranks[index] for index in among) or ranks
+    return found if own in found else (own,)
+
+
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two contiguous tensors of one dtype share memory. Tensors without any, meta and fake ones, are told apart too."""
     if one.untyped_storage() is not other.untyped_storage():

@@ -6,7 +6,7 @@ axes of the mesh. A group that spans the whole mesh is the default group; a grou
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from os import PathLike, fspath
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm.agree import Comparison
-from meshwright.comm.collective import ordered_axes, shown
+from meshwright.comm.collective import ordered_axes, shown, some
 from meshwright.comm.fake import FakeGroup
 from meshwright.comm.group import Group, Ledger, World
 from meshwright.comm.meeting import Meeting, meet
@@ -68,23 +68,27 @@ class TorchWorld(World):
         self.lookout = Lookout(store or _default_store(), mesh, rank, self.ledger, limits or Limits())
         self.device = torch.device(device)  # pyrefly: ignore[read-only]  torch.device has a __get__, and is no descriptor here
         self._shared = shared and self.device.type == "cpu"
+        self.directed = self.device.type != "cpu"
         self._told: set[str] = set()
-        self._groups: dict[tuple[str, ...], Group] = {}
+        self._groups: dict[tuple[tuple[str, ...], tuple[int, ...]], Group] = {}
         self._joined: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
-    def group(self, axes: Iterable[str]) -> Group:
-        """The group along `axes`. Every rank asks for the same axes in the same order: a first request is collective.
+    def group(self, axes: Iterable[str], among: Sequence[int] = ()) -> Group:
+        """The group along `axes`, or that of some ranks there. Every rank asks for the same in the same order, also who is none
+        of those `among` whom it is: a first request is collective.
 
         Raises PlanError for an unknown axis.
         """
-        key = ordered_axes(axes)
+        along = ordered_axes(axes)
+        key = along, tuple(among)
         if key not in self._groups:
-            ranks = self.mesh.peers(self.rank, key)
-            if len(ranks) == 1:
-                self._groups[key] = FakeGroup(key, ranks, 0, self.ledger)
+            ranks = some(self.mesh.peers(self.rank, along), among, self.rank)
+            joined = self._join(along, key[1], ranks)
+            if joined is None:
+                self._groups[key] = FakeGroup(along, ranks, 0, self.ledger)
             else:
-                joined = self._join(key, ranks)
-                self._groups[key] = self._nearest(TorchGroup(key, ranks, joined, self, self.lookout), joined)
+                self._groups[key] = self._nearest(TorchGroup(along, ranks, joined, self, self.lookout), joined)
+            self._groups[key].among = key[1]
         return self._groups[key]
 
     def fail(self, error: BaseException) -> None:
@@ -129,17 +133,18 @@ class TorchWorld(World):
             self._told.add(text)
             logger.log(level, "%s", text)
 
-    def _join(self, axes: tuple[str, ...], ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    def _join(self, axes: tuple[str, ...], among: tuple[int, ...], ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         everyone = dist.group.WORLD
-        if everyone is not None and len(ranks) == self.mesh.world:
+        if everyone is not None and len(ranks) == self.mesh.world > 1 and not (self.directed and among):
             return everyone
-        if ranks not in self._joined:
+        size = len(among) or self.mesh.extent(axes)
+        if size > 1 and ranks not in self._joined:
             # every rank makes the groups of all ranks, in this order: new_group is collective over the whole job
             for peers in self.mesh.groups(axes):
-                joined = dist.new_group(list(peers))
+                joined = dist.new_group([peers[index] for index in among] or list(peers))
                 if isinstance(joined, dist.ProcessGroup):  # a number stands for a group of others
                     self._joined[ranks] = joined
-        return self._joined[ranks]
+        return self._joined.get(ranks)
 
 
 @contextmanager

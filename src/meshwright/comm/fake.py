@@ -7,11 +7,11 @@ one rank that is the exact result, so the other worlds use these groups for axes
 fake ones.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from meshwright.comm.collective import announce, ordered_axes, overlap, slices
+from meshwright.comm.collective import announce, ordered_axes, overlap, slices, some
 from meshwright.comm.group import Group, Ledger, Work, World
 from meshwright.core.mesh import Mesh
 
@@ -124,14 +124,15 @@ class FakeWorld(World):
         self.rank = rank
         self.ledger = Ledger()
         self.device = torch.device(device)  # pyrefly: ignore[read-only]  torch.device has a __get__, and is no descriptor here
-        self._groups: dict[tuple[str, ...], Group] = {}
+        self._groups: dict[tuple[tuple[str, ...], tuple[int, ...]], Group] = {}
 
-    def group(self, axes: Iterable[str]) -> Group:
+    def group(self, axes: Iterable[str], among: Sequence[int] = ()) -> Group:
         """The group along `axes`. Raises PlanError for an unknown axis."""
-        key = ordered_axes(axes)
+        key = ordered_axes(axes), tuple(among)
         if key not in self._groups:
-            ranks = self.mesh.peers(self.rank, key)
-            self._groups[key] = FakeGroup(key, ranks, ranks.index(self.rank), self.ledger)
+            ranks = some(self.mesh.peers(self.rank, key[0]), among, self.rank)
+            self._groups[key] = FakeGroup(key[0], ranks, ranks.index(self.rank), self.ledger)
+            self._groups[key].among = key[1]
         return self._groups[key]
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ ledger can be held against the program. All tensors are contiguous; sums end wit
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -136,6 +136,7 @@ class Group(ABC):
     index: int
     ledger: Ledger
     transport: str
+    among: tuple[int, ...] = ()  # of the ranks along the axes those at these indices; empty: all
     device: torch.device | None = None
 
     @property
@@ -196,16 +197,24 @@ class Group(ABC):
 
 
 class World(ABC):
-    """All ranks of one job, seen from one of them; hands out groups, the same object for the same axes."""
+    """All ranks of one job, seen from one of them; hands out groups, the same object for the same axes.
 
+    `directed`: what two ranks of a group send each other goes in the order of issue, whatever its direction, as on NCCL; so each
+    direction needs a group of its own, in which source and target are `among`, or each could wait for the other to receive.
+    """
+
+    directed: bool = False
     mesh: Mesh
     rank: int
     ledger: Ledger
     device: torch.device
 
     @abstractmethod
-    def group(self, axes: Iterable[str]) -> Group:
-        """The group along `axes` that this rank belongs to. Every rank asks for the same axes in the same order."""
+    def group(self, axes: Iterable[str], among: Sequence[int] = ()) -> Group:
+        """The group along `axes` that this rank belongs to. Every rank asks for the same axes in the same order.
+
+        With `among`, of the ranks along the axes those at these indices; any other asks too, and gets a group of itself alone.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -47,7 +47,7 @@ class TorchGroup(Group):
         self.ranks = ranks
         self.index = ranks.index(world.rank)
         self.ledger = world.ledger
-        self._joined = joined
+        self._joined, self._there = joined, [sorted(ranks).index(rank) for rank in ranks]  # torch has its own order
         self.device = world.device
         self.lookout = lookout
         self.transport = dist.get_backend(joined)
@@ -79,11 +79,15 @@ class TorchGroup(Group):
     def send(self, tensor: torch.Tensor, *, target: int, action: str = "") -> Work:
         """Send `tensor` to the rank at index `target`."""
         call = announce(self, "send", tensor, action=action, source=target)
+        if self.on_gloo:  # straight to the backend, as in `_summed`: the same way, 15 us shorter
+            return self._issue(call, lambda **how: self._joined.send([_flat(tensor)], self._there[target], OWN), keep=(tensor,))
         return self._issue(call, partial(_pairwise, dist.isend, _flat(tensor), self.ranks[target]), keep=(tensor,))
 
     def receive(self, tensor: torch.Tensor, *, source: int, action: str = "") -> Work:
         """Fill `tensor` with what the rank at index `source` sends."""
         call = announce(self, "receive", tensor, action=action, source=source)
+        if self.on_gloo:
+            return self._issue(call, lambda **how: self._joined.recv([_flat(tensor)], self._there[source], OWN), keep=(tensor,))
         return self._issue(call, partial(_pairwise, dist.irecv, _flat(tensor), self.ranks[source]), keep=(tensor,))
 
     def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = BACKEND) -> Work:

@@ -43,7 +43,8 @@ INSIDE = (str(Path(__file__).parent) + os.sep, str(Path(torch.__file__).parent) 
 class Issued:
     """One collective that a rank issued: the `number`-th of its line, which is a group, or one rank sending to another.
 
-    `order` counts all that the rank issued. `pair` is (sender, receiver) for what one rank sends another, else empty.
+    `order` counts all that the rank issued. `pair` is (sender, receiver) for what one rank sends another, else empty. `among` are
+    the indices along the axes of those who take part; empty: all.
     """
 
     order: int
@@ -53,11 +54,12 @@ class Issued:
     action: str
     place: str
     pair: tuple[int, ...] = ()
+    among: tuple[int, ...] = ()
 
     @property
     def line(self) -> tuple[object, ...]:
         """What it is numbered among; the same on every rank that takes part."""
-        return ("pair", *self.pair) if self.pair else self.axes
+        return ("pair", *self.pair) if self.pair else (*self.axes, *self.among)
 
     def __str__(self) -> str:
         return f"{self.what} for {self.action}" if self.action else f"{self.what} (no action named)"
@@ -78,13 +80,14 @@ class Recent:
         while frame.f_code.co_filename.startswith(INSIDE) and frame.f_back is not None:
             frame = frame.f_back
         file, row = frame.f_code.co_filename, frame.f_lineno
-        key = (group.axes, call.collective, call.shape, call.dtype, call.source, call.algorithm, call.action, file, row)
+        own = group.axes, group.among
+        key = (own, call.collective, call.shape, call.dtype, call.source, call.algorithm, call.action, file, row)
         text = self._texts.get(key)
         if text is None:
             if len(self._texts) >= KNOWN:
                 self._texts.clear()
             text = self._texts[key] = _text(group, call, f"{file}:{row}")
-        line = group.axes if call.collective not in ("send", "receive") else (group.axes, call.collective, call.source)
+        line = own if call.collective not in ("send", "receive") else (own, call.collective, call.source)
         number = self._counts[line] = self._counts[line] + 1
         self.order += 1
         at = self.order % SLOTS * SLOT
@@ -127,10 +130,10 @@ def _slots(memory: bytearray | mmap) -> Iterator[Issued]:
         if not order:
             continue
         try:
-            axes, what, action, place, pair = json.loads(memory[at + HEAD.size : at + HEAD.size + length])
+            axes, what, action, place, pair, among = json.loads(memory[at + HEAD.size : at + HEAD.size + length])
         except ValueError:
             continue
-        yield Issued(order, number, tuple(axes), what, action, place, tuple(pair))
+        yield Issued(order, number, tuple(axes), what, action, place, tuple(pair), tuple(among))
 
 
 def _text(group: "Group", call: "Call", place: str) -> bytes:
@@ -139,6 +142,6 @@ def _text(group: "Group", call: "Call", place: str) -> bytes:
         own, peer = group.ranks[group.index], group.ranks[call.source]
         pair = (own, peer) if call.collective == "send" else (peer, own)
     what = str(call).removesuffix(f" for {call.action}").removesuffix(" (no action named)")
-    short = [list(group.axes), what[:100], call.action[:40], place[-120:], pair]
+    short = [list(group.axes), what[:100], call.action[:40], place[-120:], pair, group.among]
     text = json.dumps(short).encode()
-    return text if len(text) <= LONGEST else json.dumps([*short[:1], what[:40], "", place[-40:], pair]).encode()[:LONGEST]
+    return text if len(text) <= LONGEST else json.dumps([*short[:1], what[:40], "", place[-40:], *short[4:]]).encode()[:LONGEST]

@@ -74,8 +74,8 @@ class Statement:
         """The statement that `as_json` wrote."""
         said = json.loads(text)
         recent = tuple(
-            Issued(order, number, tuple(axes), what, action, place, tuple(pair))
-            for order, number, axes, what, action, place, pair in (each.values() for each in said.pop("recent"))
+            Issued(order, number, tuple(axes), what, action, place, tuple(pair), tuple(among))
+            for order, number, axes, what, action, place, pair, among in (each.values() for each in said.pop("recent"))
         )
         waits = tuple(Wait(**each) for each in said.pop("waits"))
         return cls(**said | {"recent": recent, "waits": waits, "stack": tuple((f, n, w) for f, n, w in said["stack"])})

@@ -13,11 +13,11 @@ would answer with silence is said here in words: ranks that call different thing
 comes, a rank that fails (`ThreadHub.abort` releases all others at once).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from meshwright.comm.collective import Call, announce, ordered_axes
+from meshwright.comm.collective import Call, announce, ordered_axes, some
 from meshwright.comm.fake import FakeGroup
 from meshwright.comm.group import Group, Ledger, Work, World
 from meshwright.comm.hub import Meeting, Post, ThreadHub
@@ -118,15 +118,17 @@ class ThreadWorld(World):
         self.rank = rank
         self.ledger = Ledger()
         self.device = torch.device(device)  # pyrefly: ignore[read-only]  torch.device has a __get__, and is no descriptor here
-        self._groups: dict[tuple[str, ...], Group] = {}
+        self._groups: dict[tuple[tuple[str, ...], tuple[int, ...]], Group] = {}
 
-    def group(self, axes: Iterable[str]) -> Group:
+    def group(self, axes: Iterable[str], among: Sequence[int] = ()) -> Group:
         """The group along `axes`. Raises PlanError for an unknown axis."""
-        key = ordered_axes(axes)
+        along = ordered_axes(axes)
+        key = along, tuple(among)
         if key not in self._groups:
-            ranks = self.mesh.peers(self.rank, key)
+            ranks = some(self.mesh.peers(self.rank, along), among, self.rank)
             solo = len(ranks) == 1
-            self._groups[key] = FakeGroup(key, ranks, 0, self.ledger) if solo else ThreadGroup(key, ranks, self)
+            self._groups[key] = FakeGroup(along, ranks, 0, self.ledger) if solo else ThreadGroup(along, ranks, self)
+            self._groups[key].among = key[1]
         return self._groups[key]
 
     def close(self) -> None:

@@ -180,18 +180,27 @@ class Anatomy:
         """The parameters used by `visit`."""
         return tuple(weight for weight in self.weights if visit in weight.visits)
 
+    def needing(self, weight: Weight) -> tuple[str, ...]:
+        """The visits that need `weight`: that use it themselves, or by whose time glue does; all where that is not known."""
+        if ROOT not in weight.visits:
+            return weight.visits
+        roots = {} if self.borders is None else dict(self.borders.roots)
+        return (*weight.visits, *roots.get(weight.name, self.visits))
+
     def within(self, visits: Collection[str]) -> "Anatomy":
         """What a rank sees of the model that runs these `visits` alone: their weights, calls and sizes."""
         kept = [i for i, visit in enumerate(self.visits) if visit in visits]
         own = {
-            weight.name: tuple(visit for visit in weight.visits if visit in visits or visit == ROOT) for weight in self.weights
+            weight.name: tuple(visit for visit in weight.visits if visit in visits or visit == ROOT)
+            for weight in self.weights
+            if not set(self.needing(weight)).isdisjoint(visits)
         }
         calls = tuple(call for call in self.calls if call.visit in visits)
         divided = self.logits is not None and any(call.name == self.logits.layer and call.role == "head" for call in calls)
         return replace(
             self,
             visits=tuple(self.visits[i] for i in kept),
-            weights=tuple(replace(weight, visits=own[weight.name]) for weight in self.weights if own[weight.name]),
+            weights=tuple(replace(weight, visits=own[weight.name]) for weight in self.weights if weight.name in own),
             stream_numel=tuple(self.stream_numel[i] for i in kept),
             flops=tuple(self.flops[i] for i in kept),
             inside_numel=tuple(self.inside_numel[i] for i in kept) if self.inside_numel else (),

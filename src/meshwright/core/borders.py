@@ -56,9 +56,14 @@ class Value:
         """Its elements for a micro-batch of so many rows."""
         return prod(self.shape(rows))
 
+    @property
+    def width(self) -> int:
+        """Bytes per element, in the dtype that it had when it was learnt."""
+        return next((width for end, width in WIDTHS.items() if self.dtype.endswith(end)), 1)
+
     def nbytes(self, rows: int) -> int:
-        """Its bytes for a micro-batch of so many rows, in the dtype that it had when it was learnt."""
-        return self.numel(rows) * next((width for end, width in WIDTHS.items() if self.dtype.endswith(end)), 1)
+        """Its bytes for a micro-batch of so many rows."""
+        return self.numel(rows) * self.width
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,14 @@ class Borders:
     def place(self) -> dict[str, int]:
         """The number of each visit."""
         return {visit: number for number, visit in enumerate(self.visits)}
+
+    def learns(self, visit: str) -> bool:
+        """Whether `visit` takes in something whose gradient is needed."""
+        return visit in self._learning
+
+    @cached_property
+    def _learning(self) -> frozenset[str]:
+        return frozenset(visit for value in self.values if value.needed for visit in value.used if visit != value.made)
 
     def live(self, border: str) -> tuple[Value, ...]:
         """The values that are live before the visit `border`."""

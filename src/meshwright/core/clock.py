@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from meshwright.core.program import Action, Lane, Program
 
+Way = tuple[Lane, int | None]  # a lane, and the other rank of what goes on it
+
 
 @dataclass(frozen=True)
 class Tick:
@@ -55,10 +57,10 @@ class _Player:
 
     def __init__(self, role: str, actions: Sequence[Action]) -> None:
         self.role, self.actions = role, actions
-        # by lane, actions that have not ended, and when they were issued
-        self.issued: dict[Lane, deque[tuple[int, float]]] = {"wire": deque(), "send": deque(), "receive": deque()}
+        # by lane, actions that have not ended, and when they were issued; each way to or from another rank is a lane of its own
+        self.issued: dict[Way, deque[tuple[int, float]]] = {}
         self.cursor = 0
-        self.free: dict[Lane, float] = {"compute": 0.0, "wire": 0.0, "send": 0.0, "receive": 0.0}
+        self.free: dict[Way, float] = {}
         self._own: set[str] = set()  # what the main thread has passed
 
     @property
@@ -92,7 +94,7 @@ class _Player:
         while self.cursor < len(self.actions):
             action = self.actions[self.cursor]
             if action.lane != "compute" and self._own_waits_stand_before(action):
-                self.issued[action.lane].append((self.cursor, self.free["compute"]))
+                self.issued.setdefault(_way(action), deque()).append((self.cursor, self.free.get(("compute", None), 0.0)))
             elif action.lane == "compute" and self._ready(action, ended):
                 ticks.append(self._run(action, 0.0, ended, duration))
             else:
@@ -101,9 +103,10 @@ class _Player:
             self.cursor += 1
 
     def _run(self, action: Action, since: float, ended: dict[str, float], duration: Callable[[Action], float]) -> Tick:
-        start = max(since, self.free[action.lane], *(ended[full_name(self.role, wait)] for wait in action.waits))
+        free = self.free.get(_way(action), 0.0)
+        start = max(since, free, *(ended[full_name(self.role, wait)] for wait in action.waits))
         tick = Tick(self.role, action, start, start + duration(action))
-        self.free[action.lane] = ended[full_name(self.role, action.name)] = tick.end
+        self.free[_way(action)] = ended[full_name(self.role, action.name)] = tick.end
         return tick
 
     def _ready(self, action: Action, ended: Mapping[str, float]) -> bool:
@@ -113,6 +116,10 @@ class _Player:
         """An action of another lane is issued once: what it needs of its own role must have been listed before it."""
         names = [full_name(self.role, wait) for wait in action.waits]
         return all(name in self._own for name in names if name.startswith(f"{self.role}/"))
+
+
+def _way(action: Action) -> Way:
+    return action.lane, None if action.transfer is None else action.transfer.peer
 
 
 def full_name(role: str, wait: str) -> str:

@@ -36,8 +36,8 @@ class Home:
     @property
     def flat(self) -> tuple[str, ...]:
         """The axes over which it is cut in the arena of its bundle, outermost first; none where it lies in no arena."""
-        cut = (*self.grad.places, *self.stored.places)
-        return tuple(axis for axis in AXES if (axis, Place("S", FLAT)) in cut)
+        cut = {axis for axis, place in (*self.grad.places, *self.stored.places) if place.dim == FLAT}
+        return tuple(axis for axis in AXES if axis in cut) if cut else ()
 
     @property
     def in_shards(self) -> bool:
@@ -61,12 +61,14 @@ class Bundle:
     """Weights whose gradients are complete at the same time and summed over the same axes, so they travel together.
 
     `last` is the visit whose backward completes them; None means the last backward of the step. Tied weights, used by
-    several visits, are a bundle of their own. `homes` are all alike but for the weight.
+    several visits, are a bundle of their own. `homes` are all alike but for the weight. `sharing` are the indices along pp of the
+    ranks that have a part of their gradient each; none where one rank has it all.
     """
 
     name: str
     homes: tuple[Home, ...]
     last: str | None
+    sharing: tuple[int, ...] = ()
 
     @property
     def weights(self) -> tuple[Weight, ...]:

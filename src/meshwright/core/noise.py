@@ -12,17 +12,20 @@ micro-batch. `engine.noise` has the formulas. The list of a rank, with other ran
 
 Where PACK takes the gradients of a backward away, to be scattered, they are measured before it. If each micro-batch's are, each
 is a part of its own; what was scattered is not measured again when it is added up further. Ranks that have slices of the same
-weights have the same part: its norm is added up over them, what all of them have counts once.
+weights, or other layers, have the same part: its norm is added up over them, what all of them have counts once. A rank that goes
+through several parts of the model measures each behind its first micro-batch.
 Cost: one message of 24 bytes per rank and step, and one more reading of the gradients; nothing when it is off.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from meshwright.core.errors import Fault
+from meshwright.core.anatomy import ROOT
+from meshwright.core.errors import Fault, PlanError
 from meshwright.core.job import Job
 from meshwright.core.program import Action, Program, Transfer, index_of_last, with_waits
 from meshwright.core.space import Space
+from meshwright.core.steps import COMPLETING
 
 NBYTES = 24  # three numbers in float64: squared norms, shares of the batch, parts
 WHERE = "train.noise_scale"
@@ -46,15 +49,22 @@ def noise_faults(job: Job, space: Space, micro_batch: int) -> Iterator[Fault]:
         text = f"one data rank plays the {batch} samples of a step as one micro-batch: there is no smaller batch to compare with"
         fix = "set micro_batch to a divisor of train.batch below it, raise mesh.dp_replicate, or set train.noise_scale = false"
         yield Fault(text, fix, WHERE)
+    shared = [home.weight.name for home in space.homes if home.weight.trainable and len(space.users(home.weight)) > 1]
+    if shared and space.stages:
+        text = f"{len(shared)} parameters ({shared[0]}...) are used by several parts of the model, and no rank has the gradient"
+        yield Fault(f"{text} of one part of the batch", "untie them, or set train.noise_scale = false", WHERE)
 
 
 def measured(program: Program, space: Space) -> Program:
-    """`program` with MEASURE, NOISE and ESTIMATE; `noise_faults` had nothing to say."""
-    axes = (*space.data_axes, *space.cut_axes)
+    """`program` with MEASURE, NOISE and ESTIMATE; `noise_faults` had nothing to say.
+
+    Raises PlanError where some gradient is never that of the first micro-batch alone, and there is none of a rank.
+    """
+    axes = (*space.data_axes, *space.weight_axes)
     total = Transfer("all_reduce", axes, NBYTES, dtype="float64") if space.mesh.extent(axes) > 1 else None
     if space.mesh.extent(space.data_axes) > 1:
         return program.edit(lambda actions: _ended(_before_sums(actions, space.data_axes), total))
-    return program.edit(lambda actions: _ended(_behind_first(actions), total))
+    return program.edit(lambda actions: _ended(_behind_first(actions, space), total))
 
 
 def _before_sums(actions: list[Action], axes: tuple[str, ...]) -> list[Action]:
@@ -80,18 +90,40 @@ def _packed(actions: Sequence[Action], reduce: Action) -> int:
     """Where the PACK of what `reduce` sums stands, if no backward has added to it since; else behind all `actions`."""
     for at in range(len(actions) - 1, -1, -1):
         action = actions[at]
-        if action.kind == "B":
+        if action.kind in COMPLETING:
             break
         if action.kind == "PACK" and (action.tensors, action.micro) == (reduce.tensors, reduce.micro):
             return at
     return len(actions)
 
 
-def _behind_first(actions: list[Action]) -> list[Action]:
-    """`actions` with a MEASURE of all gradients behind the last backward of the first micro-batch."""
-    at = [i for i, action in enumerate(actions) if action.kind == "B" and action.micro == 0][-1]
-    tensors = next(action.tensors for action in actions if action.kind == "CLIP")
-    return [*actions[: at + 1], Action("MEASURE", waits=(actions[at].name,), tensors=tensors), *actions[at + 1 :]]
+def _behind_first(actions: list[Action], space: Space) -> list[Action]:
+    """`actions` with a MEASURE of gradients behind the backwards of the first micro-batch that complete them.
+
+    One for all, unless another micro-batch's backward comes between: then one for each visit that completes some.
+    """
+    ends = [i for i, action in enumerate(actions) if action.kind in COMPLETING]
+    behind: dict[int, list[str]] = {}
+    for weight in space.anatomy.trainable:
+        using = [i for i in ends if ROOT in weight.visits or actions[i].subject in weight.visits]
+        at = max((i for i in using if actions[i].micro == 0), default=-1)
+        others = [actions[i].name for i in using if actions[i].micro != 0 and i < at]
+        if others or at < 0:
+            why = f"{others[0]} comes before {actions[at].name}" if others else "this rank does not run it"
+            text = f"the gradient of '{weight.name}' is never that of the first micro-batch alone: {why}"
+            fix = 'choose schedule = "1f1b", raise mesh.dp_replicate, or set train.noise_scale = false'
+            raise PlanError(text, fix=fix, where=WHERE)
+        behind.setdefault(at, []).append(weight.name)
+    if behind and not any(actions[i].micro for i in ends if i < max(behind)):
+        tensors = next(action.tensors for action in actions if action.kind == "CLIP")
+        behind = {max(behind): list(tensors)}
+    found = list[Action]()
+    for i, action in enumerate(actions):
+        found.append(action)
+        if i in behind:
+            subject = action.subject if len(behind) > 1 else ""
+            found.append(Action("MEASURE", subject, waits=(action.name,), tensors=tuple(behind[i])))
+    return found
 
 
 def _ended(actions: list[Action], total: Transfer | None) -> list[Action]:

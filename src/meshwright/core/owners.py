@@ -13,7 +13,8 @@ weights can be.
     HAND    to each rank its slices of what the owners have stepped, behind STEP
 
 Where a bundle lies in shards too, a slice is never cut by them, and all slices of a weight lie in the shards of one index,
-however large they are: their owner is found among the ranks of that index.
+however large they are: their owner is found among the ranks of that index. Where ranks run parts of the model, the owner of a
+weight is one of those that run its part.
 
 Cost: per bundle and owner one message each way, as long as the largest rank's slices; per rank and step the slices' bytes twice.
 An owner keeps what it steps: 1/n of these weights, and their moments. Nothing hides the messages: they come when all is summed.
@@ -47,10 +48,10 @@ class Parcel:
 
 
 def parcels(space: Space) -> tuple[Parcel, ...]:
-    """What travels between owners and the ranks that have slices, bundle after bundle; the same on every rank."""
-    logical = space.whole or space
+    """What travels between owners and the ranks that have slices, bundle after bundle; the same on every rank of a part."""
+    logical = _uncut(space)
     arenas, found, loads = logical.arenas(), [], defaultdict[tuple, int](int)
-    sizes = {axes: list(_sizes(logical, axes)) for axes in dict.fromkeys(home.apart for home in logical.homes) if axes}
+    sizes = {axes: list(_sizes(space, axes)) for axes in dict.fromkeys(home.apart for home in logical.homes) if axes}
     for bundle in logical.bundles():
         apart = [home for home in bundle.homes if home.apart]
         arena = arenas.get(bundle.name)
@@ -71,8 +72,8 @@ def parcels(space: Space) -> tuple[Parcel, ...]:
 
 
 def coordinate_of(space: Space, axes: tuple[str, ...], index: int) -> dict[str, int]:
-    """Where the rank at `index` along `axes` stands, at 0 along all others."""
-    found = dict.fromkeys(AXES, 0)
+    """Where the rank at `index` along `axes` stands, in the part that `space` is of, and at 0 along all others."""
+    found = {**dict.fromkeys(AXES, 0), "pp": dict(space.coordinate).get("pp", 0)}
     for axis in reversed([axis for axis in AXES if axis in axes]):
         index, found[axis] = divmod(index, space.mesh.size(axis))
     return found
@@ -81,6 +82,7 @@ def coordinate_of(space: Space, axes: tuple[str, ...], index: int) -> dict[str, 
 def owned_by(space: Space, rank: int) -> Iterator[tuple[str, Weight]]:
     """The whole weights that `rank` steps of those of which it has slices, each with its bundle."""
     weights = {home.weight.name: home.weight for home in (space.whole or space).homes}
+    space = space.stage(space.mesh.coordinate(rank)["pp"]) if space.stages else space
     for parcel in parcels(space):
         if space.mesh.index(space.mesh.coordinate(rank), parcel.axes) == parcel.owner:
             at = space.mesh.index(space.mesh.coordinate(rank), parcel.shards)
@@ -116,7 +118,14 @@ def _transfer(collective: str, parcel: Parcel, dtype: str) -> Transfer:
     return Transfer(collective, parcel.axes, parcel.numel * NBYTES[dtype], dtype=dtype)
 
 
-def _sizes(logical: Space, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
+def _uncut(space: Space) -> Space:
+    """What the ranks of the part that `space` is of hold, before it was cut into slices."""
+    pairs = zip(space.homes, space.logical, strict=True)
+    homes = tuple(replace(whole, weight=replace(whole.weight, visits=home.weight.visits)) for home, whole in pairs)
+    return replace(space, homes=homes)
+
+
+def _sizes(space: Space, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
     """The elements of each weight that a rank has, for every index along `axes`."""
-    for index in range(logical.mesh.extent(axes)):
-        yield {home.weight.name: home.weight.numel for home in logical.at(coordinate_of(logical, axes, index)).homes}
+    for index in range(space.mesh.extent(axes)):
+        yield {home.weight.name: home.weight.numel for home in space.at(coordinate_of(space, axes, index)).homes}

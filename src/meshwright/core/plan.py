@@ -23,6 +23,7 @@ from meshwright.core.run import Run
 from meshwright.core.space import Space
 from meshwright.core.steps import one_after_another, one_device, role_of
 from meshwright.core.strategy import Strategy, in_phase_order
+from meshwright.core.ties import tied
 from meshwright.core.unfit import batch_faults, choice_faults, model_faults, precision_faults, space_faults, whole_faults
 
 
@@ -192,7 +193,7 @@ def _program(job: Job, space: Space, strategies: tuple[Strategy, ...], micro_bat
     program = one_device(space, job, micro_batch, turns)
     for strategy in strategies:
         program = strategy.rewrite(program, space, job)
-    program = brought(program, space, job)
+    program = brought(tied(program, space, job), space, job)
     return measured(program, space) if job.train.noise_scale else program
 
 

@@ -11,7 +11,10 @@ a hundred thousand ranks are as cheap as one. In `waits`, `role/name` points to 
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
+
+from meshwright.core.mesh import Mesh
 
 Lane = Literal["compute", "wire", "send", "receive"]
 
@@ -29,7 +32,8 @@ class Transfer:
     """What an action moves: which collective over which axes, by which algorithm, and the bytes each rank puts in.
 
     Of those within an action, `at` says their order. `peer` is, of a send, the index along the axis of the rank that receives,
-    and of a receive that of the one that sends.
+    and of a receive that of the one that sends. Ranks along the axes `over` have the same to send, and send a piece of it each.
+    Of the ranks along the axes those at the indices `among` take part; empty: all.
     """
 
     collective: str
@@ -39,6 +43,12 @@ class Transfer:
     dtype: str = "float32"
     at: int = field(default=0, compare=False)
     peer: int | None = None
+    over: tuple[str, ...] = ()
+    among: tuple[int, ...] = ()
+
+    def ranks(self, mesh: Mesh) -> int:
+        """How many ranks of `mesh` meet in it."""
+        return len(self.among) or mesh.extent(self.axes)
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,7 @@ class Action:
         """All that it moves: its own transfer, or those within."""
         return self.inner if self.transfer is None else (self.transfer, *self.inner)
 
-    @property
+    @cached_property
     def name(self) -> str:
         """What others wait for: unique within a role's list."""
         inside = [part for part in (self.subject, "" if self.micro is None else str(self.micro)) if part]

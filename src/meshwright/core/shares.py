@@ -11,19 +11,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
+from meshwright.core.anatomy import Anatomy
 from meshwright.core.calls import Call
 from meshwright.core.space import Space
 
 ALL = Fraction(1)
+PRODUCTS = ("columns", "rows", "gathered")  # roles of layers that multiply with a matrix
 
 
 @dataclass(frozen=True)
 class Share:
-    """Of one visit, per sample: the operations of a forward, the elements kept inside, and those handed on."""
+    """Of one visit, per sample: the operations of a forward, the elements kept inside, and those handed on.
+
+    `owed` are those of the gradients that weights need: of what layers give out, or as many as are kept where none is known.
+    `weights` are the operations for the gradients of weights.
+    """
 
     flops: int
     inside: int
     hands_on: int
+    owed: int
+    weights: int
 
 
 @dataclass(frozen=True)
@@ -40,20 +48,44 @@ WHOLE = _Held(ALL, frozenset())
 def shares(space: Space) -> dict[str, Share]:
     """What of each visit falls to the rank that sees `space`."""
     anatomy, held = space.anatomy, _held(space)
-    calls: dict[str, list[Call]] = {visit: [] for visit in anatomy.visits}
-    for call in anatomy.calls:
-        calls[call.visit].append(call)
+    calls, learnt = _calls(anatomy), weight_flops(anatomy)
     head = anatomy.logits.layer if anatomy.logits is not None and space.logits.axes("S") else None
     inside = anatomy.inside_numel or (0,) * len(anatomy.visits)
     found = {}
-    for visit, flops, within, numel in zip(anatomy.visits, anatomy.flops, inside, anatomy.stream_numel, strict=True):
+    for at, visit in enumerate(anatomy.visits):
+        flops, within, numel = anatomy.flops[at], inside[at], anatomy.stream_numel[at]
         mine = [(call, held.get(call.name, WHOLE)) for call in calls[visit]]
-        found[visit] = Share(
-            _divided(space, visit, flops, [(weight, call.flops) for call, weight in mine]),
-            _divided(space, visit, within, [(weight, call.inside) for call, weight in mine]),
-            _divided(space, visit, numel, [(weight, call.out) for call, weight in mine if call.name == head]),
-        )
+        kept = _divided(space, visit, within, [(weight, call.inside) for call, weight in mine])
+        on = _divided(space, visit, numel, [(weight, call.out) for call, weight in mine if call.name == head])
+        apart = [(weight, call.out) for call, weight in mine if call.role not in ("rows", "norm")]
+        owed = _divided(space, visit, sum(call.out for call, _ in mine), apart) if mine else kept
+        done = _divided(space, visit, flops, [(weight, call.flops) for call, weight in mine])
+        found[visit] = Share(done, kept, on, max(on, owed), round(Fraction(learnt[at], flops or 1) * done))
     return found
+
+
+def weight_flops(anatomy: Anatomy) -> tuple[int, ...]:
+    """Per visit and sample, the operations for the gradients of its weights; the rest of two forwards is for what went in.
+
+    They are those of its products with weights that are trained: attention's have none. All, where nothing is known of them.
+    """
+    tokens = {passage.visit: passage.tokens for passage in anatomy.passages}
+    trained = {layer for weight in anatomy.trainable for layer in weight.layers}
+    found = []
+    for flops, (visit, calls) in zip(anatomy.flops, _calls(anatomy).items(), strict=True):
+        mine = [call for call in calls if call.role in PRODUCTS] if tokens.get(visit) else []
+        each = [2 * call.into * call.out // tokens[visit] for call in mine]
+        learnt = sum(product for call, product in zip(mine, each, strict=True) if call.name in trained)
+        found.append(learnt if mine and sum(each) <= flops else flops)
+    return tuple(found)
+
+
+def _calls(anatomy: Anatomy) -> dict[str, list[Call]]:
+    """The calls of each visit."""
+    calls: dict[str, list[Call]] = {visit: [] for visit in anatomy.visits}
+    for call in anatomy.calls:
+        calls[call.visit].append(call)
+    return calls
 
 
 def _held(space: Space) -> Mapping[str, _Held]:

@@ -10,7 +10,7 @@ dim of theirs have the shape of its slice, and all sizes that follow are its own
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from meshwright.core.anatomy import ROOT, Anatomy, Weight
+from meshwright.core.anatomy import Anatomy, Weight
 from meshwright.core.arena import Arena
 from meshwright.core.calls import Call
 from meshwright.core.cut import Side
@@ -67,15 +67,16 @@ class Space:
         """Whether `call` takes in the stream where that goes through visits in slices; a head that is a block may too."""
         if call.visit in self.through or not call.streams:
             return call.streams
-        behind = [passage.visit for passage in self.anatomy.passages if passage.onward == call.visit]
+        behind = [passage.visit for passage in (self.whole or self).anatomy.passages if passage.onward == call.visit]
         return call.role == "head" and call.name == call.visit and any(visit in self.through for visit in behind)
 
     def borders(self) -> dict[str, tuple[bool, bool]]:
         """Of each visit through which the stream goes in slices, whether those are cut where it begins, and end with it."""
-        cut = {name for home in self.homes if home.cut for name in home.weight.names}
-        heads = [call for call in self.anatomy.calls if call.role == "head" and f"{call.name}.weight" in cut]
+        logical = self.whole or self  # what comes behind a part decides what the part hands on
+        cut = {name for home in logical.homes if home.cut for name in home.weight.names}
+        heads = [call for call in logical.anatomy.calls if call.role == "head" and f"{call.name}.weight" in cut]
         slices = {*self.through, *(call.visit for call in heads if self.takes_slices(call))}
-        through = [passage for passage in self.anatomy.passages if passage.visit in self.through]
+        through = [passage for passage in logical.anatomy.passages if passage.visit in self.through]
         return {each.visit: (each.source not in self.through, each.onward not in slices) for each in through}
 
     def with_homes(self, change: Callable[[Home], Home], *, frozen: bool = False) -> "Space":
@@ -97,11 +98,9 @@ class Space:
         return staged.with_homes(shared)
 
     def users(self, weight: Weight) -> tuple[int, ...]:
-        """The indices along pp of the ranks that use `weight`; what glue takes directly all use."""
-        if not self.stages:
-            return (0,)
-        visits = set(weight.visits)
-        return tuple(i for i, stage in enumerate(self.stages) if ROOT in visits or not visits.isdisjoint(stage))
+        """The indices along pp of the ranks that use `weight`, which is one of the whole model, in a block or in glue."""
+        needing = set((self.whole or self).anatomy.needing(weight)) if self.stages else set()
+        return tuple(i for i, stage in enumerate(self.stages) if not needing.isdisjoint(stage)) or (0,)
 
     @property
     def logical(self) -> tuple[Home, ...]:
@@ -129,11 +128,16 @@ class Space:
     @property
     def cut_axes(self) -> tuple[str, ...]:
         """The axes along which ranks have slices of weights, outermost first."""
-        cut = {axis for home in self.homes for axis in home.cut}
+        cut = {axis for home in (self.whole or self).homes for axis in home.cut}
         return tuple(axis for axis in AXES if axis in cut)
 
+    @property
+    def weight_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks have other weights, or other slices of them, for the same samples."""
+        return tuple(axis for axis in AXES if axis in self.cut_axes or (axis == "pp" and self.stages))
+
     def told_first(self, coordinate: Mapping[str, int]) -> Iterator[str]:
-        """The weights that count at `coordinate` in what is added up along `cut_axes`: nobody else tells the same of them."""
+        """The weights that count at `coordinate` in what is added up along `weight_axes`: nobody else tells the same of them."""
         away = {axis for axis in self.cut_axes if coordinate[axis]}
         yield from (home.weight.name for home in self._led_by(coordinate) if away <= home.cut.keys())
 
@@ -195,16 +199,22 @@ class Space:
         return tuple(sizes)
 
     def bundles(self, *, frozen: bool = False) -> tuple[Bundle, ...]:
-        """The bundles in the order in which backward completes them; with `frozen`, those of weights without gradients."""
+        """The bundles in the order in which backward completes them; with `frozen`, those of weights without gradients.
+
+        What ranks along pp sum is in bundles of the same weights on all of these: of those that the same visits of all ranks use.
+        """
         found: dict[tuple, list[Home]] = {}
-        uneven = {home.weight.name for home in (self.whole or self).homes if self._uneven(home)}
+        whole = self.logical
+        logical = {home.weight.name: home.weight for home in whole}
+        uneven = {home.weight.name for home in whole if self._uneven(home)}
         for home in self.homes:
             if home.weight.trainable != frozen:
                 weight, grain = home.weight, (home.grain, home.apart) if home.flat else ()
-                apart = weight.name in uneven
-                key = (weight.visits, weight.dtype, tuple(home.moves().items()), home.flat, home.in_shards, grain, apart)
+                apart, moves = weight.name in uneven, home.moves()
+                using = (logical[weight.name].visits, self.users(logical[weight.name])) if "pp" in moves else (weight.visits, ())
+                key = (using, weight.dtype, tuple(moves.items()), home.flat, home.in_shards, grain, apart)
                 found.setdefault(key, []).append(home)
-        bundles = [self._bundle(homes, uneven=homes[0].weight.name in uneven) for homes in found.values()]
+        bundles = [self._bundle(homes, *key[0], uneven=homes[0].weight.name in uneven) for key, homes in found.items()]
         return tuple(sorted(bundles, key=self._completion))
 
     def all_bundles(self) -> tuple[Bundle, ...]:
@@ -233,17 +243,18 @@ class Space:
         sizes = {axis: home.weight.cut(dim).units for axis, dim in home.cut.items()}
         return bool(home.flat) and not home.apart and any(units % self.mesh.size(axis) for axis, units in sizes.items())
 
-    def _bundle(self, homes: list[Home], *, uneven: bool) -> Bundle:
+    def _bundle(self, homes: list[Home], visits: tuple[str, ...], users: tuple[int, ...], *, uneven: bool) -> Bundle:
         first = homes[0]
-        name = "+".join(first.weight.visits) + ("" if first.weight.trainable else " frozen")
+        name = "+".join(visits) + ("" if first.weight.trainable else " frozen")
         name += f" {first.weight.dtype}" if first.weight.dtype else ""
         apart = [axis for axis in first.moves() if axis not in self.data_axes]
+        apart = [f"pp {'+'.join(map(str, users))}" if axis == "pp" else axis for axis in apart]
         name += f" over {' '.join(apart)}" if apart else ""
         name += " in uneven slices" if uneven else ""
         if first.flat and first.grain != "element":
             name += f" by owner along {' '.join(first.apart)}" if first.apart else f" by {first.grain}"
         weights = [home.weight for home in homes]
-        return Bundle(name, tuple(homes), self.anatomy.last_backward(weights))
+        return Bundle(name, tuple(homes), self.anatomy.last_backward(weights), users)
 
     def _completion(self, bundle: Bundle) -> int:
         visits = self.anatomy.visits

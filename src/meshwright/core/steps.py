@@ -3,9 +3,13 @@
     COUNT   how many tokens of this step count towards the loss (all micro-batches)
     F       forward of one visit                      LOSS    loss of one micro-batch and its gradient
     B       backward of one visit, in reverse         TALLY   the loss of the whole step
+    I       the half of a backward for what went in   W       the half for the weights, any time later
     CLIP    gradient norm of the logical parameters, and clipping by it; where ranks step different elements, before it
     SQUARE  the sum of squares of what this rank is the first to step      NORM   the sum of those over the ranks
     STEP    the optimizer; gradients are gone afterwards
+
+A rank may step more than once: then the turns say behind which backwards, with the gradient of that micro-batch alone, over what
+counts in it. SQUARE stands before each such STEP, nobody clips, and NORM adds up the squares of all of them.
 
 Where the loss needs the rows of several ranks, GATHER (rows of one output or target, from all ranks) stands before it.
 Strategies may add PACK (gradients of a bucket into one contiguous buffer) and UNPACK (out of a buffer of another dtype). Where
@@ -25,7 +29,9 @@ from meshwright.core.space import Space
 ROLE = "stage0"
 LEAN = "F_LEAN"
 FORWARDS = ("F", LEAN)  # kinds that the model's own forward reaches, block by block
-USES = (*FORWARDS, "RERUN", "B")  # kinds that need the weights of their block
+BACKWARDS = ("B", "I")  # kinds that give the gradient of what a visit took in
+COMPLETING = ("B", "W")  # kinds that leave the gradients of a visit's weights, and let go of what its forward kept
+USES = (*FORWARDS, "RERUN", "B", "I", "W")  # kinds that need the weights of their block
 FACTS = "facts"  # the subject of the GATHER that tells how many rows each rank has, and sums of what is the same on all
 COUNT_NBYTES = 32  # weight, wishes to stop, rows, tokens: float64
 SCRATCH = (
@@ -36,9 +42,13 @@ NORM = "norm"  # the subject of the BROADCAST of the gradient norm
 
 
 class Turn(NamedTuple):
-    """A run of visits, forward or backward, for one micro-batch. Backwards go through `visits` in reverse."""
+    """A run of visits, forward or backward, for one micro-batch. Backwards go through `visits` in reverse.
 
-    kind: Literal["F", "B"]
+    "I" and "W" are the halves of a backward. "STEP" is a step with what the backwards of that micro-batch have left. Without any,
+    all of them make one step together.
+    """
+
+    kind: Literal["F", "B", "I", "W", "STEP"]
     visits: tuple[str, ...]
     micro: int
 
@@ -56,16 +66,25 @@ def one_device(space: Space, job: Job, micro_batch: int, turns: Sequence[Turn]) 
     losses = tuple(action.name for action in actions if action.kind == "LOSS")
     last = actions[-1].name
     actions.append(Action("TALLY", waits=losses, frees=parts.left))
+    if any(turn.kind == "STEP" for turn in turns):
+        return Program.of({role_of(dict(space.coordinate)): [*actions, *_norm(space, last)]})
     names = tuple(weight.name for weight in space.anatomy.trainable)
     waits = [last, "COUNT()"] if space.stages else [last]  # not every backward follows a loss
     if space.norm_axes:
         square = Action("SQUARE", NORM, waits=(last,))
-        total = Transfer("all_reduce", space.norm_axes, 8, dtype="float64")
-        actions += [square, Action("NORM", NORM, lane="wire", waits=(square.name,), transfer=total)]
+        actions += [square, *_norm(space, square.name)]
         waits += [action.name for action in actions[-2:]]
     actions.append(Action("CLIP", waits=tuple(waits), tensors=names))
     actions.append(Action("STEP", waits=("CLIP()",), tensors=names, frees=tuple(map(gradient, space.bundles()))))
     return Program.of({role_of(dict(space.coordinate)): actions})
+
+
+def _norm(space: Space, last: str) -> list[Action]:
+    """NORM, behind the `last` action that has to do with gradients; none where every rank knows all of them."""
+    if not space.norm_axes:
+        return []
+    total = Transfer("all_reduce", space.norm_axes, 8, dtype="float64")
+    return [Action("NORM", NORM, lane="wire", waits=(last,), transfer=total)]
 
 
 def role_of(coordinate: Mapping[str, int]) -> str:
@@ -75,7 +94,7 @@ def role_of(coordinate: Mapping[str, int]) -> str:
 
 def micro_rows(actions: Iterable[Action], space: Space, job: Job) -> int:
     """The samples of a micro-batch of a rank that plays `actions`."""
-    micros = {action.micro for action in actions if action.kind == "B"}
+    micros = {action.micro for action in actions if action.kind in COMPLETING}
     return job.train.batch // space.mesh.extent(space.data_axes) // len(micros)
 
 
@@ -84,15 +103,20 @@ def reads_sums(action: Action) -> bool:
     return action.kind in ("SQUARE", "CLIP")
 
 
-def first_reader(actions: Sequence[Action]) -> int:
-    """Where the first action stands that looks at all summed gradients."""
-    return next(i for i, action in enumerate(actions) if reads_sums(action))
+def steps(actions: Iterable[Action]) -> tuple[int, ...]:
+    """The micro-batches with whose gradients alone a rank steps, in that order; none where it steps once, with those of all."""
+    return tuple(action.micro for action in actions if action.kind == "STEP" and action.micro is not None)
 
 
-def awaiting(actions: Iterable[Action], names: Iterable[str]) -> list[Action]:
-    """`actions`, of which those that look at all summed gradients wait for `names` too."""
+def first_reader(actions: Sequence[Action], micro: int | None = None) -> int:
+    """Where the first action stands that looks at all summed gradients: of one micro-batch, where that is stepped with alone."""
+    return next(i for i, action in enumerate(actions) if reads_sums(action) and action.micro == micro)
+
+
+def awaiting(actions: Iterable[Action], names: Iterable[str], micro: int | None = None) -> list[Action]:
+    """`actions`, of which those that look at all summed gradients (of one micro-batch, likewise) wait for `names` too."""
     names = tuple(names)
-    return [with_waits(action, names) if reads_sums(action) else action for action in actions]
+    return [with_waits(action, names) if reads_sums(action) and action.micro == micro else action for action in actions]
 
 
 def gradient(bundle: Bundle) -> str:
@@ -113,6 +137,11 @@ def stream(visit: str, micro: int) -> str:
 def returned(visit: str, micro: int) -> str:
     """The name under which the gradient of what a visit has handed to the loss is held from there to its B."""
     return f"stream gradient({visit}, {micro})"
+
+
+def owed(visit: str, micro: int) -> str:
+    """The name under which the gradients are held, from I to W, that the weights of a visit still need."""
+    return f"owed({visit}, {micro})"
 
 
 def inside(visit: str, micro: int | None) -> str:
@@ -137,10 +166,26 @@ class _Turns:
         """The actions of `turn`; the loss, where it belongs to it, stands before the backward."""
         if turn.kind == "F":
             return [self._forward(visit, turn.micro) for visit in turn.visits]
+        if turn.kind == "STEP":
+            return self._step(turn)
+        if turn.kind == "W":
+            return [self._backward(visit, turn.micro, "W", ()) for visit in reversed(turn.visits)]
         ends = self._space.takes_loss and self._space.anatomy.visits[-1] in turn.visits
         loss = [self._loss(turn.micro)] if ends else []
         waits = tuple(action.name for action in loss)
-        return [*loss, *(self._backward(visit, turn.micro, waits) for visit in reversed(turn.visits))]
+        if turn.kind == "I":
+            return [*loss, *(self._inputs(visit, turn.micro, waits) for visit in reversed(turn.visits))]
+        return [*loss, *(self._backward(visit, turn.micro, "B", waits) for visit in reversed(turn.visits))]
+
+    def _step(self, turn: Turn) -> list[Action]:
+        """The step with what one micro-batch has left; the next one's backward makes gradients anew."""
+        last = Action("B", turn.visits[0], turn.micro).name
+        square = Action("SQUARE", NORM, turn.micro, waits=(last,))
+        names = tuple(weight.name for weight in self._space.anatomy.trainable)
+        frees = tuple(gradient(bundle) for bundle in self._space.bundles() if bundle.name in self._there)
+        self._there.clear()
+        step = Action("STEP", micro=turn.micro, waits=(square.name, "COUNT()"), tensors=names, frees=frees)
+        return [square, step]
 
     def _forward(self, visit: str, micro: int) -> Action:
         share, width, rows = self._mine[visit], NBYTES[self._job.precision.compute], self._micro_batch
@@ -159,7 +204,17 @@ class _Turns:
         frees, self.left = self.left, (SCRATCH,)
         return Action("LOSS", micro=micro, waits=(f"F({last}, {micro})", "COUNT()"), takes=tuple(takes), frees=frees)
 
-    def _backward(self, visit: str, micro: int, waits: tuple[str, ...]) -> Action:
+    def _inputs(self, visit: str, micro: int, waits: tuple[str, ...]) -> Action:
+        """The first half of a backward. What the forward kept stays until the second, and what comes to the weights with it."""
+        share, width, rows = self._mine[visit], NBYTES[self._job.precision.compute], self._micro_batch
+        last = self._space.takes_loss and visit == self._space.anatomy.visits[-1]  # then it is what the loss gave back
+        held = () if last else (Hold(owed(visit, micro), share.owed * rows * width),)
+        frees, self.left = self.left, ()
+        waits = (f"F({visit}, {micro})", *waits)
+        flops = (2 * share.flops - share.weights) * rows
+        return Action("I", visit, micro, waits=waits, flops=flops, takes=held, frees=frees)
+
+    def _backward(self, visit: str, micro: int, kind: Literal["B", "W"], waits: tuple[str, ...]) -> Action:
         anatomy, width = self._space.anatomy, NBYTES[self._job.precision.parameters]
         using = self._using[visit]
         # gradients that go into shards are packed after each backward, or are added up there
@@ -169,20 +224,36 @@ class _Turns:
         held = [Hold(SCRATCH, max(added, default=0) * width)]
         held += [Hold(gradient(bundle), bundle.numel * width) for bundle in new.values()]
         frees = [stream(visit, micro), *([inside(visit, micro)] if anatomy.inside_numel else [])]
-        frees += [returned(visit, micro)] if waits and visit == anatomy.visits[-1] else []
+        if self._space.takes_loss and visit == anatomy.visits[-1]:
+            frees.append(returned(visit, micro))
+        elif kind == "W":
+            frees.append(owed(visit, micro))
         frees, self.left = (*frees, *self.left), (SCRATCH,)
-        flops = 2 * self._mine[visit].flops * self._micro_batch
+        share, rows = self._mine[visit], self._micro_batch
+        if kind == "W":
+            flops = share.weights * rows
+            return Action("W", visit, micro, waits=(f"I({visit}, {micro})",), flops=flops, takes=tuple(held), frees=frees)
         waits = (f"F({visit}, {micro})", *waits)
-        return Action("B", visit, micro, "compute", waits, (), None, flops, tuple(held), frees)
+        return Action("B", visit, micro, waits=waits, flops=2 * share.flops * rows, takes=tuple(held), frees=frees)
 
 
-def backwards(actions: Sequence[Action], bundle: Bundle, visits: tuple[str, ...]) -> list[int]:
-    """Where the backwards stand that complete the gradients of `bundle`, one per micro-batch."""
-    last = bundle.last or visits[0]
-    return [i for i, action in enumerate(actions) if action.kind == "B" and action.subject == last]
+def last_backward(actions: Sequence[Action]) -> Action:
+    """The last action that leaves gradients of weights: behind it all are there."""
+    return next(action for action in reversed(actions) if action.kind in COMPLETING)
 
 
-def first_backward(bundle: Bundle, visits: tuple[str, ...]) -> str:
-    """The visit whose backward is the first to add to the gradients of `bundle`: the last of its users in the forward."""
-    used = {visit for weight in bundle.weights for visit in weight.visits}
-    return visits[-1] if ROOT in used else max(used, key=visits.index)
+def users(bundle: Bundle, visits: tuple[str, ...]) -> frozenset[str]:
+    """The visits whose backwards add to the gradients of `bundle`: all of `visits` where glue uses one of its weights."""
+    found = frozenset(visit for weight in bundle.weights for visit in weight.visits)
+    return frozenset(visits) if ROOT in found else found
+
+
+def backwards(actions: Sequence[Action], bundle: Bundle, visits: tuple[str, ...], alone: int | None = None) -> list[int]:
+    """Where the backwards stand that complete the gradients of `bundle`, one per micro-batch, in the order of the list.
+
+    Where one micro-batch is stepped with `alone`, its own.
+    """
+    using = users(bundle, visits)
+    found = [i for i, action in enumerate(actions) if action.subject in using and action.kind in COMPLETING]
+    last = {actions[i].micro: i for i in found if alone in (None, actions[i].micro)}
+    return sorted(last.values())

@@ -109,7 +109,9 @@ class Strategy(ABC):
         return {"name": self.name, **{item.name: getattr(self, item.name) for item in fields(self)}}
 
     def __str__(self) -> str:
-        said = ", ".join(f"{key} {value}" for key, value in self.as_dict().items() if key != "name" and value != "")
+        unset = {item.name for item in fields(self) if not item.default}  # nothing of it, by default
+        table = {key: value for key, value in self.as_dict().items() if key != "name" and (value or key not in unset)}
+        said = ", ".join(f"{key} {' '.join(value) if isinstance(value, tuple) else value}" for key, value in table.items())
         return f"{self.name} ({said})"
 
 

@@ -20,7 +20,7 @@ from meshwright.core.home import Bundle
 from meshwright.core.job import Job
 from meshwright.core.program import Action, Hold, Transfer, index_of_last, with_waits
 from meshwright.core.space import Space
-from meshwright.core.steps import SCRATCH, backwards, first_backward, gradient
+from meshwright.core.steps import COMPLETING, SCRATCH, backwards, gradient, users
 
 NUM_BUFFERS = 2
 
@@ -40,6 +40,7 @@ class Sums:
     def __init__(self, space: Space, job: Job, axis: str, across: str, *, every: bool) -> None:
         self.axis, self.across, self.every = axis, across, every
         self.bundles, self.arenas, self.visits = space.bundles(), space.arenas(), space.anatomy.visits
+        self._using = {visit: [each for each in self.bundles if visit in users(each, self.visits)] for visit in self.visits}
         precision = job.precision.resolved
         self.dtype, self.kept, self.wire = precision.parameters, precision.gradients, precision.reduce
 
@@ -108,16 +109,18 @@ class Sums:
         largest = max(self._nbytes(bundle) for bundle in self.bundles)
         turn = [_Buffer(Hold(f"gradient buffer {number}", largest)) for number in range(NUM_BUFFERS)]
         packed, due = 0, self._due(actions)
+        held, summed = set[str](), dict[str, str]()
         for i, action in enumerate(actions):
             if action.kind == "SQUARE":
-                for buffer in turn:
-                    yield from self._added(buffer)
-            yield self._holding(action)
+                for number in range(packed, packed + NUM_BUFFERS):  # the one that was packed first comes first
+                    yield from self._added(turn[number % NUM_BUFFERS])
+            yield self._holding(action, held)
             for bundle in due.get(i, ()):
                 buffer = turn[packed % NUM_BUFFERS]
                 packed += 1
                 yield from self._added(buffer)
-                yield from self._packed(bundle, action, buffer)
+                yield from self._packed(bundle, action, buffer, summed)
+                held.discard(bundle.name)
 
     def _due(self, actions: Sequence[Action]) -> dict[int, list[Bundle]]:
         """By the place of a backward, the bundles that are packed behind it."""
@@ -128,29 +131,28 @@ class Sums:
                 found.setdefault(at, []).append(bundle)
         return found
 
-    def _packed(self, bundle: Bundle, backward: Action, buffer: _Buffer) -> Iterator[Action]:
-        """PACK and REDUCE behind `backward`; the ADD that may be due is noted in `buffer`."""
+    def _packed(self, bundle: Bundle, backward: Action, buffer: _Buffer, summed: dict[str, str]) -> Iterator[Action]:
+        """PACK and REDUCE behind `backward`; the ADD that may be due is noted in `buffer`.
+
+        `summed` are the actions after which shards hold the sums so far.
+        """
         micro = backward.micro if self.every else None
         before = () if buffer.busy is None else (buffer.busy.name,)
         frees = (gradient(bundle), *((buffer.hold.name,) if buffer.busy else ()))
         waits = (backward.name, *before)
         pack = Action("PACK", bundle.name, micro, waits=waits, tensors=bundle.names, takes=(buffer.hold,), frees=frees)
         reduce = self._reduce(bundle, micro, (pack.name,))
-        first = micro in (0, None)
+        first, casts = bundle.name not in summed, self.wire != self.kept
         shard = Hold(self._sum(bundle), self.arenas[bundle.name].shard * NBYTES[self.kept])
         adds = None
-        if self.wire != self.kept or not first:
-            waits = (reduce.name, *(() if first else (self._sum_of(bundle, (micro or 0) - 1),)))
-            adds = Action("ADD", bundle.name, micro, waits=waits, tensors=bundle.names)
-        reduce = replace(reduce, takes=(shard,) if first else ())
+        if casts or not first:
+            waits = (reduce.name, *(() if first else (summed[bundle.name],)))
+            adds = Action("ADD", bundle.name, micro, waits=waits, tensors=bundle.names, takes=(shard,) if first else ())
+        reduce = replace(reduce, takes=(shard,) if first and not casts else ())
         buffer.busy, buffer.adds = adds or reduce, adds
+        summed[bundle.name] = buffer.busy.name
         yield pack
         yield reduce
-
-    def _sum_of(self, bundle: Bundle, micro: int) -> str:
-        """The action after which the shard holds the sum of the micro-batches up to `micro`."""
-        casts = self.wire != self.kept
-        return Action("ADD" if micro or casts else "REDUCE", bundle.name, micro).name
 
     @staticmethod
     def _added(buffer: _Buffer) -> Iterator[Action]:
@@ -158,11 +160,12 @@ class Sums:
             yield buffer.adds
             buffer.adds = None
 
-    def _holding(self, action: Action) -> Action:
-        """A backward with the whole gradients that it makes, until they are packed: those of every micro-batch."""
-        if action.kind != "B" or not self.every:
+    def _holding(self, action: Action, held: set[str]) -> Action:
+        """A backward with the whole gradients that it makes, until they are packed; `held` are those that are there."""
+        if action.kind not in COMPLETING or not self.every:
             return action
-        made = (bundle for bundle in self.bundles if action.subject == first_backward(bundle, self.visits))
+        made = [bundle for bundle in self._using[action.subject] if bundle.name not in held]
+        held |= {bundle.name for bundle in made}
         own = tuple(hold for hold in action.takes if hold.name == SCRATCH)
         return replace(action, takes=(*own, *(Hold(gradient(bundle), bundle.numel * NBYTES[self.dtype]) for bundle in made)))
 

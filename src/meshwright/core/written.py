@@ -3,7 +3,7 @@
 The names of the parameters that an action concerns are left out: they are many, and the plan has them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.core.program import Action, Hold, Program, Transfer
@@ -30,9 +30,33 @@ def _plain(action: Action) -> dict[str, Any]:
         "flops": action.flops,
         "takes": [[hold.name, hold.nbytes] for hold in action.takes],
         "frees": list(action.frees),
-        "transfer": None if move is None else [move.collective, list(move.axes), move.nbytes, move.algorithm, move.dtype],
+        "transfer": None if move is None else _moved(move),
     }
     return {key: value for key, value in said.items() if value not in ("", None, [], 0) or (key == "micro" and value is not None)}
+
+
+def _moved(move: Transfer) -> list[Any]:
+    return [
+        move.collective,
+        list(move.axes),
+        move.nbytes,
+        move.algorithm,
+        move.dtype,
+        *([] if move.peer is None else [move.peer]),
+        *([None, list(move.among)] if move.among else []),
+    ]
+
+
+def _move(
+    collective: str,
+    axes: list[str],
+    nbytes: int,
+    algorithm: str,
+    dtype: str,
+    peer: int | None = None,
+    among: Sequence[int] = (),
+) -> Transfer:
+    return Transfer(collective, tuple(axes), nbytes, algorithm, dtype, peer=peer, among=tuple(among))
 
 
 def _action(plain: Mapping[str, Any]) -> Action:
@@ -43,7 +67,7 @@ def _action(plain: Mapping[str, Any]) -> Action:
         micro=plain.get("micro"),
         lane=plain["lane"],
         waits=tuple(plain.get("waits", ())),
-        transfer=None if move is None else Transfer(move[0], tuple(move[1]), *move[2:]),
+        transfer=None if move is None else _move(*move),
         flops=plain.get("flops", 0),
         takes=tuple(Hold(name, nbytes) for name, nbytes in plain.get("takes", ())),
         frees=tuple(plain.get("frees", ())),

@@ -1,10 +1,6 @@
-"""The engine's own acts: COUNT, F, LOSS, B, PACK, UNPACK, TALLY, CLIP, STEP, and starting a collective.
+"""The engine's own acts: F, LOSS, PACK, UNPACK, TALLY, SQUARE, CLIP, STEP, and starting a collective."""
 
-The header that COUNT sends holds four numbers: what the rows weigh, how many ranks ask to stop, how many rows there are, and
-how many tokens. With it every rank knows, before its first backward, the one global denominator, and all ranks stop together.
-"""
-
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from math import isfinite
 
@@ -13,15 +9,17 @@ import torch
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
 from meshwright.core.strategy import Handler
-from meshwright.engine.buckets import Bucket
+from meshwright.engine.backward import Backward
+from meshwright.engine.buckets import Bucket, carriers
+from meshwright.engine.counting import Counting
 from meshwright.engine.crossing import Crossing
 from meshwright.engine.draws import Draws
 from meshwright.engine.evaluation import Evaluation, evaluate
 from meshwright.engine.exchange import Exchange
 from meshwright.engine.graph import check_paths
 from meshwright.engine.inner import Inner
-from meshwright.engine.loss import Batch
-from meshwright.engine.rows import micro_batches, undivided
+from meshwright.engine.replay import Parts, Replay, Seen, Whole
+from meshwright.engine.rows import Rows, micro_batches, undivided
 from meshwright.engine.spikes import Spike, Spiked, Spikes
 from meshwright.engine.state import Metrics, State
 from meshwright.engine.store import Store
@@ -50,31 +48,35 @@ class Acts:
         self.spike: Spike | None = None
         self.overflow = False  # of this step
         self._drive, self._dice, self._crossing = drive, dice, crossing
-        self._step, self._rows, self._stop, self._checked, self._under_way = 0, 0, False, False, False
-        self._counted: Sequence[float] | None = None
+        self._step, self._checked, self._under_way, self._squared = 0, False, False, False
+        self._counting = Counting(plan, state, self.start)
+        self.totals = self._counting.totals
         self._trained = list(state.subject.trainable.values())
         self._tallies = [action.name for action in plan.actions if action.kind == "TALLY"]
         self.draws = Draws(plan, state, dice)
-        self._carriers = {name: act for act in plan.actions if act.transfer for name in act.tensors}
+        self._carriers = carriers(plan.actions)
         self.handlers: dict[str, Handler] = {
-            "COUNT": self.count,
+            "COUNT": self._counting.count,
             "LOSS": self.loss,
-            "B": self.backward,
             "PACK": self.pack,
             "UNPACK": lambda action: state.buckets[action.subject].unpack(),
             "TALLY": self.tally,
-            "SQUARE": lambda action: store.square(),
+            "SQUARE": self.square,
             "NORM": lambda action: self.start(action, store.squared),
+            "READY": lambda action: None,  # what it waits for is all
+            "TIE": self.tie,
             "CLIP": self.clip,
             "STEP": self.step,
         }
+        self._backward = Backward(state, self.draws, crossing)
+        self.handlers |= self._backward.handlers | update.versions.handlers
         self._leads = plan.leads(state.world.rank)
         meets = any(action.kind == "GATHER" for action in plan.actions)
         self._exchange = Exchange(plan, state, lambda: int(self.totals()[2]), self.start) if meets else None
         if self._exchange is not None:
             self.handlers |= self._exchange.handlers
 
-    def begin(self, step: int, batch: Batch | None, *, stop: bool) -> None:
+    def begin(self, step: int, batch: Rows, *, stop: bool) -> None:
         """Cut the rank's rows into micro-batches; one without rows stands in with the example and weighs nothing.
 
         Raises ValueError for a batch with more rows than the plan's, or whose tensors differ in rows.
@@ -87,9 +89,12 @@ class Acts:
             self._exchange.begin()
         if self._crossing is not None:
             self._crossing.forget()
-        self._step, self._rows, self._stop, self.spike, self.overflow = step, rows, stop, None, False
+        self._backward.forget()
+        self._counting.begin(rows, stop=stop)
+        self._step, self.spike, self.overflow, self._squared = step, None, False, False
         self.draws.step = step
         if self._under_way:  # the last step did not come to its end: what it left must not be added to this one
+            self.update.versions.forget()
             self._end()
         self._under_way = True
 
@@ -97,7 +102,7 @@ class Acts:
         """Start the collective of `action` on `tensor`; without a transfer there is nothing to send."""
         if action.transfer is None:
             return
-        group = self.state.world.group(action.transfer.axes)
+        group = self.state.world.group(action.transfer.axes, action.transfer.among)
         match action.transfer.collective:
             case "broadcast":
                 work = group.broadcast(tensor, action=action.name)
@@ -106,24 +111,6 @@ class Acts:
             case _:
                 work = group.all_reduce(tensor, action=action.name, algorithm=action.transfer.algorithm)
         self.state.works[action.name] = work
-
-    def count(self, action: Action) -> None:
-        """Count what this rank's rows weigh, and start adding it up over the ranks."""
-        state = self.state
-        counted = [state.loss.counted(micro) for micro in state.micros[: state.num_real]]
-        state.weights = [weight for weight, _ in counted]
-        weight, tokens = (sum(numbers) for numbers in zip((0.0, 0.0), *counted, strict=True))
-        self._counted = (weight, self._stop, self._rows, tokens)
-        if action.transfer is not None:
-            alike = [
-                axis for axis in action.transfer.axes if axis not in self.plan.space.data_axes
-            ]  # the same rows: counted once
-            coordinate = self.plan.mesh.coordinate(state.world.rank)
-            counts = not any(coordinate[axis] for axis in alike)
-            header = self._counted if counts else (0.0, self._stop, 0, 0.0)
-            state.header = torch.tensor(header, dtype=torch.float64, device=state.world.device)
-            self._counted = None  # known once the others' have been added
-            self.start(action, state.header)
 
     def forward(self, micro: int, reach: Reach, leave: Callable[[], None] | None = None, first: str = "") -> None:
         """Run the model's own forward on one micro-batch, or the part of it that begins with the visit `first`.
@@ -157,7 +144,7 @@ class Acts:
         del outputs
         with self.draws.none():
             if total.requires_grad:  # unless this forward passed no trained parameter
-                backward_from(total, self._seed())
+                backward_from(total, self._seed(micro))
             backward(closing)
 
     def _loss_of_all(self, exchange: Exchange, micro: int) -> None:
@@ -172,33 +159,18 @@ class Acts:
             state.tally += total.detach()
         with self.draws.none():
             if total is not None and total.requires_grad:
-                backward_from(total, self._seed())
+                backward_from(total, self._seed(micro))
             exchange.give_back()
 
-    def _seed(self) -> float:
+    def _seed(self, micro: int) -> float:
         """What the loss of a micro-batch is multiplied by."""
-        return self.update.factor / (self.totals()[0] or 1.0)
-
-    def backward(self, action: Action) -> None:
-        """Run the backward of one visit; one that the forward did not reach has none."""
-        _, left = self.state.closings.pop(action.micro or 0, (None, None))
-        if left is not None:  # the glue behind the last block, when the gradient of the outputs has come from elsewhere
-            backward(left)
-        micro, crossing = action.micro or 0, self._crossing
-        visit = self.state.passes[micro].visits.pop(action.subject, None)
-        with self.draws.none():
-            if crossing is not None:
-                crossing.backward(action.subject, micro)
-            if visit is not None:
-                backward(visit)
-            if crossing is not None:
-                crossing.ended(action.subject, micro)
+        return self.update.factor / (self._counting.within(micro) or 1.0)
 
     def pack(self, action: Action) -> None:
         """Put the gradients of `action.tensors` into their arena, or into the bucket that carries them, made at its first use."""
         if self.store.pack(action):
             return
-        carrier = self._carriers[action.tensors[0]]
+        carrier = self._carriers[action.name]
         bucket = self.state.buckets.get(carrier.subject)
         if bucket is None:
             parameters = {name: self.state.subject.parameters[name] for name in carrier.tensors}
@@ -206,9 +178,22 @@ class Acts:
             self.state.buckets[carrier.subject] = bucket
         bucket.pack(action.tensors)
 
+    def tie(self, action: Action) -> None:
+        """Start adding up what the ranks that use a bundle have of its gradients: of those in an arena, its own shard."""
+        held = self.store.arenas.get(action.subject)
+        gradient = None if held is None else held.gradient
+        self.start(action, self.state.packed(action.tensors) if gradient is None else gradient)
+
     def tally(self, action: Action) -> None:
         """Start adding up the loss over the ranks."""
         self.start(action, self.state.tally)
+
+    def square(self, action: Action) -> None:
+        """Take the squared norm of this rank's share of the gradients; those of several steps are added up."""
+        before, add = self.store.squared, self._squared
+        self.store.square()
+        self.store.squared = self.store.squared + before if add else self.store.squared
+        self._squared = action.micro is not None
 
     def clip(self, action: Action) -> None:
         """Take the norm of the gradients of the logical parameters, each counted once; scale them down to `train.clip`."""
@@ -220,17 +205,18 @@ class Acts:
 
         Raises Spiked for a harmful step that shall end the run.
         """
-        if self.totals()[0] and self._leads and not self._overflowed() and not self._harmful():
+        if self._counting.within(action.micro) and self._leads and not self._overflowed() and not self._harmful():
             self.update.step()
         self._end()
+        self._under_way = action.micro is not None  # more steps may follow
         if self.spike is not None and self.spikes is not None:
             hopeless = self.spikes.hopeless
             if hopeless or self.plan.job.guard.action == "stop":
                 raise Spiked(self.spike, hopeless)
 
-    def evaluate(self, batches: Iterable[Batch | None]) -> Evaluation:
+    def evaluate(self, batches: Iterable[Rows]) -> Evaluation:
         """The loss over `batches` of all ranks; see `engine.evaluation`."""
-        return evaluate(self.plan, self.state, self._dice, self._autocast(), batches, together=self.store.together)
+        return evaluate(self.plan, self.state, self._drive, self._dice, self._autocast(), batches, together=self.store.together)
 
     def _overflowed(self) -> bool:
         """Whether the gradients left the range of their dtype, as all ranks judge alike; the loss scale moves.
@@ -258,9 +244,14 @@ class Acts:
         reasons = self.spikes.judge(loss, norm)
         if reasons:
             with self._drive.cutting():  # to see each block by itself
-                suspects = find_suspects(self.plan, self.state, self.forward, self._fetch_again, count)
+                suspects = find_suspects(self.plan, self.state, self._replay(count))
             self.spike = Spike(self._step + 1, loss, norm, reasons, suspects)
         return bool(reasons)
+
+    def _replay(self, count: float) -> Replay:
+        seen = Seen(self.plan, self.state, count)
+        how = self.plan, self.state, seen, self.forward, self._fetch_again
+        return Whole(*how) if self._crossing is None else Parts(*how, self._crossing, self._backward.whole)
 
     def _fetch_again(self, block: str) -> None:
         self._inner.begin("GUARD")
@@ -270,20 +261,19 @@ class Acts:
         """What the step did, from the header and the tally that all ranks share."""
         count, stop, rows, tokens = self.totals()
         skipped = not count or self.spike is not None or self.overflow
-        norm = self.state.norm.item() if self.plan.space.led else self.state.grad_norm
         scale = None if self.update.scale is None else self.update.scale.value
-        said = (step, self._whole_loss(), norm, lr, int(tokens), stop > 0, skipped, self.spike, int(rows))
+        said = (step, self._whole_loss(), self._norm(), lr, int(tokens), stop > 0, skipped, self.spike, int(rows))
         return Metrics(*said, self.state.noise_scale, self.overflow, scale)
+
+    def _norm(self) -> float:
+        """The norm of the whole gradient; where ranks step more than once, the root of the mean square of those of all steps."""
+        if self._squared:
+            return (self.store.squared.item() / self._counting.num_steps) ** 0.5
+        return self.state.norm.item() if self.plan.space.led else self.state.grad_norm
 
     def _whole_loss(self) -> float:
         """The loss of the global batch; TALLY has ended."""
         return self.state.tally.item() / (self.totals()[0] or 1.0)
-
-    def totals(self) -> Sequence[float]:
-        """What counts in this step over all ranks: weight, wishes to stop, rows, tokens; COUNT has ended."""
-        if self._counted is None:
-            self._counted = self.state.header.tolist()
-        return self._counted
 
     def _end(self) -> None:
         self.update.forget()

@@ -6,10 +6,24 @@ micro-batches add in place and the optimizer reads the reduced values without a 
     flat   [ w0.grad | w1.grad | w2.grad ]        w1.grad is flat[a:b].view(shape)
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
+
+from meshwright.core.program import Action
+
+
+def carriers(actions: Sequence[Action]) -> dict[str, Action]:
+    """For each PACK, by name, the action behind it that is the first to move what it packs: it names the bucket."""
+    found: dict[str, Action] = {}
+    moving: dict[str, Action] = {}
+    for action in reversed(actions):
+        if action.kind == "PACK" and action.tensors[0] in moving:
+            found[action.name] = moving[action.tensors[0]]
+        if action.transfer is not None:
+            moving |= dict.fromkeys(action.tensors, action)
+    return found
 
 
 class Bucket:
@@ -24,6 +38,11 @@ class Bucket:
         for name, parameter in self.parameters.items():
             self.views[name] = self.flat[start : start + parameter.numel()].view(parameter.shape)
             start += parameter.numel()
+
+    def stretch(self, names: Sequence[str]) -> torch.Tensor:
+        """The gradients of `names`, which follow each other here, as one flat tensor."""
+        start = self.views[names[0]].storage_offset() - self.flat.storage_offset()
+        return self.flat[start : start + sum(self.views[name].numel() for name in names)]
 
     def pack(self, names: Iterable[str]) -> None:
         """Copy the gradients of `names` in; a parameter that backward did not reach has a gradient of zero."""

@@ -4,22 +4,29 @@
     SEND_GRAD dx <--- [ its backwards ] <--- RECEIVE_GRAD dy    dx is what x's leaf has collected when the part's last one ended
 
 A value that is received, used, and sent on collects its gradient here too: that of those who come later is added to what this
-part makes of it. Parts on the same rank hand their leaves to each other.
+part makes of it. Parts on the same rank hand their leaves to each other. Where ranks have slices of a value, each sends its own;
+where they have the same and send a piece each, JOIN puts what has come together: RECEIVE piece ---> JOIN ---> x.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
 
 from meshwright.core.borders import Part, Value
+from meshwright.core.crossed import Crossed, Dims
+from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
-from meshwright.core.program import Action
+from meshwright.core.program import Action, Transfer
+from meshwright.engine.groups import way
 from meshwright.engine.state import State
+from meshwright.model.course import Course
 from meshwright.model.courses import Courses
-from meshwright.model.drive import Drive, Reach, backward
+from meshwright.model.drive import Drive, Reach, backward, run_backward
 from meshwright.model.parts import Ran, run
+from meshwright.model.writer import Scripts
 
 
 @dataclass
@@ -29,6 +36,8 @@ class _Held:
     came: dict[str, torch.Tensor] = field(default_factory=dict)
     ran: dict[str, Ran] = field(default_factory=dict)  # by the first visit of the part
     gradients: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    pieces: dict[str, torch.Tensor] = field(default_factory=dict)  # by what JOIN is about
+    course: Course | None = None
 
     def total(self, name: str) -> torch.Tensor:
         """The sum of the gradients that have come for a value, which are let go of."""
@@ -50,13 +59,16 @@ class Crossing:
     """The values of the micro-batches that are under way on this rank, which runs `parts`."""
 
     def __init__(self, plan: Plan, state: State, drive: Drive, parts: tuple[Part, ...], courses: Courses) -> None:
-        self._state, self._drive, self._courses = state, drive, courses
+        self._state, self._drive, self._courses, self._space = state, drive, courses, plan.space
         own = set(plan.space.anatomy.visits)
         mine = [part for part in parts if part.visits[0] in own]
         self._first = {part.visits[0]: part for part in mine}
         self._last = {part.visits[-1]: part for part in mine}
         self._values = {value.name: value for part in parts for value in part.gives}
+        self._crossed = Crossed(plan.space, self._values.values())
+        self._shapes: dict[tuple[str, Dims, int], tuple[int, ...]] = {}
         self._held: dict[int, _Held] = {}
+        self._scripts = Scripts(state.subject.module, state.subject.blocks)
 
     @property
     def begins(self) -> frozenset[str]:
@@ -66,6 +78,7 @@ class Crossing:
     def forget(self) -> None:
         """Let go of all values: a step has ended, or has failed."""
         self._held.clear()
+        self._scripts.forget()
 
     def forward(
         self,
@@ -82,10 +95,12 @@ class Crossing:
         `reach` and `leave` hear of its own visits, `skip` of those before them.
         """
         part, held = self._first[first], self._of(micro)
-        course, rows = self._courses.of(inputs), len(next(iter(inputs.values())))
+        course, rows = self._course(micro), len(next(iter(inputs.values())))
         given = {value.name: held.came[value.name] for value in part.takes}
         device = self._state.world.device
-        ran = run(call, self._drive, course, part, rows, given, device, reach=reach, leave=leave, skip=skip)
+        scripts = self._scripts if skip is None else None  # what draws numbers draws them where the model's forward stands
+        how = {"scripts": scripts, "inputs": inputs.values()}
+        ran = run(call, self._drive, course, part, rows, given, device, reach=reach, leave=leave, skip=skip, **how)
         if ran.closing is None or ran.passed is None:
             raise RuntimeError("a part was run without gradients in a step")
         held.ran[first] = ran
@@ -96,6 +111,10 @@ class Crossing:
         if part.last:
             self._state.closings[micro] = ran.outputs, ran.closing
 
+    def concerns(self, visit: str) -> bool:
+        """Whether a part begins or ends with `visit`, so that its backward has to do with what crosses."""
+        return visit in self._first or visit in self._last
+
     def backward(self, last: str, micro: int) -> None:
         """Bring the gradients of what the part that ends with `last` has given to where they flow on, before its backwards."""
         part = self._last.get(last)
@@ -103,9 +122,14 @@ class Crossing:
             return
         held = self._of(micro)
         ran = held.ran[part.visits[0]]
+        whole = {}  # what has the graph of the part: one backward is that of all its visits
         for name, leaf in (ran.given | ran.received).items():
-            if name in held.gradients:
+            if name in held.gradients and leaf.is_leaf:
                 leaf.grad = held.total(name)
+            elif name in held.gradients:
+                whole[leaf] = held.total(name)
+        if whole:
+            run_backward(tuple(whole), tuple(whole.values()), False, False, (), True, True)
         if not part.last and ran.closing is not None:
             backward(ran.closing)
 
@@ -118,38 +142,99 @@ class Crossing:
         for name, leaf in held.ran.pop(first).received.items():
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             held.gradients.setdefault(name, []).append(gradient)
+        for value in (*part.takes, *part.gives):  # later parts have run by now, and earlier ones do not know it or have run too
+            held.came.pop(value.name, None)
 
     def cross(self, action: Action) -> None:
-        """Start sending or receiving the value of `action`, or its gradient."""
-        (name,), micro = action.tensors, action.micro or 0
-        held = self._of(micro)
+        """Start sending or receiving the value of `action`, or its gradient, or putting the pieces of one together."""
+        (name,), micro, move = action.tensors, action.micro or 0, action.transfer
+        if move is None:
+            raise RuntimeError(f"{action.name} says nothing of what it moves")
+        held, value = self._of(micro), self._values[name]
         match action.kind:
             case "SEND":
-                self._sent(action, held.came[name])
-            case "RECEIVE":
-                held.came[name] = self._received(action, self._values[name], micro)
+                self._sent(action, move, held.came[name], value, micro)
             case "SEND_GRAD":
-                self._sent(action, held.total(name))
+                self._sent(action, move, held.total(name), value, micro)
+            case "RECEIVE" | "RECEIVE_GRAD" if move.over:
+                held.pieces[action.subject] = self._received(action, move, self._piece(value, micro, move.over))
+            case "RECEIVE":
+                held.came[name] = self._received(action, move, self._blank(value, micro))
             case "RECEIVE_GRAD":
-                held.gradients.setdefault(name, []).append(self._received(action, self._values[name], micro))
+                held.gradients.setdefault(name, []).append(self._received(action, move, self._blank(value, micro)))
+            case "JOIN":
+                held.came[name] = self._joined(action, move, held.pieces.pop(action.subject), value, micro)
+            case "JOIN_GRAD":
+                joined = self._joined(action, move, held.pieces.pop(action.subject), value, micro)
+                held.gradients.setdefault(name, []).append(joined)
             case other:
                 raise RuntimeError(f"{action.name}: nothing is known of a {other} between parts")
 
     def _of(self, micro: int) -> _Held:
-        return self._held.setdefault(micro, _Held())
+        if micro not in self._held:
+            self._held[micro] = _Held()
+        return self._held[micro]
 
-    def _sent(self, action: Action, tensor: torch.Tensor) -> None:
-        move = action.transfer
-        if move is not None and move.peer is not None:
-            group = self._state.world.group(move.axes)
-            self._state.works[action.name] = group.send(tensor.detach().contiguous(), target=move.peer, action=action.name)
+    def _sent(self, action: Action, move: Transfer, tensor: torch.Tensor, value: Value, micro: int) -> None:
+        shape, dtype = self._shape(value, micro), getattr(torch, value.dtype)
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            text = f"{action.name} is to send {value.dtype} {list(shape)}, and the value '{value}' is {found} here"
+            fix = "let the forward give out the same shapes and dtypes as in the trial run; or choose cuts that it does not cross"
+            raise PlanError(text, fix=fix, where="model")
+        tensor = tensor.detach().contiguous()
+        if move.over:
+            index, piece = self._state.world.group(move.over).index, self._piece(value, micro, move.over)
+            mine = tensor.view(-1)[index * len(piece) : (index + 1) * len(piece)]
+            if len(mine) < len(piece):
+                piece.zero_()[: len(mine)].copy_(mine)
+                mine = piece
+            tensor = mine
+        if move.peer is not None:
+            group, peer = way(self._state.world, move, move.peer, sends=True)
+            self._state.works[action.name] = group.send(tensor, target=peer, action=action.name)
 
-    def _received(self, action: Action, value: Value, micro: int) -> torch.Tensor:
-        rows = len(next(iter(self._state.micros[micro].values())))
-        dtype = getattr(torch, value.dtype.removeprefix("torch."))
-        tensor = torch.empty(value.shape(rows), dtype=dtype, device=self._state.world.device)
-        move = action.transfer
-        if move is not None and move.peer is not None:
-            group = self._state.world.group(move.axes)
-            self._state.works[action.name] = group.receive(tensor, source=move.peer, action=action.name)
+    def _received(self, action: Action, move: Transfer, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, which is filled."""
+        if move.peer is not None:
+            group, peer = way(self._state.world, move, move.peer, sends=False)
+            self._state.works[action.name] = group.receive(tensor, source=peer, action=action.name)
         return tensor
+
+    def _joined(self, action: Action, move: Transfer, piece: torch.Tensor, value: Value, micro: int) -> torch.Tensor:
+        """The whole value, in which the pieces of all ranks are put."""
+        group, shape = self._state.world.group(move.axes), self._shape(value, micro)
+        whole = piece.new_empty(group.size * len(piece))
+        self._state.works[action.name] = group.all_gather(whole, piece, action=action.name)
+        return whole[: prod(shape)].view(shape)
+
+    def _course(self, micro: int) -> Course:
+        """The course of a forward on this micro-batch: rows may be longer than those of the example, and be fewer."""
+        held = self._of(micro)
+        if held.course is None:
+            state = self._state
+            inputs = {key: value for key, value in state.micros[micro].items() if key not in state.loss.targets}
+            held.course = self._courses.of(inputs)
+            missing = sorted(self._values.keys() - held.course.dims.keys())
+            if missing:
+                shapes = ", ".join(f"{key} {list(value.shape[1:])}" for key, value in inputs.items())
+                text = f"on rows of {shapes} the forward does not make '{missing[0]}', which crosses between parts"
+                raise PlanError(text, fix="make the plan from such rows, or let the forward take one way", where="model")
+        return held.course
+
+    def _shape(self, value: Value, micro: int) -> tuple[int, ...]:
+        """The shape that this rank has of it."""
+        rows, dims = len(next(iter(self._state.micros[micro].values()))), self._course(micro).dims[value.name]
+        key = value.name, dims, rows
+        if key not in self._shapes:
+            self._shapes[key] = self._crossed.shape(replace(value, dims=dims), rows)
+        return self._shapes[key]
+
+    def _blank(self, value: Value, micro: int) -> torch.Tensor:
+        dtype = getattr(torch, value.dtype)
+        return torch.empty(self._shape(value, micro), dtype=dtype, device=self._state.world.device)
+
+    def _piece(self, value: Value, micro: int, over: tuple[str, ...]) -> torch.Tensor:
+        """Memory for the piece that each rank along the axes `over` sends."""
+        numel = -(-prod(self._shape(value, micro)) // self._space.mesh.extent(over))
+        return torch.empty(numel, dtype=getattr(torch, value.dtype), device=self._state.world.device)

@@ -4,7 +4,9 @@
 
 One division at the very end, as in training; so it is what one device would find, up to rounding, however the rows are
 divided. Every rank runs the same number of forwards per batch, on stand-in rows where it has none, and meets the others
-once, at the end. The model runs in eval mode and without gradients; what it was before, it is afterwards.
+once, at the end. Where the model lies in parts on several ranks, micro-batches go through them one close behind the other
+(engine/relay.py), and the rank of the last part takes their losses. The model runs in eval mode and without gradients; what it
+was before, it is afterwards.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, repeat
 from math import exp, inf
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,12 +22,15 @@ from torch import nn
 from meshwright.core.errors import Fault, PlanError, raise_faults
 from meshwright.core.mesh import AXES
 from meshwright.core.plan import Plan
-from meshwright.engine.loss import Batch, Loss
-from meshwright.engine.rows import micro_batches
+from meshwright.engine.loss import Loss
+from meshwright.engine.relay import Micro, Relay
+from meshwright.engine.rows import Rows, micro_batches
 from meshwright.engine.state import State
 from meshwright.model.dice import Dice
+from meshwright.model.drive import Drive
 from meshwright.model.dropout import StatelessDropout
 
+ACTION = "EVALUATE"  # what the ledger calls what is sent
 DRAWS = "an evaluation, in which the forward draws random numbers: pass training=self.training to F.dropout"
 
 
@@ -52,32 +58,32 @@ class Evaluation:
 def evaluate(
     plan: Plan,
     state: State,
+    drive: Drive,
     dice: Dice | None,
     autocast: AbstractContextManager,
-    batches: Iterable[Batch | None],
+    batches: Iterable[Rows],
     *,
     together: bool = False,
 ) -> Evaluation:
     """The loss over this rank's rows in `batches` and those of all other ranks; every rank calls it.
 
     Each batch holds this rank's rows of a global one (None: it has none), as for a step. `together`: ranks meet within a
-    forward, so one that has run out of batches takes part in those of others, which costs 8 bytes per batch. Parameters,
-    buffers, modes and random streams are untouched. Raises PlanError when nothing counts in any batch of any rank, and for a
-    loss of the whole batch, which has no meaning over batches.
+    forward, so one that has run out of batches takes part in those of others, which costs 8 bytes per batch. Ranks that have
+    different parts of the model call it with the same rows. Parameters, buffers, modes and random streams are untouched. Raises
+    PlanError when nothing counts in any batch of any rank, and for a loss of the whole batch, which has no meaning over batches.
     """
     raise_faults(whole_batch_faults(state.loss))
-    module = state.subject.module
+    module, parts = state.subject.module, bool(plan.space.stages)
     sums = torch.zeros(3, dtype=torch.float64, device=state.world.device)
     with torch.no_grad(), untouched(module), autocast, _no_draws(dice):
         module.eval()
-        for batch in _as_long_as_any(batches, state) if together else batches:
-            micros, rows = micro_batches(batch, plan, state.subject.stand_in, state.world.device)
-            for index, micro in enumerate(micros):
-                outputs = module(**{key: value for key, value in micro.items() if key not in state.loss.targets})
-                if index * plan.micro_batch < rows:
-                    sums[0] += state.loss.total(outputs, micro)
-                    sums[1:] += torch.tensor(state.loss.counted(micro), dtype=torch.float64, device=sums.device)
-    state.world.group(plan.space.data_axes).all_reduce(sums, action="EVALUATE").wait()
+        micros = _micros(_as_long_as_any(batches, state, plan) if together else batches, plan, state)
+        for micro, outputs in Relay(plan, state, drive, micros, ACTION).outputs() if parts else _outputs(micros, state):
+            if micro.real:
+                sums[0] += state.loss.total(outputs, micro.batch)
+                sums[1:] += torch.tensor(state.loss.counted(micro.batch), dtype=torch.float64, device=sums.device)
+    axes = (*plan.space.data_axes, "pp") if parts else plan.space.data_axes
+    state.world.group(axes).all_reduce(sums, action=ACTION).wait()
     total, count, tokens = sums.tolist()
     if not count > 0:
         text = "no token of the evaluation counts: all labels are ignored, or there are no samples"
@@ -85,12 +91,25 @@ def evaluate(
     return Evaluation(total / count, int(tokens), per_token=state.loss.per_token)
 
 
-def _as_long_as_any(batches: Iterable[Batch | None], state: State) -> Iterator[Batch | None]:
-    """`batches`, and then None until all ranks have had theirs."""
-    group = state.world.group(AXES)
+def _micros(batches: Iterable[Rows], plan: Plan, state: State) -> Iterator[Micro]:
+    """The micro-batches of all `batches`."""
+    for batch in batches:
+        micros, rows = micro_batches(batch, plan, state.subject.stand_in, state.world.device)
+        yield from (Micro(micro, real=index * plan.micro_batch < rows) for index, micro in enumerate(micros))
+
+
+def _outputs(micros: Iterable[Micro], state: State) -> Iterator[tuple[Micro, Any]]:
+    """Each micro-batch with what the whole model gives out."""
+    for micro in micros:
+        yield micro, state.subject.module(**{key: value for key, value in micro.batch.items() if key not in state.loss.targets})
+
+
+def _as_long_as_any(batches: Iterable[Rows], state: State, plan: Plan) -> Iterator[Rows]:
+    """`batches`, and then None until all ranks have had theirs. Ranks with other parts of the model have the same ones."""
+    group = state.world.group(axis for axis in AXES if not (axis == "pp" and plan.space.stages))
     for batch, here in chain(((batch, 1.0) for batch in batches), repeat((None, 0.0))):
         ranks = torch.full((1,), here, dtype=torch.float64, device=state.world.device)
-        group.all_reduce(ranks, action="EVALUATE").wait()
+        group.all_reduce(ranks, action=ACTION).wait()
         if not ranks.item():
             return
         yield batch

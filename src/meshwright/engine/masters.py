@@ -2,7 +2,8 @@
 
 A master begins as the initial value before that was rounded to the weight's dtype. It is never read by a block; after every step
 the weight is its master, rounded. Pieces of arenas have masters too (engine/held.py); what masters are for stands in
-engine/precision.py.
+engine/precision.py. Where old versions of weights are kept (engine/versions.py) and there is no master, another parameter in the
+same memory as the weight is stepped, which no graph has met.
 """
 
 from collections.abc import Callable, Container, Iterator
@@ -13,6 +14,7 @@ from torch import nn
 
 from meshwright.core.plan import Plan
 from meshwright.engine.state import State
+from meshwright.engine.versions import Versions
 
 
 @dataclass(frozen=True)
@@ -36,17 +38,22 @@ class Masters:
         self._bundles = [
             names for each in plan.space.bundles() if (names := [w.name for w in each.weights if w.name in self._weights])
         ]
+        keeps = any(action.kind == "STASH" for action in plan.actions)
         self._masters: dict[str, nn.Parameter] = {}
+        self.beside: dict[str, nn.Parameter] = {}  # in the same memory as the weight
         if precision.master != precision.parameters and plan.leads(state.world.rank):
             dtype = getattr(torch, precision.master)
             for name, weight in self._weights.items():
                 value = subject.blank[name] if name in subject.blank else weight.detach()
                 self._masters[name] = nn.Parameter(value.to(dtype, copy=True))
+        elif keeps:
+            self.beside = {name: nn.Parameter(weight.data) for name, weight in self._weights.items()}
+        self.versions = Versions(self._weights if keeps else {}, self.beside)
 
     @property
     def stepped(self) -> dict[str, nn.Parameter]:
         """What the optimizer steps, by the name of the weight."""
-        return self._weights | self._masters
+        return self._weights | self._masters | self.beside
 
     @property
     def nbytes(self) -> int:
@@ -64,6 +71,12 @@ class Masters:
         if name in self._masters:
             self._masters[name].copy_(values)
 
+    def hand_over(self) -> None:
+        """Give what is stepped beside a weight the gradient of that; one that backward did not reach has a gradient of zero."""
+        for name, parameter in self.beside.items():
+            gradient = self._weights[name].grad
+            parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient
+
     def bundles(self) -> Iterator[Stepped]:
         """What is stepped, one bundle after the other."""
         stepped = self.stepped
@@ -75,4 +88,4 @@ class Masters:
     def _round(self, names: list[str]) -> None:
         for name in names:
             if name in self._masters:
-                self._weights[name].copy_(self._masters[name])
+                self._weights[name].data.copy_(self._masters[name])  # graphs that have met an older version see no write

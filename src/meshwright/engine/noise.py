@@ -23,8 +23,9 @@ One step's estimates are noisy themselves, |G|^2 may even be negative. So both a
 over about 100 steps, before their ratio is taken. (No correction for the start of the averages: it would cancel in the ratio.)
 
 Cost: the norm of every gradient once more, and 24 bytes. The averages are saved with a checkpoint.
-Limits: on one data rank the small batch is the first micro-batch alone, which is unbiased too, and less precise. Samples of a
-step must be independent: rows cut from one document are not, and the noise is then not that of documents. Norms are taken in
+Limits: on one data rank the small batch is the first micro-batch alone, which is unbiased too, and less precise. Ranks with
+slices of the weights, or with other layers, add up their squares; a weight that several parts of a model use is refused. Samples
+of a step must be independent: rows cut from one document are not, and the noise is then not that of documents. Norms are taken in
 the gradients' dtype: with bfloat16 parameters they have 8 bits, too few for a noise scale far below the batch. Steps that
 the guard left out, in which nothing counted, or in which only one part had data, do not enter the averages.
 Paper: McCandlish et al. 2018, arXiv 1812.06162, equation 2.9 and appendix A.1.
@@ -55,9 +56,11 @@ class Noise:
         self._used = plan.job.train.noise_scale
         self._num_parts = plan.num_micro if plan.num_data > 1 else 1  # micro-batches behind a gradient that is measured once
         self._part = {action.name: action.micro for action in plan.actions if action.kind == "MEASURE"}
+        lists = (actions for _, actions in plan.program.roles)  # a rank may have no weight that is trained
+        self._micros = sorted({action.micro for each in lists for action in each if action.kind == "MEASURE"}, key=str)
         coordinate = plan.mesh.coordinate(state.world.rank)
         self._counted = frozenset(plan.space.told_first(coordinate))
-        self._tells = not any(coordinate[axis] for axis in plan.space.cut_axes)  # those with other slices say it for all
+        self._tells = not any(coordinate[axis] for axis in plan.space.weight_axes)  # those with other weights say it for all
         self._message = torch.zeros(3, dtype=torch.float64)
         self._averages = torch.zeros(2, dtype=torch.float64)
 
@@ -77,9 +80,10 @@ class Noise:
         for name, square in self._state.squares.items():
             squares[self._part[name]].append(square)
         count, weights = self._acts.totals()[0] or 1.0, self._state.weights
-        behind = {micro: weights[: self._num_parts] if micro is None else weights[micro : micro + 1] for micro in squares}
+        behind = {micro: weights[: self._num_parts] if micro is None else weights[micro : micro + 1] for micro in self._micros}
         shares = {micro: sum(counted) / count for micro, counted in behind.items()}
-        total = torch.stack([torch.stack(squares[micro]).sum() / (share or 1.0) for micro, share in shares.items()]).sum()
+        none = torch.zeros((), dtype=torch.float64, device=self._state.world.device)
+        total = torch.stack([sum(squares[micro], none) / (share or 1.0) for micro, share in shares.items()]).sum()
         told = shares if self._tells else {}
         known = [sum(told.values(), 0.0), float(sum(share > 0 for share in told.values()))]
         total = total / self._acts.update.factor**2

@@ -149,7 +149,7 @@ def _slices(plan: Plan, axes: tuple[str, ...], index: int) -> Iterator[tuple[str
     """What the rank at `index` along `axes` has of each weight that has an owner among them."""
     coordinate, logical = coordinate_of(plan.space, axes, index), plan.space.whole or plan.space
     local = {home.weight.name: home.weight.shape for home in logical.at(coordinate).homes}
-    for home in (home for home in logical.homes if home.apart == axes):
+    for home in (home for home in logical.homes if home.apart == axes and home.weight.name in local):
         spans = tuple(side.span for side in logical.sides(home, coordinate))
         yield home.weight.name, _Slice(local[home.weight.name], spans)
 

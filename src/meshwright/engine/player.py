@@ -20,15 +20,18 @@ from meshwright.core.plan import Plan
 from meshwright.core.program import Action
 from meshwright.core.steps import FORWARDS, LEAN
 from meshwright.core.strategy import Handler
+from meshwright.engine.abreast import Abreast
 from meshwright.engine.acts import Acts
 from meshwright.engine.again import Again
 from meshwright.engine.crossing import crossing
+from meshwright.engine.cutting import cuts_blocks
 from meshwright.engine.evaluation import Evaluation
+from meshwright.engine.groups import meet
 from meshwright.engine.heap import give_back
 from meshwright.engine.inner import Inner, Meanwhile
-from meshwright.engine.loss import Batch
 from meshwright.engine.noise import Noise
 from meshwright.engine.optimizers import MakeOptimizer, group_numbers, groups_of, make_optimizers
+from meshwright.engine.rows import Rows
 from meshwright.engine.saved import Saved, model_tensors, moments, of_part, restore_model, restore_moments
 from meshwright.engine.schedule import factor
 from meshwright.engine.sizes import sizes
@@ -37,7 +40,7 @@ from meshwright.engine.spread import spread
 from meshwright.engine.state import Metrics, State
 from meshwright.engine.store import Store
 from meshwright.engine.update import Update
-from meshwright.engine.watch import GLUE, Entry, Watch, wait, watched
+from meshwright.engine.watch import GLUE, Entry, Watch, wait_for, watched
 from meshwright.engine.whole import whole
 from meshwright.engine.words import Divided
 from meshwright.model.dice import Dice
@@ -58,6 +61,7 @@ class Player:
         dice: Dice | None = None,
         extra: Mapping[str, Callable[[Action, State], None]] | None = None,
     ) -> None:
+        meet(plan, state.world)
         plan = plan.at(state.world.rank)
         if plan.space.stages:
             state.subject = state.subject.within(plan.space.anatomy)
@@ -65,7 +69,7 @@ class Player:
         self.steps_done, self._cursor, self._settling = 0, 0, SETTLING
         self.store = Store(plan, state)
         self._logits = Divided(plan, state)
-        weights = {weight.name: weight for weight in plan.space.anatomy.trainable}
+        weights = {weight.name: weight for weight in plan.anatomy.trainable}
         grains = {home.weight.name: home.grain for home in plan.space.homes if home.flat or home.cut}
         self.optimizers = make_optimizers(plan.job.optimizer, self.store.owned(), optimizer, weights, grains)
         self._base_lrs = [group["lr"] for group in groups_of(self.optimizers)]
@@ -76,9 +80,10 @@ class Player:
         for strategy in plan.strategies:  # before the blocks' own forwards are replaced: a block may be a socket itself
             bound |= strategy.bind(self)
         self._sockets.close()
-        self._drive = Drive(state.subject.blocks, in_place=plan.space.anatomy.in_place, cut=_parts_blocks(plan))
+        self._drive = Drive(state.subject.blocks, in_place=plan.space.anatomy.in_place, cut=cuts_blocks(plan))
         self._update = Update(plan, state, self.store, self.optimizers, made=optimizer is not None)
         self._crossing = crossing(plan, state, self._drive)
+        self._abreast = Abreast(plan, state, self._drive)
         self._acts = Acts(plan, state, self.store, self._update, self._drive, self._inner, dice, self._crossing)
         self._noise, self._again = Noise(plan, state, self._acts), Again(state, self._drive, self._acts.draws)
         handlers: dict[str, Handler] = self._acts.handlers | self._noise.handlers | self.store.owners.handlers | bound
@@ -90,12 +95,13 @@ class Player:
         self._starts = [i for i, action in forwards if action.subject in begins]  # where a forward of the model starts
         self._now: Sequence[Entry] = self._list  # what this step plays: the list, or the same under watch
 
-    def step(self, batch: Batch | None, *, stop: bool = False, watch: Watch | None = None) -> Metrics:
+    def step(self, batch: Rows, *, stop: bool = False, watch: Watch | None = None) -> Metrics:
         """Train one global step on this rank's samples; the same numbers come back on every rank.
 
-        `batch` holds this rank's rows, micro-batch after micro-batch: at most micro_batch * num_micro; fewer, or None,
-        when its data ran out (it then takes part with zero weight). `stop` asks all ranks to stop after this step: each
-        sees it in the metrics. `watch` is told what each action takes; without it nothing is measured.
+        `batch` holds this rank's rows, micro-batch after micro-batch: at most micro_batch * num_micro; fewer, or None, when
+        its data ran out (it then takes part with zero weight). A list holds the micro-batches, whose rows may differ in
+        length. `stop` asks all ranks to stop after this step: each sees it in the metrics. `watch` is told what each action
+        takes; without it nothing is measured.
         """
         acts, state = self._acts, self.state
         acts.begin(self.steps_done, batch, stop=stop)
@@ -103,8 +109,8 @@ class Player:
         self._cursor, self._now = 0, self._list if watch is None else watched(self._list, state.works, watch)
         for first in self._starts:
             self._play_to(first)
-            start, _, waits = self._now[first]
-            self._wait_for(waits)
+            start, _, waits = self._list[first]
+            wait_for(waits, state.works, watch)  # glue before the block may read what came
             micro = start.micro or 0
             if watch is None:
                 acts.forward(micro, self._reach(micro), first=start.subject)
@@ -112,11 +118,7 @@ class Player:
                 with watch.during(f"forward({micro})", GLUE):
                     acts.forward(micro, self._reach(micro), watch.end, start.subject)
         self._play_to(len(self._list))
-        for name, work in state.works.items():
-            if watch is None:
-                work.wait()
-            else:
-                wait(name, work, watch)
+        wait_for(state.works, state.works, watch)
         self.steps_done += 1
         state.forget()
         if self._settling and state.world.device.type == "cpu":
@@ -124,7 +126,7 @@ class Player:
             self._settling -= 1
         return acts.metrics(self.steps_done, lr)
 
-    def evaluate(self, batches: Iterable[Batch | None]) -> Evaluation:
+    def evaluate(self, batches: Iterable[Rows]) -> Evaluation:
         """The loss over `batches`, exact over all ranks, each of which calls this with its own rows; nothing is trained.
 
         Each batch holds this rank's rows, as for `step`. Raises PlanError when nothing counts in any of them.
@@ -208,7 +210,8 @@ class Player:
     def whole(self, action: str) -> Iterator[None]:
         """Have the module's forward find its weights, and give whole outputs, outside of steps; all ranks run the same."""
         subject = self.state.subject
-        with whole(subject, self.store, self._drive, action), self._logits.joined(subject.module, action):
+        joined, abreast = self._logits.joined(subject.module, action), self._abreast.forwards(action)
+        with whole(subject, self.store, self._drive, action), joined, abreast:
             yield
 
     def parameters(self, *, keep: bool = True, exact: bool = False) -> dict[str, torch.Tensor]:
@@ -221,10 +224,14 @@ class Player:
             whole = spread(self.plan, self.state, values, self.plan.anatomy.weights, "WHOLE")
             return {name: value for name, value in whole if keep}
 
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradient of every trained logical parameter, whole, as the optimizer is about to see it; likewise."""
+    def gradients(self, *, own: bool = False) -> dict[str, torch.Tensor]:
+        """The gradient of every trained logical parameter, whole, as the optimizer is about to see it; likewise.
+
+        With `own`, of those that this rank uses; ranks that use others need not call this.
+        """
         with self.state.world.ledger.silent():
-            whole = spread(self.plan, self.state, self.store.gradients("WHOLE"), self.plan.anatomy.trainable, "WHOLE")
+            mine = self.store.gradients("WHOLE")
+            whole = mine if own else spread(self.plan, self.state, mine, self.plan.anatomy.trainable, "WHOLE")
             return {name: each / self._update.factor for name, each in whole}
 
     def sizes(self) -> dict[str, int]:
@@ -263,37 +270,26 @@ class Player:
         while self._cursor < end:
             action, handler, waits = self._now[self._cursor]
             self._cursor += 1
-            self._wait_for(waits)
+            if waits:
+                wait_for(waits, self.state.works, None)
             if handler is not None:
                 self.state.acting = action.name
                 handler(action)
-
-    def _wait_for(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.state.works[name].wait()
 
     def _with_state(self, act: Callable[[Action, State], None]) -> Handler:
         return lambda action: act(action, self.state)
 
     @staticmethod
     def _resolve(actions: tuple[Action, ...], handlers: Mapping[str, Handler]) -> list[Entry]:
-        """Each action with its handler and the wire actions it waits for; compute actions end in list order anyway."""
+        """Each action with its handler and those on other lanes it waits for; acts of its own lane go in list order anyway."""
         unknown = sorted({action.kind for action in actions}.difference(handlers, FORWARDS))
         if unknown:
             fix = "return a handler from the strategy's `bind` for each kind that its `rewrite` adds"
             raise PlanError(f"nobody plays {', '.join(unknown)}", fix=fix, where="program")
-        beside = {action.name for action in actions if action.lane != "compute"}
+        beside = {action.name: action.lane for action in actions if action.lane != "compute"}
         resolved = []
         for action in actions:
             handler = None if action.kind in FORWARDS else handlers[action.kind]
-            waits = tuple(name for name in action.waits if name in beside and action.lane == "compute")
+            waits = tuple(name for name in action.waits if beside.get(name, action.lane) != action.lane)
             resolved.append((action, handler, waits))
         return resolved
-
-
-def _parts_blocks(plan: Plan) -> bool:
-    """Whether the plan does anything between the backwards of two blocks, so that the graph must be cut there."""
-    kinds = [action.kind for action in plan.actions]
-    first, last = kinds.index("B"), len(kinds) - kinds[::-1].index("B")
-    inner = any(action.inner for action in plan.actions)
-    return plan.num_data > 1 or inner or LEAN in kinds or set(kinds[first:last]) != {"B"} or bool(plan.space.stages)

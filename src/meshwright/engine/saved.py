@@ -60,7 +60,7 @@ def model_tensors(subject: Subject, store: Store) -> dict[str, Saved]:
         elif not store.holds(name):
             value = store.masters.value(name, subject.parameters[name])
             found[f"model/{name}"] = Share(value.reshape(-1), 0, weight.shape, spans) if spans else value
-    return found | {f"buffer/{name}": buffer for name, buffer in _persistent_buffers(subject.module)}
+    return found | {f"buffer/{name}": buffer for name, buffer in persistent_buffers(subject.module)}
 
 
 def of_part(saved: Mapping[str, Saved], subject: Subject) -> dict[str, Saved]:
@@ -121,7 +121,7 @@ def restore_model(subject: Subject, store: Store, saved: Mapping[str, torch.Tens
                 store.masters.take(name, parameter, mine)
             if whole is not None:
                 store.owners.take(name, whole)
-        for name, buffer in _persistent_buffers(subject.module):
+        for name, buffer in persistent_buffers(subject.module):
             buffer.copy_(saved[f"buffer/{name}"])
     return dtypes
 
@@ -206,7 +206,7 @@ def _by_block(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, frozense
     }
 
 
-def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The buffers that belong to the model's state, by name: what a state_dict holds, whatever hooks make of it."""
     for path, owner in module.named_modules():
         for name, buffer in owner._buffers.items():

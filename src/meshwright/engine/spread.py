@@ -1,4 +1,4 @@
-"""Whole values of weights on all ranks, where ranks hold the weights of some parts of the model only.
+"""Whole values of weights on all ranks, where ranks hold the weights of some parts of the model only; and buffers likewise.
 
 Each rank along pp in turn gives those of which it is the first user to all others, in the order of the model:
 
@@ -11,6 +11,7 @@ import torch
 
 from meshwright.core.anatomy import Weight
 from meshwright.core.plan import Plan
+from meshwright.engine.saved import persistent_buffers
 from meshwright.engine.state import State
 
 Values = Iterator[tuple[str, torch.Tensor]]
@@ -28,3 +29,16 @@ def spread(plan: Plan, state: State, mine: Values, weights: Iterable[Weight], ac
         flat = held[weight.name].contiguous().view(-1) if group.index == source else like.new_empty(weight.numel)
         group.broadcast(flat, source=source, action=action).wait()
         yield weight.name, flat.view(weight.shape)
+
+
+def spread_buffers(plan: Plan, state: State, action: str) -> dict[str, torch.Tensor]:
+    """The model's persistent buffers by name; those inside of a block are of the first rank that runs it. All ranks call it."""
+    stages = [{visit.partition("#")[0] for visit in stage} for stage in plan.space.stages]
+    found = dict(persistent_buffers(state.subject.module))
+    for name in found if stages else ():
+        inside = [block for block in state.subject.blocks if name.startswith(f"{block}.")]
+        source = next((index for index, stage in enumerate(stages) if not stage.isdisjoint(inside)), None)
+        if source is not None:
+            found[name] = found[name].detach().clone().contiguous()
+            state.world.group(("pp",)).broadcast(found[name], source=source, action=action).wait()
+    return found

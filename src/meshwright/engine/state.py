@@ -1,6 +1,6 @@
 """What one rank has in its hands while it plays a step: the one mutable object of the engine."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -104,6 +104,10 @@ class State:
         self.closings.clear()
         self.works.clear()
         self.squares.clear()
+
+    def packed(self, names: Sequence[str]) -> torch.Tensor:
+        """The stretch of a bucket in which the gradients of `names` lie."""
+        return next(bucket for bucket in self.buckets.values() if names[0] in bucket.views).stretch(names)
 
     def tensor(self, subject: str) -> torch.Tensor:
         """The flat tensor that an action on `subject` moves: a bucket, or one parameter's gradient."""

@@ -153,7 +153,7 @@ class Store:
         held = self._of[action.tensors[0]]
         mine = self._packed_by(action)[held.mine]
         gradient = self._gradient(held)
-        gradient.copy_(mine) if action.micro in (0, None) else gradient.add_(mine)
+        gradient.copy_(mine) if action.takes else gradient.add_(mine)  # the first is there when it takes room
 
     def _packed_by(self, action: Action) -> torch.Tensor:
         """The buffer into which the gradients that `action` goes on with were packed."""

@@ -36,6 +36,7 @@ class Update:
         self._divisor, self._checked = 1.0, False
         self._apart = bool(plan.space.norm_axes)  # no rank knows the norm: NORM adds it up
         self._buffer = torch.empty(0)
+        self.versions = store.masters.versions
 
     @property
     def factor(self) -> float:
@@ -44,8 +45,8 @@ class Update:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the memory that gradients are cast into."""
-        return self._buffer.nbytes
+        """The bytes of the memory that gradients are cast into, and of old versions of weights."""
+        return self._buffer.nbytes + self.versions.nbytes
 
     def clip(self, action: Action) -> None:
         """Take the norm of the gradients; have STEP divide them by the loss scale, and clip them to `train.clip`."""
@@ -65,6 +66,7 @@ class Update:
 
     def step(self) -> None:
         """Let the optimizers step, and bring the weights up to date with what was stepped."""
+        self._store.masters.hand_over()
         bundles = list(self._store.bundles()) if self._casts or self._rounds or not self._checked else []
         if not self._casts:
             self._step_all()

@@ -14,7 +14,7 @@ the stream that does the work; events become times after the step, when the devi
 the compute stream really stood still. (The events have been written with care and not been run on a GPU yet.)
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -71,7 +71,7 @@ class Watch:
         """Begin the span `name`; on the compute lane, inside the one that was begun last and has not ended."""
         span = _Open(name, kind, lane, action, self._now())
         self._spans.append(span)
-        if lane == "wire":
+        if lane != "compute":
             self._wire[name] = span
 
     def end(self) -> None:
@@ -132,13 +132,22 @@ def _told(handler: Handler | None, waits: tuple[str, ...], works: Mapping[str, W
             wait(name, works[name], watch)
         if handler is None:  # a forward: it ends when the drive leaves the block
             watch.begin(action.name, action.kind, "compute", action)
-        elif action.lane == "wire":
+        elif action.lane != "compute":
             _issue(action, handler, works, watch)
         else:
             with watch.during(action.name, action.kind, action):
                 handler(action)
 
     return act
+
+
+def wait_for(names: Iterable[str], works: Mapping[str, Work], watch: Watch | None) -> None:
+    """Wait for the collectives of the wire actions `names`; a `watch` is told how long."""
+    for name in names:
+        if watch is None:
+            works[name].wait()
+        else:
+            wait(name, works[name], watch)
 
 
 def wait(name: str, work: Work, watch: Watch) -> None:
@@ -152,7 +161,7 @@ def wait(name: str, work: Work, watch: Watch) -> None:
 
 
 def _issue(action: Action, handler: Handler, works: Mapping[str, Work], watch: Watch) -> None:
-    watch.begin(action.name, action.kind, "wire", action)
+    watch.begin(action.name, action.kind, action.lane, action)
     with watch.during(f"issue {action.name}", ISSUE):
         handler(action)
     told: Callable[[], None] = partial(watch.arrived, action.name)

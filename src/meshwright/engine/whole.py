@@ -1,7 +1,8 @@
 """Forwards and backwards outside of the program's list: weights kept in shards are brought together block by block.
 
 In every forward all ranks fetch for the same visits, in the plan's order, also for a block that the forward of one of them leaves
-out: so they always meet. What is stored whole is brought up to date once, before.
+out: so they always meet. What is stored whole is brought up to date once, before. A rank that runs parts of the model fetches for
+those visits alone that it runs: of a part none is left out.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,12 @@ def whole(subject: Subject, store: Store, drive: Drive, action: str) -> Iterator
     if not store.together:
         yield
         return
-    order = _Order(partial(store.fetch, action=action))
+    fetch = partial(store.fetch, action=action)
+    if subject.elsewhere:
+        with drive.fetching(fetch):
+            yield
+        return
+    order = _Order(fetch)
     hooks = (
         subject.module.register_forward_pre_hook(lambda *_: order.begin(subject.anatomy.visits)),
         subject.module.register_forward_hook(lambda *_: order.end()),

@@ -47,7 +47,8 @@ def record(
     numbers since the last visit was entered; `needed` are the places of the outputs that somebody takes (None: all).
     """
     drive = Drive(blocks, cut=False)
-    following = _Following({id(parameter): name for name, parameter in module.named_parameters()}, enter, drawn)
+    buffers = {id(buffer): name for name, buffer in module.named_buffers()}
+    following = _Following({id(parameter): name for name, parameter in module.named_parameters()}, buffers, enter, drawn)
     enter("")
     try:
         with following, drive.guided(following.block):
@@ -60,10 +61,12 @@ def record(
 class _Following(TorchFunctionMode):
     """Follows a forward; `record` is what it shows."""
 
-    def __init__(self, parameters: Mapping[int, str], enter: Callable[[str], None], drawn: Callable[[], int]) -> None:
+    def __init__(
+        self, parameters: Mapping[int, str], buffers: Mapping[int, str], enter: Callable[[str], None], drawn: Callable[[], int]
+    ) -> None:
         super().__init__()
         self.record = Record()
-        self._parameters, self._enter, self._drawn = parameters, enter, drawn
+        self._parameters, self._buffers, self._enter, self._drawn = parameters, buffers, enter, drawn
         self._drew = ""  # the visit behind which glue drew random numbers for values last
         self._grad = torch.is_grad_enabled()
         self._calls: dict[str, int] = {}
@@ -260,8 +263,12 @@ class _Following(TorchFunctionMode):
                 self._spoil(first, last, what, ALIASES)
         elif home is not None and (glue or home != self._visit):
             who = f"the glue behind '{self._visit}'" if glue else f"'{self._visit}'"
+            buffer = self._buffers.get(id(tensor))
             what = f"{who} uses a tensor that '{home}' made and did not give out"
-            self._spoil(home, None if glue else self._visit, what, f"return it among the outputs, or {LARGER}")
+            fix = "return it among the outputs"
+            if buffer is not None:
+                what, fix = f"{who} uses the buffer '{buffer}', which '{home}' writes", "give each block a buffer of its own"
+            self._spoil(home, None if glue else self._visit, what, f"{fix}, or {LARGER}")
         elif self._written and storage_of(tensor) in self._written and not isinstance(tensor, nn.Parameter):
             what = f"'{self._visit}' uses a view, made before, of a tensor into which values were written"
             self._spoil(self.record.visits[0], None, what, ALIASES)

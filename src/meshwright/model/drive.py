@@ -281,7 +281,7 @@ def backward(visit: Visit) -> None:
 
 def backward_from(root: torch.Tensor, seed: float) -> None:
     """Gradients of `seed * root`, a scalar, down to the leaves it was computed from."""
-    _run_backward((root,), (torch.full_like(root, seed),), False, False, (), True, True)
+    run_backward((root,), (torch.full_like(root, seed),), False, False, (), True, True)
 
 
 def _flow(cuts: Sequence[Cut | Output], *, keep: bool) -> None:
@@ -292,8 +292,8 @@ def _flow(cuts: Sequence[Cut | Output], *, keep: bool) -> None:
             edges.append(source)
             grads.append(grad)
     if edges:
-        _run_backward(tuple(edges), tuple(grads), keep, False, (), True, True)
+        run_backward(tuple(edges), tuple(grads), keep, False, (), True, True)
 
 
 # What torch.autograd.backward calls after it has checked shapes, which match here by construction: 12 us, not 53.
-_run_backward = torch.autograd.Variable._execution_engine.run_backward
+run_backward = torch.autograd.Variable._execution_engine.run_backward

@@ -15,7 +15,7 @@ made it, or in the closing visit where glue did. The order of a backward: what l
 then the closing visit, then the visits in reverse; then the leaves of `received` have theirs.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -30,8 +30,10 @@ from meshwright.model.alias import Alias, leaf_of
 from meshwright.model.captured import marks
 from meshwright.model.course import Course, Place, Stub
 from meshwright.model.drive import Drive, Pass, Reach, Visit
+from meshwright.model.script import Script
 from meshwright.model.standing import ANOTHER_WAY, Standing
 from meshwright.model.values import leaves, tensors
+from meshwright.model.writer import Scripts, Writer
 
 Heard = Callable[[str], None]
 
@@ -68,10 +70,13 @@ def run(
     reach: Reach,
     leave: Callable[[], None] | None = None,
     skip: Heard | None = None,
+    scripts: Scripts | None = None,
+    inputs: Iterable[torch.Tensor] = (),
 ) -> Ran:
     """Run `part` of the model whose forward `call()` runs on so many `rows`; `received` are the values that it takes, by name.
 
     `reach` and `leave` hear of the part's own visits, as in `Drive.forward`; `skip` of those of earlier parts, in their order.
+    With `scripts` the model's forward runs on the first of equal `inputs`, and its script on those that follow (model/script.py).
     Without gradients switched on it is an evaluation, by the course of one. Raises PlanError where something that the part needs
     was not received, and where the forward takes another way than its course.
     """
@@ -86,23 +91,54 @@ def run(
     for name in course.rewritten.intersection(taken):  # somebody writes into it: into a copy, and never into a leaf
         copy = taken[name].detach().clone()
         payload[name] = Alias.apply(taken[name], copy) if name in needed else copy
-    under_way = _Run(drive, course, part, Standing(course, part, rows, torch.device(device), payload), skip)
-    whole = partial(under_way.play, call)
+    received = {name: taken[name] for name in needed}
+    seeds, key = (*(payload[value.name] for value in part.takes), *inputs), (part.visits[0], rows, id(course))
+    script = scripts.find(key) if scripts is not None and grad else None
+    if script is not None:
+        return _ran(drive, part, received, *drive.forward(reach, partial(_again, drive, script, seeds), leave))
+    writer = scripts.writer(key, seeds) if scripts is not None and grad else None
+    standing = Standing(course, part, rows, torch.device(device), payload, _plainly if writer is None else writer.call)
+    under_way = _Run(drive, course, part, standing, skip, writer)
+
+    def whole() -> Any:
+        outputs = under_way.play(call)
+        if scripts is not None and writer is not None:
+            scripts.keep(key, writer, outputs)
+        return outputs
+
     with drive.guided(under_way.block):
         outputs, closing, passed = drive.forward(reach, whole, leave) if grad else (whole(), None, None)
     under_way.end()
-    received = {name: taken[name] for name in needed}
+    return _ran(drive, part, received, outputs, closing, passed)
+
+
+def _ran(
+    drive: Drive, part: Part, received: dict[str, torch.Tensor], outputs: Any, closing: Visit | None, passed: Pass | None
+) -> Ran:
     if part.last:
         return Ran({}, outputs, received, closing, passed)
     given = {name: leaf_of(tensor) for name, tensor in outputs.items()} if drive.cut else outputs
     return Ran(given, None, received, closing, passed)
 
 
+def _again(drive: Drive, script: Script, seeds: Sequence[torch.Tensor]) -> Any:
+    for name in script.skipped:
+        drive.skip(name)
+    return script.play(seeds)
+
+
+def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
 class _Run:
     """A run of a part that is under way."""
 
-    def __init__(self, drive: Drive, course: Course, part: Part, standing: Standing, skip: Heard | None) -> None:
+    def __init__(
+        self, drive: Drive, course: Course, part: Part, standing: Standing, skip: Heard | None, writer: Writer | None
+    ) -> None:
         self._drive, self._course, self._part, self._standing, self._skip = drive, course, part, standing, skip
+        self._writer = writer
         self._place = course.borders.place
         self._first, self._last = self._place[part.visits[0]], self._place[part.visits[-1]]
         self._missing = {value.name for value in part.gives}
@@ -114,7 +150,8 @@ class _Run:
         self._grad = torch.is_grad_enabled()
         self._at, self._left = -1, False
         before = course.borders.visits[: self._first]
-        self._mode = _Glue(self) if self._counting or any(course.ops[visit] for visit in before) else None
+        follows = writer is not None or self._counting or any(course.ops[visit] for visit in before)
+        self._mode = _Glue(self) if follows else None
 
     def play(self, call: Callable[[], Any]) -> Any:
         """The outputs of the forward, or, where it is left, the values that the part gives, by name."""
@@ -157,6 +194,8 @@ class _Run:
         if self._skip is not None:
             self._skip(visit)
         self._drive.skip(name)
+        if self._writer is not None:
+            self._writer.skip(name)
         return self._stub(self._course.stubs[visit], (args, kwargs))
 
     def _stub(self, stub: Stub, given: Any) -> Any:
@@ -171,6 +210,9 @@ class _Run:
         """A visit of this part runs itself, on what was received for each Foreign that it is given."""
         args, kwargs = self._standing.real(given, f"the block '{visit}' takes in")
         capturing = marks()
+        if self._writer is not None:
+            name, captured = visit.partition("#")[0], lambda: [each for mark in capturing for each in mark.added]
+            run = partial(self._writer.visit, name, run, captured, self._above())
         with self._apart():
             outputs = run(*args, **kwargs)
         self._bind(self._course.stubs[visit].places, tensors([outputs, *(mark.added for mark in capturing)]))
@@ -180,14 +222,14 @@ class _Run:
         """Glue calls `func`: where that is the next operation of the course, its values are noted."""
         standing, given = self._standing, (args, kwargs)
         if self._at < self._first:
-            return standing.compute(func, args, kwargs) if standing.among(given) else func(*args, **kwargs)
+            return standing.compute(func, args, kwargs) if standing.among(given) else standing.call(func, args, kwargs)
         op = standing.operation(func) if self._counting else None
         counts = op is not None and any(id(each) in self._alive for each in tensors(given))
         if standing.among(given):
             counts = op is not None
             outcome = standing.compute(func, args, kwargs)
         else:
-            outcome = func(*args, **kwargs)
+            outcome = standing.call(func, args, kwargs)
         if op is None or not counts:
             return outcome
         standing.operated()
@@ -215,6 +257,11 @@ class _Run:
         if name in self._missing:
             self._missing.remove(name)
             self._made[name] = tensor
+
+    def _above(self) -> tuple[TorchFunctionMode, ...]:
+        """The modes that the model has entered."""
+        stack = _get_current_function_mode_stack()
+        return tuple(stack[stack.index(self._mode) + 1 :]) if self._mode in stack else ()
 
     @contextmanager
     def _apart(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ Say glue computes y = x * 8, where another part makes x:
     afterwards                y is computed with what was received for x; where nothing was, a fault names x
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,10 +24,21 @@ ANOTHER_WAY = "let every forward take the way of the trial run, whatever the dat
 
 
 class Standing:
-    """The values of other parts in a run of `part` on so many `rows`; `payload` holds what was received for them, by name."""
+    """The values of other parts in a run of `part` on so many `rows`; `payload` holds what was received for them, by name.
 
-    def __init__(self, course: Course, part: Part, rows: int, device: torch.device, payload: dict[str, torch.Tensor]) -> None:
-        self.payload = payload
+    Glue that can be computed is, by `call(func, args, kwargs)`.
+    """
+
+    def __init__(
+        self,
+        course: Course,
+        part: Part,
+        rows: int,
+        device: torch.device,
+        payload: dict[str, torch.Tensor],
+        call: Callable[[Any, Any, Any], Any],
+    ) -> None:
+        self.payload, self.call = payload, call
         self._course, self._part, self._rows, self._device = course, part, rows, device
         self._bearers: dict[str, torch.Tensor] = {}  # what the model holds for a value
         self._real: dict[int, str] = {}  # tensors that every part makes, by id, into which another part wrote values: the name
@@ -100,17 +111,17 @@ class Standing:
             args = (args[0], self._blank(args[1]))
         found = self.among((args, kwargs))
         if not found:
-            return func(*args, **kwargs)
+            return self.call(func, args, kwargs)
         ready = all(name in self.payload for name in found.values())
         op = None if self._begun else self.operation(func)
         if op is not None:
             return self._foretold(op, func, (args, kwargs), ready=ready)
         if ready and (self._begun or func.__name__ in READS):
             args, kwargs = self.known((args, kwargs))
-            return func(*args, **kwargs)
+            return self.call(func, args, kwargs)
         if func.__name__ in BY_SHAPE:
             args, kwargs = swap((args, kwargs), {id(each): self._blank(each) for each in foreigns((args, kwargs))})
-            return func(*args, **kwargs)
+            return self.call(func, args, kwargs)
         if func.__name__ in READS:
             raise self.unknown(title(func), min(found.values()))
         outcome = natively(func, args, kwargs)
@@ -133,7 +144,7 @@ class Standing:
         outcome = self.filled(op.outcome, given)
         if ready and any(place.name and self._course.base(place.name) for place in op.places):
             args, kwargs = self.known(given)
-            made = tensors(func(*args, **kwargs))
+            made = tensors(self.call(func, args, kwargs))
             self.payload |= {place.name: tensor for place, tensor in zip(op.places, made, strict=True)}
         return outcome
 

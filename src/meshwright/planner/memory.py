@@ -20,10 +20,11 @@ from meshwright.core.anatomy import NBYTES, Weight
 from meshwright.core.job import Job
 from meshwright.core.owners import owned_by
 from meshwright.core.plan import Plan
+from meshwright.core.program import Action
 from meshwright.core.rules import moment_nbytes, stepping_of
 from meshwright.core.steps import USES
 
-PASSING = (*USES, "LOSS")  # kinds that take what comes and goes: activations, and gradients that nobody keeps
+PASSING = (*USES, "LOSS", "JOIN", "JOIN_GRAD")  # kinds that take what comes and goes: activations, gradients that nobody keeps
 COUNTER = 4  # bytes of a count of steps, where it is a tensor
 
 
@@ -91,7 +92,7 @@ def passing_bytes(plan: Plan) -> int:
         freed = {name for action in actions if action.kind == "STEP" for name in action.frees}
         now: dict[str, int] = {}
         for action in actions:
-            if action.kind in USES:
+            if _passes(action) and action.kind != "LOSS":
                 now |= {hold.name: hold.nbytes for hold in action.takes if hold.name not in freed}
             most = max(most, sum(now.values()))
             for name in action.frees:
@@ -107,16 +108,15 @@ def peak_bytes(plan: Plan, rank: int) -> int:
     that in which messages arrive, is not in it.
     """
     plan = plan.at(rank)
-    said, most = state_bytes(plan, rank), 0
-    for _, actions in plan.program.roles:
-        passing = {hold.name for action in actions if action.kind in PASSING for hold in action.takes}
-        others = {hold.name: hold.nbytes for action in actions for hold in action.takes if hold.name not in passing}
-        now: dict[str, int] = {}
-        for action in actions:
-            now |= {hold.name: hold.nbytes for hold in action.takes if hold.name in passing}
-            most = max(most, sum(now.values()) + sum(others.values()))
-            for name in action.frees:
-                now.pop(name, None)
+    said, most, actions = state_bytes(plan, rank), 0, plan.actions
+    passing = {hold.name for action in actions if _passes(action) for hold in action.takes}
+    others = {hold.name: hold.nbytes for action in actions for hold in action.takes if hold.name not in passing}
+    now: dict[str, int] = {}
+    for action in actions:
+        now |= {hold.name: hold.nbytes for hold in action.takes if hold.name in passing}
+        most = max(most, sum(now.values()) + sum(others.values()))
+        for name in action.frees:
+            now.pop(name, None)
     return said.parameters + said.master + said.moments + most
 
 
@@ -150,16 +150,18 @@ def _kept(plan: Plan, rank: int) -> Iterator[_Kept]:
         yield _Kept(kept * width, master, (*stepped, *whole), sum(numel for _, numel in whole))
 
 
+def _passes(action: Action) -> bool:
+    """Whether what `action` takes comes and goes within a step, as what another rank has sent does."""
+    return action.kind in PASSING or action.lane == "receive"
+
+
 def _held(plan: Plan) -> tuple[int, int]:
     """The bytes of what actions take: what STEP frees are gradients, the rest is buffers.
 
     What blocks take, activations and gradients that nobody keeps, comes and goes and is neither.
     """
-    gradients = buffers = 0
-    for _, actions in plan.program.roles:
-        freed = {name for action in actions if action.kind == "STEP" for name in action.frees}
-        kept = {hold.name: hold.nbytes for action in actions for hold in action.takes if hold.name in freed}
-        others = {hold.name: hold.nbytes for action in actions if action.kind not in PASSING for hold in action.takes}
-        gradients = max(gradients, sum(kept.values()))
-        buffers = max(buffers, sum(nbytes for name, nbytes in others.items() if name not in freed))
-    return gradients, buffers
+    actions = plan.actions
+    freed = {name for action in actions if action.kind == "STEP" for name in action.frees}
+    kept = {hold.name: hold.nbytes for action in actions for hold in action.takes if hold.name in freed}
+    others = {hold.name: hold.nbytes for action in actions if not _passes(action) for hold in action.takes}
+    return sum(kept.values()), sum(nbytes for name, nbytes in others.items() if name not in freed)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from meshwright.core.spans import Rows, Span
-from meshwright.report.order import MEANINGS, words
+from meshwright.report.order import MEANINGS, Units, words
 
 COLOURS = {
     "F": ("#93c5fd", "#3b82f6", "#1d4ed8"),
@@ -27,22 +27,23 @@ BOX, HILL, GAP = 20, 14, 6  # heights of a row, and of what it holds
 LETTER = 6.5  # the width of a letter in a label
 
 
-def order_svg(parts: Mapping[str, Rows], width: int = 1100, unit: str = "") -> str:
-    """The `parts`, such as planned and measured, as the text of an SVG `width` pixels wide. `unit` is that of the times."""
+def order_svg(parts: Mapping[str, Rows], width: int = 1100, units: Units | None = None) -> str:
+    """The `parts`, such as planned and measured, as the text of an SVG `width` pixels wide. `units` say times and amounts."""
+    units = units or Units()
     end = max((span.end for rows in parts.values() for row in rows for span in row), default=0.0) or 1.0
     scale = (width - LEFT - RIGHT) / end
     body: list[str] = []
     y = 8.0
     for name, rows in parts.items():
-        body.append(_text(LEFT, y + 14, f"{name}: {words(rows)}", weight="bold"))
+        body.append(_text(LEFT, y + 14, f"{name}: {words(rows, units)}", weight="bold"))
         y += TOP
         most = max((span.held for row in rows for span in row), default=0.0)
         for rank, row in enumerate(rows):
-            body += _row(rank, row, y, scale, end, unit)
+            body += _row(rank, row, y, scale, end, units)
             y += BOX
             if most:
                 body.append(_hill(row, y, scale, most))
-                body.append(_text(LEFT + end * scale + 4, y + HILL, f"{max((s.held for s in row), default=0.0):.4g}"))
+                body.append(_text(LEFT + end * scale + 4, y + HILL, units.much(max((s.held for s in row), default=0.0))))
                 y += HILL
             y += GAP
     body += _legend(parts, y + 4)
@@ -53,15 +54,15 @@ def order_svg(parts: Mapping[str, Rows], width: int = 1100, unit: str = "") -> s
     return f'<svg xmlns="http://www.w3.org/2000/svg" {frame} {look}>{ground}{"".join(body)}</svg>\n'
 
 
-def _row(rank: int, row: Sequence[Span], y: float, scale: float, end: float, unit: str) -> Iterator[str]:
-    yield _text(8, y + 14, f"rank {rank}")
+def _row(rank: int, row: Sequence[Span], y: float, scale: float, end: float, units: Units) -> Iterator[str]:
+    yield _text(8, y + 14, f"{units.rank} {rank}")
     yield f'<rect x="{LEFT}" y="{y:g}" width="{end * scale:.2f}" height="{BOX}" fill="{COLOURS["."][0]}"/>'
     for span in row:
         x, length = LEFT + span.begin * scale, (span.end - span.begin) * scale
         shades = COLOURS[span.kind]
         colour = shades[min(span.chunk, len(shades) - 1)]
         box = f'x="{x:.2f}" y="{y:g}" width="{length:.2f}" height="{BOX}" fill="{colour}"'
-        title = f"<title>{escape(_title(span, unit))}</title>"
+        title = f"<title>{escape(_title(span, units))}</title>"
         yield f'<rect {box} stroke="white" stroke-width="{0.5 if length > 4 else 0}">{title}</rect>'
         label = str(span.micro)
         if span.kind != "~" and len(label) * LETTER < length:
@@ -69,13 +70,13 @@ def _row(rank: int, row: Sequence[Span], y: float, scale: float, end: float, uni
             yield _text(x + length / 2, y + 14, label, anchor="middle", ink=ink)
 
 
-def _title(span: Span, unit: str) -> str:
+def _title(span: Span, units: Units) -> str:
     what = MEANINGS[span.kind]
     which = (
         "" if span.kind == "~" else f" of micro-batch {span.micro}" + (f", part {span.chunk} of the rank" if span.chunk else "")
     )
-    holds = f", {span.held:.4g} held" if span.held else ""
-    return f"{what}{which}: {span.begin:.4g} .. {span.end:.4g} {unit}".rstrip() + holds
+    holds = f", {units.much(span.held)} held" if span.held else ""
+    return f"{what}{which}: {units.long(span.begin)} .. {units.long(span.end)}{holds}"
 
 
 def _hill(row: Sequence[Span], y: float, scale: float, most: float) -> str:

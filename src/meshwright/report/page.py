@@ -15,14 +15,20 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from meshwright.core.program import Program
 from meshwright.core.units import size
 from meshwright.report.charts import curves, stacked, timeline_figure
 from meshwright.report.reading import Record, differences
+from meshwright.report.schedule import schedule_svg
 from meshwright.report.sizes import planned_memory, sent
 from meshwright.report.timeline import timeline
 
 SHOWN_RANKS, SHOWN_ACTIONS = 8, 24
 NO_TRACE = "Train with <code>--run.trace_steps 3</code> to have some steps timed act by act."
+SCHEDULE = (
+    '<p class="note">Forwards and backwards of each part of the model, by micro-batch. Red ground: the rank waits. Amber: it '
+    "waits for what has been sent. Below: the activations that it holds, as the program has them.</p>"
+)
 STYLE = """
 :root { color-scheme: light; }
 body { margin: 0; background: #f4f4f5; color: #27272a; font: 15px/1.5 system-ui, sans-serif; }
@@ -78,6 +84,8 @@ def _run(record: Record, place: int, *, pair: bool) -> Iterator[str]:
     yield _section("The plan", _words(record))
     yield _section("Where the time went", _time(record, place))
     yield _section("One step", _timeline(record, place))
+    drawn = schedule_svg(record)
+    yield _section("Who works when", f'<div class="wide">{drawn}</div>{SCHEDULE}') if drawn else "<div></div>"
     yield _section("Memory per rank", _memory(record, place))
     yield _section("Bytes by action, per rank and step", _bytes(record))
     yield _section("Versions and machine", _machine(record))
@@ -167,7 +175,10 @@ def _memory(record: Record, place: int) -> str:
     held = record.about.get("held")
     rows: dict[str, Mapping[str, Any]] = {}
     if record.program is not None and isinstance(held, Mapping):
-        rows["planned, at its fullest"], rows["planned, most of each"] = planned_memory(record.program, held)
+        for role, actions in record.program.roles:
+            name = f"{role} planned" if len(record.program.roles) > 1 else "planned"
+            each = held.get(role, held)  # of an older run: those of rank 0
+            rows[f"{name}, at its fullest"], rows[f"{name}, most of each"] = planned_memory(Program.of({role: actions}), each)
     for rank, said in list(record.ranks.items())[:SHOWN_RANKS]:
         if isinstance(said.get("memory"), Mapping):
             rows[f"rank {rank}"] = said["memory"]
@@ -176,7 +187,7 @@ def _memory(record: Record, place: int) -> str:
     drawn = {
         name: {part: nbytes / 2**20 for part, nbytes in parts.items() if part != "peak"}
         for name, parts in rows.items()
-        if name != "planned, most of each"  # which never are there together
+        if not name.endswith("planned, most of each")  # which never are there together
     }
     parts = dict.fromkeys(part for each in rows.values() for part in each)
     heads = ["", *(escape(name) for name in rows)]

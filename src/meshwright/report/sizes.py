@@ -19,7 +19,8 @@ from meshwright.report.reading import Record
 CATEGORIES = {  # by the first words of a hold's name
     **{"gradient": "gradients", "summed gradient": "gradients"},
     **{"stream": "activations", "inside": "activations", "stream gradient": "activations", "scratch": "activations"},
-    **{"bucket": "buckets", "weight buffer": "buckets", "gradient buffer": "buckets"},
+    **dict.fromkeys(("owed", "RECEIVE", "RECEIVE_GRAD", "JOIN", "JOIN_GRAD"), "activations"),
+    **{"bucket": "buckets", "weight buffer": "buckets", "gradient buffer": "buckets", "old weights": "buckets"},
 }
 ORDER = ("parameters", "master", "gradients", "moments", "buckets", "activations")
 
@@ -46,18 +47,23 @@ def planned_memory(program: Program, held: Mapping[str, int]) -> tuple[dict[str,
         sizes: dict[str, tuple[str, int]] = {}
         for action in actions:
             again = {hold.name for hold in action.takes} & set(sizes)  # a buffer that is freed and taken in one act
-            for category, nbytes in (sizes.pop(name) for name in again):
-                now[category] -= nbytes
+            for kind, nbytes in (sizes.pop(name) for name in again):
+                now[kind] -= nbytes
             for hold in action.takes:
-                word = hold.name.split("(")[0].rstrip(" 0123456789")
-                sizes[hold.name] = (CATEGORIES.get(word, word), hold.nbytes)
+                sizes[hold.name] = (category(hold.name), hold.nbytes)
                 now[sizes[hold.name][0]] += hold.nbytes
             most |= now
             fullest = Counter(now) if now.total() > fullest.total() else fullest
             for name in (name for name in action.frees if name not in again):
-                category, nbytes = sizes.pop(name, ("", 0))
-                now[category] -= nbytes
+                kind, nbytes = sizes.pop(name, ("", 0))
+                now[kind] -= nbytes
     return _ordered({**held, **fullest}), _ordered({**held, **most})
+
+
+def category(name: str) -> str:
+    """What kind of memory the hold `name` is."""
+    word = name.split("(")[0].rstrip(" 0123456789")
+    return CATEGORIES.get(word, word)
 
 
 def _ordered(found: Mapping[str, int]) -> dict[str, int]:
@@ -65,14 +71,26 @@ def _ordered(found: Mapping[str, int]) -> dict[str, int]:
 
 
 def sent(record: Record) -> list[Sent]:
-    """What each action sends in a step, in the order of the program; then what was sent beside the steps, as a total."""
-    listed = [action for _, actions in (record.program.roles if record.program else ()) for action in actions if action.moves]
+    """What each action sends in a step, in the order of the program; then what was sent beside the steps, as a total.
+
+    What one rank sends another is one line for all micro-batches; an action of several roles is told once, of the busiest.
+    """
+    listed: dict[str, dict[str, list[Action]]] = {}
+    for role, actions in record.program.roles if record.program else ():
+        for action in (action for action in actions if action.moves and action.lane != "receive"):
+            label = f"{action.kind}({action.subject})" if action.lane == "send" else action.name
+            listed.setdefault(label, {}).setdefault(role, []).append(action)
     ledgers = [rank for rank in record.ranks.values() if rank.get("steps")]
     found = []
-    for action in listed:
-        each = [ledger["sent"].get(action.name, 0.0) / ledger["steps"] for ledger in ledgers if "sent" in ledger]
-        found.append(Sent(action.name, _what(action), _bytes(action, record), max(each, default=None)))
-    names = {action.name for action in listed}
+    for label, roles in listed.items():
+        names = {action.name for actions in roles.values() for action in actions}
+        each = [sum(ledger["sent"].get(n, 0.0) for n in names) / ledger["steps"] for ledger in ledgers if "sent" in ledger]
+        planned = [[_bytes(action, record) for action in actions] for actions in roles.values()]
+        most = max((sum(filter(None, mine)) for mine in planned if None not in mine), default=None)
+        (first, *rest), *_ = roles.values()
+        what = _what(first) + (f", {1 + len(rest)} times" if rest else "")
+        found.append(Sent(label, what, most, max(each, default=None)))
+    names = {action.name for roles in listed.values() for actions in roles.values() for action in actions}
     beside: Counter[str] = Counter()
     for ledger in ledgers:
         beside.update({name: nbytes / len(ledgers) for name, nbytes in ledger.get("sent", {}).items() if name not in names})
@@ -83,7 +101,7 @@ def _bytes(action: Action, record: Record) -> float | None:
     sizes = record.about.get("sizes", {})
     if not all(set(move.axes) <= set(sizes) for move in action.moves):
         return None
-    return sum(moved_bytes(move, prod(sizes[axis] for axis in move.axes))[1] for move in action.moves)
+    return sum(moved_bytes(move, len(move.among) or prod(sizes[axis] for axis in move.axes))[1] for move in action.moves)
 
 
 def _what(action: Action) -> str:

@@ -4,6 +4,7 @@ Runs of equal actions on consecutive blocks are drawn as one row; what waits for
 memory is said in its row.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
@@ -14,11 +15,13 @@ from rich.text import Text
 from meshwright.comm.collective import FROM_ONE, TO_ONE, moved_bytes
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
-from meshwright.core.steps import USES
+from meshwright.core.steps import FORWARDS, USES
 from meshwright.core.units import size
 from meshwright.report.parameters import divided_words
+from meshwright.report.parts import parts_view
 from meshwright.report.roles import roles_table, roles_words
-from meshwright.report.states import sent_table, states_table, states_words
+from meshwright.report.states import busiest, sent_table, states_table, states_words
+from meshwright.report.versions import versions_words
 from meshwright.verifier.trace import Traced
 from meshwright.verifier.verdict import Verdict
 
@@ -29,6 +32,8 @@ MEANINGS = {
     "RERUN": "forward, once more, of",
     "LOSS": "loss and its gradient",
     "B": "backward of",
+    "I": "gradients of what goes into",
+    "W": "gradients of the weights of",
     "PACK": "gradients into one buffer",
     "MEASURE": "squared norm before the sum",
     "REDUCE": "sum gradients over ranks",
@@ -41,11 +46,21 @@ MEANINGS = {
     "UNSHARD": "bring weights together",
     "RESHARD": "let go of whole weights",
     "READY": "what was sent has come",
+    "SEND": "on to who needs it",
+    "RECEIVE": "what has come",
+    "SEND_GRAD": "gradient, back",
+    "RECEIVE_GRAD": "gradient that has come",
+    "JOIN": "pieces of what has come, together",
+    "JOIN_GRAD": "pieces of a gradient that has come, together",
     "ADD": "to the sum so far",
     "SQUARE": "squared norm of own shards",
     "NORM": "that of all shards",
+    "TIE": "sum of what parts have of gradients",
     "BRING": "slices of gradients to who steps them",
     "CLIP": "gradient norm, clip",
+    "STASH": "keep the weights as they are",
+    "RESTORE": "have the kept weights in the model",
+    "RENEW": "have the newest weights there again",
     "STEP": "optimizer",
     "HAND": "slices of what was stepped",
     "ESTIMATE": "gradient noise scale",
@@ -54,9 +69,11 @@ MEANINGS = {
 # kinds that are told apart by their subject
 SUBJECTS = (
     *("PACK", "MEASURE", "REDUCE", "UNPACK", "GATHER", "SCATTER", "BROADCAST", "ADD"),
-    *("UNSHARD", "READY", "RESHARD", "BRING", "HAND"),
+    *("UNSHARD", "READY", "RESHARD", "TIE", "BRING", "HAND"),
+    *("SEND", "RECEIVE", "SEND_GRAD", "RECEIVE_GRAD", "JOIN", "JOIN_GRAD"),
 )
-STRETCHES = {"F": "forward", "F_LEAN": "forward", "B": "backward", "RERUN": "backward", "PACK": "backward"}
+BEGINNING = 10  # rows of a list, where there are several roles
+STRETCHES = {**dict.fromkeys(FORWARDS, "forward"), **dict.fromkeys(("RERUN", "B", "I", "W", "PACK"), "backward")}
 BESIDE = ("UNSHARD", "RESHARD", "READY", "ADD", "MEASURE")  # what a stretch has for each block, and a REDUCE that scatters
 
 
@@ -71,8 +88,19 @@ def work(flops: float) -> str:
 
 def plan_view(plan: Plan, *, every: bool = False) -> RenderableType:
     """The summary of `plan`, its dtypes, what a rank holds and sends, and its actions; `every` draws each in a row of its own."""
-    tables = [table for table in (roles_table(plan), states_table(plan), sent_table(plan)) if table is not None]
-    return Group(_summary(plan), *(part for table in tables for part in ("", table)), "", _actions(plan, every=every))
+    tables = [roles_table(plan), states_table(plan), sent_table(plan), parts_view(plan, every=every)]
+    shown = (part for table in tables if table is not None for part in ("", table))
+    return Group(_summary(plan), *shown, *_lists(plan, every=every))
+
+
+def _lists(plan: Plan, *, every: bool) -> Iterator[RenderableType]:
+    """The list of the one role; of several the begin of the first one's, or with `every` all of them."""
+    if len(plan.program.roles) == 1:
+        yield from ("", _actions(plan.actions, every=every))
+        return
+    for role, actions in plan.program.roles if every else plan.program.roles[:1]:
+        yield Text(f"\n{role}" + ("" if every else f", of {len(plan.program.roles)} roles"), style="bold")
+        yield _actions(actions, every=every, most=len(actions) if every else BEGINNING)
 
 
 def _summary(plan: Plan) -> Table:
@@ -97,6 +125,7 @@ def plan_words(plan: Plan) -> dict[str, str]:
         "global batch": f"{job.train.batch} samples = {ranks} x {micros} of {plan.micro_batch}{each}",
         "precision": roles_words(plan),
         **divided_words(plan),
+        **versions_words(plan),
         "states per rank": states_words(plan),
         **_origin_words(plan),
         "sent per rank and step": _sent(plan),
@@ -107,13 +136,14 @@ def plan_words(plan: Plan) -> dict[str, str]:
 def _sent(plan: Plan) -> str:
     """What leaves each rank in a step; where the ranks differ, the busiest and another."""
     served, serving, apart = 0.0, 0.0, False
-    for move in (move for action in plan.actions for move in action.moves):
-        least, most = moved_bytes(move, plan.mesh.extent(move.axes))
+    rank, actions = busiest(plan)
+    for move in (move for action in actions for move in action.moves):
+        least, most = moved_bytes(move, move.ranks(plan.mesh))
         served += 0 if move.collective in FROM_ONE else least
         serving += 0 if move.collective in TO_ONE else most
         apart = apart or least != most
     if size(served) == size(serving):
-        return size(serving)
+        return size(serving) + (f" by rank {rank}, which sends most" if len(plan.program.roles) > 1 else "")
     if apart:
         return f"{size(serving)} by the busiest rank, {size(served)} by the one that sends least"
     return f"{size(serving)} by rank 0, {size(served)} by each other one"
@@ -130,19 +160,24 @@ def _origin_words(plan: Plan) -> dict[str, str]:
     }
 
 
-def _actions(plan: Plan, *, every: bool) -> Table:
+def _actions(actions: tuple[Action, ...], *, every: bool, most: int = sys.maxsize) -> Table:
     columns = (Column("lane", min_width=7), Column("action", overflow="fold"), Column("what happens", overflow="fold"))
     table = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
-    actions = plan.actions
     lanes = {action.name: action.lane for action in actions}
-    for run in _runs(actions, every=every):
+    runs = list(_runs(actions, every=every))
+    if len(runs) > most:
+        table.caption, table.caption_justify = (
+            f"and {len(runs) - most} more rows (--all shows them, and those of all roles)",
+            "left",
+        )
+    for run in runs[:most]:
         first = run[0]
         micro = "" if first.micro is None else f" micro {first.micro}"
         number = f" x{len(run)}" if len(run) > 1 else ""
         name = first.subject if first.kind in SUBJECTS and len(run) == 1 else ""
         label = f"{first.kind}{number}{micro} {name}".rstrip()
         table.add_row(
-            first.lane, Text(label), Text("; ".join(_details(run, lanes))), style="cyan" if first.lane == "wire" else ""
+            first.lane, Text(label), Text("; ".join(_details(run, lanes))), style="" if first.lane == "compute" else "cyan"
         )
     return table
 
@@ -196,7 +231,7 @@ def verdict_view(verdict: Verdict) -> RenderableType:
     table.add_row("largest relative errors", f"(allowed: {verdict.tolerance:g})")
     for quantity, error in verdict.worst.items():
         table.add_row(f"  {quantity}", f"{error:.2g}")
-    head = f"{verdict.mesh} equals one device after {verdict.steps} steps of {verdict.model}, on {verdict.body}"
+    head = f"{verdict.mesh} equals {verdict.beside} after {verdict.steps} steps of {verdict.model}, on {verdict.body}"
     return Group(Text(head, style="green"), table)
 
 

@@ -22,17 +22,21 @@ from meshwright.report.reading import Record
 
 PARTS = {
     "forward": ("F", "F_LEAN", "RERUN", "glue"),
-    "backward": ("LOSS", "B"),
+    "backward": ("LOSS", "B", "I", "W"),
     "packing": ("PACK", "UNPACK", "ADD"),
-    "communication": ("COUNT", "REDUCE", "UNSHARD", "RESHARD", "NORM", "TALLY", "NOISE", "BRING", "HAND", "issue"),
+    "communication": (
+        *("COUNT", "REDUCE", "UNSHARD", "RESHARD", "NORM", "TALLY", "NOISE", "TIE", "BRING", "HAND", "issue"),
+        *("SEND", "RECEIVE", "SEND_GRAD", "RECEIVE_GRAD", "JOIN", "JOIN_GRAD"),
+    ),
     "waiting": ("wait", "READY"),
-    "optimizer": ("MEASURE", "SQUARE", "CLIP", "STEP", "ESTIMATE"),
+    "optimizer": ("MEASURE", "SQUARE", "CLIP", "STASH", "RESTORE", "RENEW", "STEP", "ESTIMATE"),
     "data": ("data",),
     "evaluate": ("evaluate",),
     "save": ("save",),
 }
 PART_OF = {kind: part for part, kinds in PARTS.items() for kind in kinds}
 SHOWN_RANKS = 8
+Events = Mapping[int, Sequence[Mapping[str, Any]]]  # of each rank
 
 
 @dataclass(frozen=True)
@@ -60,18 +64,55 @@ class Timeline:
 
 def timeline(record: Record) -> Timeline | None:
     """The timeline of a run; None when neither its program nor a trace is there."""
-    events = {rank: _acts(trace) for rank, trace in record.traces.items()}
-    seen = sorted({step for each in events.values() for event in each for step in [event["args"]["step"]]})
-    if record.program is None and not seen:
+    events, step = steps_traced(record)
+    if record.program is None and step is None:
         return None
-    # of the traced steps the middle one by length is drawn: neither a hiccup nor a lucky one
-    step = _middle(events, seen) if seen else None
     drawn = dict(list(events.items())[:SHOWN_RANKS])
     measured = [bar for rank, each in drawn.items() for bar in _measured(rank, each, step)] if step is not None else []
     start = min((bar.begin for bar in measured), default=0.0)
     shifted = [Bar(bar.row, bar.name, bar.part, bar.begin - start, bar.length, bar.said) for bar in measured]
-    planned = [] if record.program is None else _planned(record.program, durations(events.values()))
-    return Timeline(planned, shifted, step, bool(seen), len(events) - len(drawn))
+    planned = [] if record.program is None else _planned(record.program, lengths(record, events))
+    return Timeline(planned, shifted, step, step is not None, len(events) - len(drawn))
+
+
+def steps_traced(record: Record) -> tuple[Events, int | None]:
+    """The acts of traced steps of each rank, and the step to be drawn: of all, the middle one by length.
+
+    That is neither a hiccup nor a lucky one. None when nothing was traced.
+    """
+    events = {rank: _acts(trace) for rank, trace in record.traces.items()}
+    seen = sorted({step for each in events.values() for event in each for step in [event["args"]["step"]]})
+    return events, _middle(events, seen) if seen else None
+
+
+def lengths(record: Record, events: Events) -> dict[str, float]:
+    """Milliseconds of each action by its name, as a program on paper takes them.
+
+    A message from one rank to another takes what passed, where that was shortest, from when both were at it until it had come:
+    nobody is told when it left.
+    """
+    known = durations(events.values())
+    if record.program is None:
+        return known
+    ranks = max(1, record.world // len(record.program.roles))
+    at = {role: number * ranks for number, (role, _) in enumerate(record.program.roles)}
+    times = {
+        (rank, event["args"]["step"], event["args"]["action"]): (event["ts"] / 1e3, event["dur"] / 1e3)
+        for rank, each in events.items()
+        for event in each
+        if "action" in event["args"]
+    }
+    steps = {step for _, step, _ in times}
+    passed: dict[str, list[float]] = defaultdict(list)
+    for role, actions in record.program.roles:
+        for action in (action for action in actions if action.lane == "receive" and action.waits):
+            known[action.name] = 0.0
+            source, name = action.waits[0].split("/", 1)
+            for step in steps:
+                sent, came = times.get((at[source], step, name)), times.get((at[role], step, action.name))
+                if sent and came:
+                    passed[name].append(max(0.0, sum(came) - max(sent[0], came[0])))
+    return known | {name: min(each) for name, each in passed.items()}
 
 
 def durations(events: Any) -> dict[str, float]:

@@ -3,7 +3,8 @@
 hash, mesh, world    the plan's name, its mesh in words, the number of ranks
 words                the plan in words, as `meshwright plan` shows it
 program              the actions of every role (core/written.py)
-held                 bytes that a rank holds all the time, by category
+held                 bytes that a rank of each role holds all the time, by category
+parts                the visits of each part of the model, in order of the forward
 versions, machine    of Python and the packages; processor, memory and device of rank 0. No host or user name.
 """
 
@@ -12,6 +13,7 @@ import platform
 import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +26,22 @@ from meshwright.run.account import device_name
 from meshwright.run.trace import replace_file
 
 NAME = "about.json"
+Held = Mapping[str, Mapping[str, int]]
 PACKAGES = ("meshwright", "torch", "transformers")
 
 
-def write_about(plan: Plan, words: Mapping[str, str], held: Mapping[str, int], device: torch.device) -> Path:
+def write_about(plan: Plan, words: Mapping[str, str], held: Held, device: torch.device) -> Path:
     """Write what `plan` is into its run's folder; returns the file. Raises OSError."""
+    visits = plan.anatomy.visits
+    starts = [0, *(visits.index(cut) for cut in plan.space.cuts), len(visits)]
     said: dict[str, Any] = {
         "hash": plan.hash,
         "mesh": str(plan.mesh),
         "world": plan.mesh.world,
         "sizes": {axis: plan.mesh.size(axis) for axis in _axes(plan)},
         "words": dict(words),
-        "held": dict(held),
+        "held": {role: dict(each) for role, each in held.items()},
+        "parts": [list(visits[begin:end]) for begin, end in pairwise(starts)],
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",

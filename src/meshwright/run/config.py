@@ -14,9 +14,9 @@
 A file without `strategies` asks for a choice; `strategies = []` asks for none. A plan file adds `plan_hash` and `version`.
 Every fault of a file and of the overrides is reported at once, with its dotted key and where it stands.
 
-Paths in cluster, model.source, model.weights, data.source, data.tokenizer and evaluate.source are relative to the folder of the
-file (those given as overrides: to the current folder) if they exist there. They become absolute on reading, so a plan file
-can be moved to another folder.
+Paths in cluster, model.source, model.weights, data.source, data.tokenizer, evaluate.source, and those of .csv and .py files in a
+strategy, are relative to the folder of the file (those given as overrides: to the current folder) if they exist there. They
+become absolute on reading, so a plan file can be moved to another folder.
 """
 
 import json
@@ -40,6 +40,7 @@ from meshwright.core.strategy import Strategy
 from meshwright.run.overrides import overridden
 from meshwright.run.schema import Check
 
+FILE = re.compile(r"\.(csv|py)(:\w+)?$")  # a text of a strategy that names a file
 EXTRA = ("plan_hash", "version")  # written by a plan file
 
 
@@ -69,7 +70,7 @@ def read_request(path: Path, overrides: Sequence[str], strategies: Mapping[str, 
     tables: dict[str, Any] = {**get_type_hints(Job), "run": Run}
     hints = {**tables, "mesh": dict[str, int], "micro_batch": int, "cluster": str, **dict.fromkeys(EXTRA, str)}
     check = Check(str(path), said, tables, faults)
-    chosen = _strategies(document.pop("strategies", None), strategies, check)
+    chosen = _strategies(document.pop("strategies", None), strategies, check, path.parent)
     for key in (key for key in document if key not in hints):
         check.unknown(key, (*hints, "strategies"), (key,))
     values = {key: check.fit(document[key], hint, (key,)) for key, hint in hints.items() if key in document}
@@ -172,7 +173,7 @@ def _syntax_error(path: Path, text: str, error: tomllib.TOMLDecodeError) -> Plan
     )
 
 
-def _strategies(listed: Any, known: Mapping[str, type[Strategy]], check: Check) -> tuple[Strategy, ...] | None:
+def _strategies(listed: Any, known: Mapping[str, type[Strategy]], check: Check, folder: Path) -> tuple[Strategy, ...] | None:
     if listed is None:
         return None
     path = ("strategies",)
@@ -191,9 +192,17 @@ def _strategies(listed: Any, known: Mapping[str, type[Strategy]], check: Check) 
                 Fault(f"there is no strategy '{name}'", nearest(name, known), check.where((*path, str(i), "name")))
             )
         else:
-            values = {key: value for key, value in table.items() if key != "name"}
+            places = (
+                (Path.cwd(), folder) if check.overridden & {("strategies", name, key) for key in table} else (folder, Path.cwd())
+            )
+            values = {key: _file(value, places) for key, value in table.items() if key != "name"}
             chosen.append(check.fit(values, known[name], (*path, name)))
     return tuple(chosen)
+
+
+def _file(value: Any, folders: Sequence[Path]) -> Any:
+    """`value`; the absolute path where it names a file of data or of Python that exists in one of `folders`."""
+    return _absolute(value, folders) if isinstance(value, str) and FILE.search(value) else value
 
 
 def _with_absolute_sources(job: Job, folder: Path, said: frozenset[tuple[str, ...]]) -> Job:

@@ -14,6 +14,8 @@ from meshwright.core.plan import Plan
 from meshwright.engine.evaluation import Evaluation
 from meshwright.engine.loss import Batch
 from meshwright.engine.player import Player
+from meshwright.engine.rows import Rows
+from meshwright.engine.spread import spread_buffers
 from meshwright.engine.state import Metrics
 from meshwright.model.reading import Reading
 from meshwright.run.checking import checked, readers
@@ -44,9 +46,10 @@ class Engine:
         """Global steps taken so far, those before a resume included."""
         return self.player.steps_done
 
-    def step(self, batch: Batch | None, *, stop: bool = False) -> Metrics:
+    def step(self, batch: Rows, *, stop: bool = False) -> Metrics:
         """Train one global step on this rank's rows (see `share`); every rank gets the same metrics back.
 
+        A list is one of micro-batches: each has the plan's number of rows, the last one at most that, and rows of any length.
         Raises OutOfMemory, with the changes of the plan that take less, on a rank that asks for memory and is not given it.
         """
         ledger = self.world.ledger
@@ -54,10 +57,11 @@ class Engine:
         with self.telling:
             return self.player.step(batch, stop=stop)
 
-    def evaluate(self, batches: Iterable[Batch | None]) -> Evaluation:
+    def evaluate(self, batches: Iterable[Rows]) -> Evaluation:
         """The loss over `batches`, exact over all ranks, each of which calls this with its own rows (see `share`).
 
-        In eval mode and without gradients; parameters, buffers, modes and random streams are untouched.
+        In eval mode and without gradients; parameters, buffers, modes and random streams are untouched. Ranks that have other
+        parts of the model than this one call it with the same rows, as `share` deals them.
         """
         with self.telling:
             return self.player.evaluate(batches)
@@ -66,7 +70,8 @@ class Engine:
     def whole(self) -> Iterator[nn.Module]:
         """The module, to be called without gradients meanwhile: its weights are brought together as they are needed.
 
-        All ranks enter, and run the same forwards. What a sharded plan has between steps is only this rank's share.
+        All ranks enter, and run the same forwards (`generate` too; one that draws words, with the same seed); all get the
+        outputs. What a plan with shards or parts has between steps is only this rank's share.
         """
         with torch.no_grad(), self.player.whole("WHOLE"):
             yield self.module
@@ -87,10 +92,12 @@ class Engine:
         Of a peft model the adapter is written, as peft does; with `merge`, the model that it makes of its base.
         """
         parameters = self.player.parameters(keep=self.world.rank == 0, exact=True)
+        with self.world.ledger.silent():
+            buffers = spread_buffers(self.plan, self.player.state, "WHOLE")
         if self.world.rank:
             return None
-        buffers = {name: held for name, held in self.player.tensors().items() if isinstance(held, torch.Tensor)}
-        saved = buffers | {f"model/{name}": value for name, value in parameters.items()}
+        saved = {f"model/{name}": value for name, value in parameters.items()}
+        saved |= {f"buffer/{name}": buffer for name, buffer in buffers.items()}
         return export(Trained.saved(self.reading.blueprint, saved), Path(folder), dtype, merge=merge)
 
     def load(self, checkpoint: Path | str) -> int:

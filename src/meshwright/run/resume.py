@@ -150,8 +150,8 @@ def summed_by(plan: Plan, world: World) -> dict[str, str]:
     Two summands have one order. All ranks call this: it may make groups.
     """
     moves = [move for action in plan.actions for move in action.moves]
-    axes = {move.axes for move in moves if move.collective in SUMMING and move.algorithm == BACKEND}
-    groups = {" x ".join(each): world.group(each) for each in sorted(axes)}
+    sums = {(move.axes, move.among) for move in moves if move.collective in SUMMING and move.algorithm == BACKEND}
+    groups = {" x ".join((*axes, *map(str, among))): world.group(axes, among) for axes, among in sorted(sums)}
     return {name: group.transport for name, group in groups.items() if group.size > 2}
 
 

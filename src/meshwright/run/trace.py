@@ -39,8 +39,13 @@ PART_OF = {
     GLUE: "forward",
     "LOSS": "backward",
     "B": "backward",
+    "I": "backward",
+    "W": "backward",
     WAIT: "exposed communication",
     "CLIP": "optimizer",
+    "STASH": "optimizer",
+    "RESTORE": "optimizer",
+    "RENEW": "optimizer",
     "STEP": "optimizer",
 }
 RUN_ROW, COMPUTE_ROW, WIRE_ROW = 0, 1, 2  # further rows of the wire follow
@@ -129,7 +134,7 @@ class Tracer:
         ends: list[float] = []  # per row of the wire, when it is free again
         for span in sorted(spans, key=lambda span: span.begin):
             row = COMPUTE_ROW
-            if span.lane == "wire":
+            if span.lane != "compute":
                 free = next((i for i, end in enumerate(ends) if end <= span.begin), len(ends))
                 ends[free : free + 1] = [span.end]
                 row = WIRE_ROW + free

@@ -7,6 +7,8 @@ from meshwright.strategies.data.naive import Naive
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.data.zero import Zero
 from meshwright.strategies.memory.recompute import Recompute
+from meshwright.strategies.pipeline.pipedream import PipeDream
+from meshwright.strategies.pipeline.pipeline import Pipeline
 from meshwright.strategies.tensor.cube import Cube
 from meshwright.strategies.tensor.grid import Grid
 from meshwright.strategies.tensor.grid25 import Grid25
@@ -16,5 +18,20 @@ from meshwright.strategies.tensor.vocabulary import Vocabulary
 
 STRATEGIES: dict[str, type[Strategy]] = {
     strategy.name: strategy
-    for strategy in (Batch, Master, Naive, Replicate, Zero, Line, Sequence, Grid, Grid25, Cube, Vocabulary, Recompute)
+    for strategy in (
+        Batch,
+        Master,
+        Naive,
+        Replicate,
+        Zero,
+        Line,
+        Sequence,
+        Grid,
+        Grid25,
+        Cube,
+        Vocabulary,
+        Pipeline,
+        PipeDream,
+        Recompute,
+    )
 }

@@ -185,7 +185,7 @@ def _sample(ready: Prepared, engine: Engine, ended: Ended, *, show: bool) -> str
     if not run.sample_tokens or not isinstance(ready.data, TokenData) or ended.stopped:
         return ""
     with engine.whole() as module:
-        if not show and not engine.player.store.together:
+        if not show and not (engine.player.store.together or ready.plan.space.stages):
             return ""
         length, codec = job.data.sequence, ready.data.codec
         return sample_text(module, run.sample_prompt, run.sample_tokens, length, job.train.seed, codec=codec)

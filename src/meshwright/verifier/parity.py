@@ -20,6 +20,7 @@ from meshwright.core.job import Guard, Job, Optimizer, Precision, Schedule
 from meshwright.core.mesh import AXES
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action, Program
+from meshwright.core.steps import steps
 from meshwright.engine.player import Player
 from meshwright.engine.state import State
 from meshwright.verifier.reference import Case, Reference, StepTruth, Values
@@ -66,7 +67,7 @@ def compare_rank(case: Case, world: World, reference: Reference) -> RankReport:
         _with_probe(case.plan.at(world.rank)),
         state,
         dice=case.make_dice(),
-        extra={"PROBE": lambda action, state: watched.gradients()},
+        extra={"PROBE": lambda action, state: watched.gradients(action.micro)},
     )
     watched.player = player
     rows = case.rows(case.plan, world.rank)
@@ -110,6 +111,7 @@ def judge(case: Case, reports: list[RankReport], body: str, versions: Mapping[st
         others=max(0, len(found) - 1),
         missing=missing,
         versions=dict(versions),
+        beside="a replay of its weight versions in one process" if steps(plan.actions) else "one device",
     )
 
 
@@ -196,12 +198,16 @@ class _Watch:
             if not error <= TOLERANCE:
                 self._add(quantity, name, block, error, factor)
 
-    def gradients(self) -> None:
-        """The handler of PROBE: every gradient as the optimizer is about to see it, before clipping; where there is one."""
+    def gradients(self, micro: int | None) -> None:
+        """The handler of PROBE: every gradient as the optimizer is about to see it, before clipping; where there is one.
+
+        Of a step with one micro-batch, those of this rank's part: others take theirs at other times.
+        """
         if self.player is None or not self._case.plan.leads(self._report.rank):
             return
-        found = self.player.gradients()
-        wanted = self._reference.steps[self.step].gradients
+        truth = self._reference.steps[self.step]
+        found = self.player.gradients(own=micro is not None)
+        wanted = truth.gradients if micro is None else {name: truth.each[micro][name] for name in found}
         self.values("gradient", self.step, found, wanted, self._common_factor(found, wanted))
 
     def _common_factor(self, mine: Values, wanted: Values) -> float | None:
@@ -233,13 +239,13 @@ class _Watch:
 
 
 def _with_probe(plan: Plan) -> Plan:
-    """`plan` with a PROBE where CLIP stands: it waits for all that CLIP waits for."""
+    """`plan` with a PROBE where CLIP stands: it waits for all that CLIP waits for. Where nobody clips, before each STEP."""
 
     def insert(actions: list[Action]) -> list[Action]:
         edited = []
         for action in actions:
-            if action.kind == "CLIP":
-                edited.append(Action("PROBE", waits=action.waits, tensors=action.tensors))
+            if action.kind == "CLIP" or (action.kind == "STEP" and action.micro is not None):
+                edited.append(Action("PROBE", micro=action.micro, waits=action.waits, tensors=action.tensors))
             edited.append(action)
         return edited
 

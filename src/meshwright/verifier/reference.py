@@ -3,15 +3,20 @@
 The model's own forward on the whole global batch, one `loss.backward()`, torch's own clipping and optimizer. Nothing here
 cuts a graph, buckets a gradient or knows a mesh. It shares with the engine only what defines the numbers: initial
 values, the order of samples, and the stateless dropout.
+
+A plan in which every micro-batch is an update of its own, at weights that are several updates old, computes something else. Then
+the loop is a replay of the versions that its program states (core/versions.py): still one model, its own forward, one backward.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from meshwright.core.job import Job
 from meshwright.core.plan import Plan
+from meshwright.core.steps import steps as alone
+from meshwright.core.versions import forward_versions
 from meshwright.engine.loss import Batch, Loss
 from meshwright.engine.optimizers import parameter_groups
 from meshwright.engine.schedule import factor
@@ -39,13 +44,17 @@ class Case:
 
 @dataclass(frozen=True)
 class StepTruth:
-    """One step of one device: the batch, the loss, every gradient before clipping, their norm, the parameters after."""
+    """One step of one device: the batch, the loss, every gradient before clipping, their norm, the parameters after.
+
+    Where micro-batches are updates of their own, `each` has the gradients by micro-batch, and `gradients` those of the last one.
+    """
 
     batch: Batch
     loss: float
     grad_norm: float
     gradients: Values
     parameters: Values
+    each: dict[int, Values] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,8 +67,9 @@ class Reference:
 
 
 def run_reference(case: Case, steps: int) -> Reference:
-    """Train `steps` steps on one device and keep all that is compared."""
+    """Train `steps` steps on one device and keep all that is compared; a replay, where the plan asks for one."""
     subject, dice, plan = case.make_subject(), case.make_dice(), case.alone
+    replay = _Replay(case, subject, dice) if alone(case.plan.actions) else None
     trainable = subject.trainable
     block_of = {weight.name: weight.visits[0] for weight in plan.anatomy.weights}
     reference = Reference({name: p.detach().clone() for name, p in subject.parameters.items()}, block_of=block_of)
@@ -72,13 +82,13 @@ def run_reference(case: Case, steps: int) -> Reference:
             break
         for group, base in zip(optimizer.param_groups, bases, strict=True):
             group["lr"] = base * factor(plan.job.schedule, step, plan.job.train.steps)
+        if replay is not None:
+            reference.steps.append(replay.step(optimizer, batch, step))
+            continue
         optimizer.zero_grad(set_to_none=True)
         loss = _loss(case, subject, dice, batch, step)
         loss.backward()
-        for parameter in trainable.values():
-            if parameter.grad is None:  # a step that does not reach a parameter has a gradient of zero, and still decays it
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = {name: p.grad.clone() for name, p in trainable.items() if p.grad is not None}
+        gradients = _gradients(subject)
         clip = plan.job.train.clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(list(trainable.values()), clip)
         if case.loss.count(batch) > 0:  # a step in which nothing counts leaves the parameters as they were
@@ -88,13 +98,68 @@ def run_reference(case: Case, steps: int) -> Reference:
     return reference
 
 
-def _loss(case: Case, subject: Subject, dice: Dice | None, batch: Batch, step: int) -> torch.Tensor:
+class _Replay:
+    """Updates with one micro-batch each: its gradient at the weights that it meets on each rank, with which the newest step."""
+
+    def __init__(self, case: Case, subject: Subject, dice: Dice | None) -> None:
+        self._case, self._subject, self._dice, self._plan = case, subject, dice, case.plan
+        roles = [actions for _, actions in case.plan.program.roles]
+        (self._order,) = {alone(actions) for actions in roles}  # all ranks step with the same micro-batches in the same order
+        met = [forward_versions(actions) for actions in roles]
+        self._met = {weight.name: met[case.plan.space.users(weight)[0]] for weight in case.plan.anatomy.trainable}
+
+    def step(self, optimizer: torch.optim.Optimizer, batch: Batch, step: int) -> StepTruth:
+        """One step of the plan, from the newest weights to those after all its updates."""
+        trainable, num_rows = self._subject.trainable, self._plan.micro_batch * self._plan.num_data
+        history = [_values(trainable)]  # after so many updates
+        each: dict[int, Values] = {}
+        loss, counts = 0.0, list[float]()
+        for micro in self._order:
+            rows = {key: value[micro * num_rows : (micro + 1) * num_rows] for key, value in batch.items()}
+            _set(trainable, {name: history[self._met[name][micro]][name] for name in trainable})
+            optimizer.zero_grad(set_to_none=True)
+            counts.append(self._case.loss.counted(rows)[0] if len(next(iter(rows.values()))) else 0.0)
+            if counts[-1] > 0:
+                taken = _loss(self._case, self._subject, self._dice, rows, step, micro * num_rows)
+                taken.backward()
+                loss += taken.item() * counts[-1]
+            each[micro] = _gradients(self._subject)
+            _set(trainable, history[-1])
+            if counts[-1] > 0:  # one in which nothing counts leaves the parameters as they were
+                optimizer.step()
+            history.append(_values(trainable))
+        squares = sum((tensor * tensor).sum().item() for values in each.values() for tensor in values.values())
+        norm = (squares / max(1, sum(count > 0 for count in counts))) ** 0.5
+        parameters = {name: p.detach().clone() for name, p in self._subject.parameters.items()}
+        return StepTruth(batch, loss / (sum(counts) or 1.0), norm, each[self._order[-1]], parameters, each)
+
+
+def _values(parameters: Mapping[str, torch.nn.Parameter]) -> Values:
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+def _set(parameters: Mapping[str, torch.nn.Parameter], values: Values) -> None:
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(values[name])
+
+
+def _gradients(subject: Subject) -> Values:
+    """A copy of every gradient; a step that does not reach a parameter has one of zero, and still decays it."""
+    for parameter in subject.trainable.values():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return {name: p.grad.clone() for name, p in subject.trainable.items() if p.grad is not None}
+
+
+def _loss(case: Case, subject: Subject, dice: Dice | None, batch: Batch, step: int, begin: int = 0) -> torch.Tensor:
+    """The mean loss of `batch`, the rows from `begin` on of the step's."""
     inputs = {key: value for key, value in batch.items() if key not in case.loss.targets}
     if dice is None:
         outputs = subject.module(**inputs)
     else:
         num_rows = len(next(iter(batch.values())))
-        first = step * case.alone.job.train.batch
+        first = step * case.alone.job.train.batch + begin
         dice.begin(step, torch.arange(first, first + num_rows))
         with StatelessDropout(dice), _announced(subject, dice.enter):
             outputs = subject.module(**inputs)

@@ -3,18 +3,22 @@
 Reads the list of every role and reports, all at once: names that are not unique, waits for actions that do not exist or
 come later, lists in which somebody waits for ever, a backward before its forward or its rerun, a gradient that no transfer
 brings to where the optimizer wants it (or too early, or after the clip), a weight that CLIP or STEP leaves out, and memory
-taken and not returned.
+taken and not returned, what one rank sends another and is received in another order, or where nobody begins to receive it.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 
 from meshwright.core.anatomy import ROOT
 from meshwright.core.clock import Stuck, full_name, play
 from meshwright.core.errors import Fault
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action, Program
-from meshwright.core.steps import FORWARDS, LEAN, USES
+from meshwright.core.steps import BACKWARDS, COMPLETING, FORWARDS, LEAN, USES, reads_sums, role_of, steps
+from meshwright.core.versions import mixed
+from meshwright.verifier.meetings import meeting_faults
+from meshwright.verifier.ties import tie_faults
 
 _FIX = "a strategy's rewrite broke the list: run `meshwright plan` without one strategy after the other to find which"
 
@@ -30,6 +34,9 @@ def prove(plan: Plan) -> list[Fault]:
         faults += [Fault(text, _FIX, f"program.{role}") for text in _copy_faults(view, actions)]
         faults += [Fault(text, _FIX, f"program.{role}") for text in _use_faults(view, actions)]
         faults += [Fault(text, _FIX, f"program.{role}") for text in _whole_faults(view, actions)]
+        faults += [Fault(text, _FIX, f"program.{role}") for text in _line_faults(plan.program, role, actions)]
+    faults += [Fault(text, _FIX, f"program.{role}") for role, text in tie_faults(plan)]
+    faults += [Fault(text, _FIX, "program") for text in meeting_faults(plan.program)]
     try:
         play(plan.program)
     except Stuck as stuck:
@@ -55,14 +62,27 @@ def _order_faults(program: Program, role: str, actions: Sequence[Action]) -> Ite
         passed.add(full_name(role, action.name))
     for action in actions:
         where = f"({action.subject}, {action.micro})"
-        if action.kind == "B" and min(at.get(f"{kind}{where}", len(actions)) for kind in FORWARDS) > at[action.name]:
+        if action.kind in BACKWARDS and min(at.get(f"{kind}{where}", len(actions)) for kind in FORWARDS) > at[action.name]:
             yield f"{action.name} comes before its forward, or without one"
-        if action.kind in FORWARDS and f"B{where}" not in at:
+        if action.kind in FORWARDS and not any(f"{kind}{where}" in at for kind in BACKWARDS):
             yield f"{action.name} has no backward"
-        if action.kind == LEAN and not at[action.name] < at.get(f"RERUN{where}", -1) < at.get(f"B{where}", -1):
+        yield from _halves_faults(action, at, where)
+        behind = max(at.get(f"{kind}{where}", -1) for kind in BACKWARDS)
+        if action.kind == LEAN and not at[action.name] < at.get(f"RERUN{where}", -1) < behind:
             yield f"{action.name} keeps only what it took in, and no RERUN stands between it and its backward"
         if action.kind == "RERUN" and f"{LEAN}{where}" not in at:
             yield f"{action.name} runs a forward again that has kept all it computed, or that there is none of"
+
+
+def _halves_faults(action: Action, at: Mapping[str, int], where: str) -> Iterator[str]:
+    """A backward comes whole, or as I and then W; `where` names its visit and micro-batch."""
+    whole, first, second = (f"{kind}{where}" for kind in ("B", "I", "W"))
+    if action.name == first and second not in at:
+        yield f"{first} leaves the gradients of weights to {second}, and there is none"
+    if action.name == second and at.get(first, len(at)) > at[second]:
+        yield f"{second} comes before {first}, or without it"
+    if action.name == whole and (first in at or second in at):
+        yield f"{whole} is a whole backward, and halves of it stand beside it"
 
 
 def _memory_faults(actions: Sequence[Action]) -> Iterator[str]:
@@ -80,11 +100,17 @@ def _memory_faults(actions: Sequence[Action]) -> Iterator[str]:
 
 
 def _update_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
-    """CLIP must see every gradient, STEP every weight, and STEP what CLIP left."""
+    """CLIP must see every gradient, STEP every weight, and STEP what CLIP left; a STEP with one micro-batch has no CLIP."""
+    if steps(actions):
+        yield from _alone_faults(plan, actions)
+        return
     found = {action.kind: action for action in actions if action.kind in ("CLIP", "STEP")}
     if len(found) < 2:
         yield "there is no CLIP and STEP: the parameters would never change"
         return
+    last = max((i for i, action in enumerate(actions) if action.kind in COMPLETING), default=-1)
+    for action in (action for action in actions[:last] if reads_sums(action) or action.kind == "STEP"):
+        yield f"{action.name} comes before {actions[last].name} has added to the gradients"
     for kind, action in found.items():
         left_out = [weight.name for weight in plan.space.anatomy.trainable if weight.name not in set(action.tensors)]
         if left_out:
@@ -96,6 +122,31 @@ def _update_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
         yield "STEP does not wait for COUNT"
 
 
+def _alone_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
+    """Each micro-batch must be stepped with once, behind its backwards and before those of another; see also core/versions.py."""
+    yield from mixed(actions)
+    there: int | None = None  # whose gradients these are
+    done: set[int | None] = set()
+    for action in actions:
+        if action.kind in COMPLETING:
+            if there not in (None, action.micro):
+                yield f"{action.name} adds to the gradients of micro-batch {there}, and no STEP stands between them"
+            there = action.micro
+        elif action.kind == "STEP":
+            left_out = [weight.name for weight in plan.space.anatomy.trainable if weight.name not in set(action.tensors)]
+            if left_out:
+                yield f"{action.name} leaves out {len(left_out)} weights ({left_out[0]}...)"
+            if action.micro != there:
+                yield f"{action.name} finds the gradients of {'nobody' if there is None else f'micro-batch {there}'}"
+            if action.micro in done:
+                yield f"{action.name} comes before the last backward of its micro-batch"
+            if "COUNT()" not in action.waits:
+                yield f"{action.name} does not wait for COUNT"
+            done.add(action.micro)
+            there = None
+    yield from (f"micro-batch {micro} is never stepped with" for micro in {a.micro for a in actions if a.kind == "F"} - done)
+
+
 def _gradient_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
     """A gradient that backward leaves as a summand must be moved after its last backward, and before CLIP starts."""
     movers: dict[str, list[Action]] = defaultdict(list)
@@ -104,10 +155,13 @@ def _gradient_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
         if action.transfer is not None:
             for name in action.tensors:
                 movers[name].append(action)
-        if action.kind == "B":
+        if action.kind in COMPLETING:
             last[action.subject] = last[ROOT] = i
     index = {action.name: i for i, action in enumerate(actions)}
     before_clip = {name for action in actions if action.kind == "CLIP" for name in _all_waits(actions, action)}
+    unpacked = {action.name: action.waits for action in actions if action.kind == "UNPACK"}
+    alone = [action for action in actions if action.kind == "SQUARE" and action.micro is not None]
+    before_clip |= {name for action in alone for wait in action.waits for name in (wait, *unpacked.get(wait, ()))}
     for home in plan.space.homes:
         weight = home.weight
         complete = max((last[visit] for visit in weight.visits if visit in last), default=-1)
@@ -117,7 +171,7 @@ def _gradient_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
             found = [mover.name for mover in doing]
             if len(doing) > 1 and all(mover.micro is not None for mover in doing):
                 yield from _each_faults(actions, weight.name, weight.visits, doing)
-                found, complete = found[-1:], -1
+                found, complete = [name for name in found if alone and name not in before_clip][:1] or found[-1:], -1
             if not found:
                 yield f"the gradient of {weight.name} stays a pending sum over {axis}: no {act} moves it"
             elif len(found) > 1:
@@ -129,11 +183,14 @@ def _gradient_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
 
 
 def _each_faults(actions: Sequence[Action], weight: str, visits: Sequence[str], movers: Sequence[Action]) -> Iterator[str]:
-    """A gradient that is moved after every micro-batch: once for each, after all its backwards and before the next one's."""
+    """A gradient that is moved after every micro-batch: once for each, after all its backwards and before the next one's.
+
+    Where several visits add to it, one may have begun with the next micro-batch by then: what is there too early is moved too.
+    """
     index = {action.name: i for i, action in enumerate(actions)}
     backwards: dict[int, list[int]] = defaultdict(list)
     for i, action in enumerate(actions):
-        if action.kind == "B" and action.micro is not None and (action.subject in visits or ROOT in visits):
+        if action.kind in COMPLETING and action.micro is not None and (action.subject in visits or ROOT in visits):
             backwards[action.micro].append(i)
     if sorted(mover.micro or 0 for mover in movers) != sorted(backwards):
         yield f"the gradient of {weight} is moved after {len(movers)} micro-batches, and there are {len(backwards)}"
@@ -142,8 +199,8 @@ def _each_faults(actions: Sequence[Action], weight: str, visits: Sequence[str], 
         at, micro = index[mover.name], mover.micro or 0
         if at < max(backwards[micro]):
             yield f"{mover.name} moves the gradient of {weight} before {actions[max(backwards[micro])].name} has added to it"
-        later = [first for other, places in backwards.items() if other > micro for first in places]
-        if later and at > min(later):
+        later = [place for places in backwards.values() for place in places if place > max(backwards[micro])]
+        if later and at > min(later) and len(visits) == 1 and ROOT not in visits:
             yield f"{mover.name} moves the gradient of {weight} after {actions[min(later)].name} has added that of the next"
 
 
@@ -193,6 +250,22 @@ def _whole_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
         missing = [name for name in needed if name not in arrived]
         if missing:
             yield f"{loss.name} needs all rows of {', '.join(missing)} and waits for no GATHER of them"
+
+
+def _line_faults(program: Program, role: str, actions: Sequence[Action]) -> Iterator[str]:
+    """What one rank sends another arrives in that order, and must be received in it, each once."""
+    received = [wait for action in actions if action.lane == "receive" for wait in action.waits if "/" in wait.split("(")[0]]
+    for sender, listed in program.roles:
+        sent = [full_name(sender, action.name) for action in listed if action.lane == "send" and _goes_to(action, role)]
+        taken = [wait for wait in received if wait.startswith(f"{sender}/")]
+        if sent != taken:
+            pairs = list(zip_longest(sent, taken, fillvalue="nothing"))
+            at = next(number for number, (one, other) in enumerate(pairs) if one != other)
+            yield f"what {sender} sends {role} is received in another order: {pairs[at][0]} meets the receive for {pairs[at][1]}"
+
+
+def _goes_to(action: Action, role: str) -> bool:
+    return action.transfer is not None and action.transfer.peer is not None and role_of({"pp": action.transfer.peer}) == role
 
 
 def _does(action: Action, act: str, axis: str) -> bool:

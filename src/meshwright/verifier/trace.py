@@ -152,7 +152,7 @@ def planned(plan: Plan) -> tuple[Message, ...]:
     """What each rank issues in one step, in the order of the program."""
     found = ((action.name, move) for action in plan.actions for move in action.moves)
     return tuple(
-        Message(name, move.collective, axes, plan.mesh.extent(axes), move.nbytes, move.dtype, move.algorithm)
+        Message(name, move.collective, axes, move.ranks(plan.mesh), move.nbytes, move.dtype, move.algorithm)
         for name, move in found
         for axes in [tuple(axis for axis in AXES if axis in move.axes)]
     )
@@ -245,17 +245,23 @@ def _open_dice(plan: Plan) -> Dice | None:
 @contextmanager
 def _ones(module: nn.Module) -> Iterator[None]:
     """Have numbers read off fake tensors be 1, but for those that `module` reads in its forward: there, it looks at values."""
-    mode = _Ones()
-    hooks = (
-        module.register_forward_pre_hook(lambda *_: mode.mark(inside=True)),
-        module.register_forward_hook(lambda *_: mode.mark(inside=False), always_call=True),
-    )
+    mode, own, forward = _Ones(), module.__dict__.get("forward"), module.forward
+
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        mode.mark(inside=True)
+        try:
+            return forward(*args, **kwargs)
+        finally:  # a part leaves it by what is no Exception: hooks of torch do not hear of that
+            mode.mark(inside=False)
+
+    module.forward = marked
     try:
         with mode:
             yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        module.__dict__.pop("forward")
+        if own is not None:
+            module.__dict__["forward"] = own
 
 
 class _Ones(TorchDispatchMode):

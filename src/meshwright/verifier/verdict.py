@@ -41,7 +41,7 @@ class Difference:
 class Verdict:
     """The outcome: `passed` when all was compared and nothing differs beyond `tolerance`.
 
-    `worst` is the largest error per quantity, `missing` says in sentences what was not compared.
+    `worst` is the largest error per quantity, `missing` says in sentences what was not compared, `beside` with what all was.
     """
 
     plan: str
@@ -58,6 +58,7 @@ class Verdict:
     others: int = 0
     missing: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
+    beside: str = "one device"
 
     def write(self, path: Path) -> None:
         """Write the verdict as JSON; an error that is no finite number becomes the text "nan" or "inf"."""
@@ -68,11 +69,11 @@ class Verdict:
         errors = ", ".join(f"{quantity} {error:.2g}" for quantity, error in self.worst.items())
         if self.passed:
             seen = f"largest relative errors: {errors}; allowed {self.tolerance:g}"
-            return f"{self.mesh} equals one device after {self.steps} steps ({seen})"
+            return f"{self.mesh} equals {self.beside} after {self.steps} steps ({seen})"
         if self.first is None:
-            return f"{self.mesh} was NOT compared with one device: {'; '.join(self.missing)}"
+            return f"{self.mesh} was NOT compared with {self.beside}: {'; '.join(self.missing)}"
         more = f"\n  and {self.others} more differences" if self.others else ""
-        return f"{self.mesh} does NOT equal one device (allowed {self.tolerance:g}; cause: {self.cause})\n  {self.first}{more}"
+        return f"{self.mesh} does NOT equal {self.beside} (allowed {self.tolerance:g}; cause: {self.cause})\n  {self.first}{more}"
 
 
 def diagnose(differences: list[Difference]) -> str:

@@ -88,7 +88,7 @@ def test_what_is_missing_and_the_wrong_counts_are_said_together(write):
 
 
 def test_a_gap_in_the_stages_is_refused(write):
-    assert faults_of(write("0F0,0B0\n7F0,7B0\n"), 2, 1) == [("strategies.given.source", "the stages are 0, 7")]
+    assert faults_of(write("0F0,0B0\n7F0,7B0\n"), 2, 1) == [("strategies.pipeline.schedule", "the stages are 0, 7")]
 
 
 def test_a_deadlock_is_shown_with_its_arrow_and_its_cell(write):

@@ -66,4 +66,4 @@ def test_chunks_on_one_rank_are_refused_with_their_repair():
     (fault,) = faults(1, 4, 3)
     assert fault.what == "chunks = 3 on one rank, which has no one to take turns with"
     assert "chunks = 1" in fault.fix
-    assert [fault.where for fault in faults(2, 4, 0)] == ["strategies.interleaved.chunks"]
+    assert [fault.where for fault in faults(2, 4, 0)] == ["strategies.pipeline.chunks"]

@@ -45,5 +45,5 @@ def test_two_swapped_slots_are_noticed_wherever_they_stand():
 
 
 def test_no_count_is_refused_but_zero_and_all_at_once():
-    assert [fault.where for fault in faults(0, 0)] == ["mesh.pp", "strategies.one_f_one_b.micros"]
+    assert [fault.where for fault in faults(0, 0)] == ["mesh.pp", "micro_batch"]
     assert list(faults(5, 2)) == []

@@ -57,4 +57,4 @@ def test_two_swapped_slots_change_the_versions():
 
 
 def test_no_micro_batch_is_refused():
-    assert [fault.where for fault in faults(2, 0)] == ["strategies.pipedream.micros"]
+    assert [fault.where for fault in faults(2, 0)] == ["micro_batch"]

@@ -15,14 +15,23 @@ from meshwright.verifier.parity import RankReport, compare_rank
 from meshwright.verifier.reference import run_reference
 from tests.tiny import reading_of, rows, tiny_job
 
-MESHES = {"three parts": Mesh(pp=3), "parts in shards": Mesh(pp=2, dp_shard=2)}
+MESHES = {
+    "three parts": Mesh(pp=3),
+    "parts in shards": Mesh(pp=2, dp_shard=2),
+    "backwards in halves": Mesh(pp=2),
+    "there and back": Mesh(pp=2, dp_shard=2),
+    "tied, in shards": Mesh(pp=2, dp_shard=2),
+    "tied, of three": Mesh(pp=3),
+    "every part twice": Mesh(pp=2, dp_shard=2),
+}
+SCHEDULES = {"backwards in halves": "zb_h1", "there and back": "zb_v", "every part twice": "dualpipe"}
 STEPS = 2
 
 
 def compared(world: World, name: str) -> RankReport:
-    reading, mesh = reading_of(), MESHES[name]
+    reading, mesh = reading_of(tied=name in ("tied, in shards", "tied, of three", "every part twice")), MESHES[name]
     shards = (Batch(axis="dp_shard"), Zero(stage=2)) if mesh.dp_shard > 1 else ()
-    plan = make_plan(reading, tiny_job(), mesh, (Pipeline(), *shards), 1)
+    plan = make_plan(reading, tiny_job(), mesh, (Pipeline(schedule=SCHEDULES.get(name, "1f1b")), *shards), 1)
     batches = [rows(plan.job.train.batch) for _ in range(STEPS)]
     case = parity_case(reading, plan, token_cross_entropy(), lambda plan, rank: lambda step: share(batches[step], plan, rank))
     return compare_rank(case, world, run_reference(case, STEPS))

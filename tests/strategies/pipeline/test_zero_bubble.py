@@ -134,6 +134,6 @@ def test_w_before_its_time_is_noticed():
 
 
 def test_no_ranks_and_no_micro_batches_are_refused():
-    assert [fault.where for fault in faults(0, 0)] == ["mesh.pp", "strategies.zero_bubble.micros"]
+    assert [fault.where for fault in faults(0, 0)] == ["mesh.pp", "micro_batch"]
     with pytest.raises(PlanError, match="needed is at least one"):
         h1(2, 0)

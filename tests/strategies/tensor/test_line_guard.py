@@ -93,6 +93,6 @@ def test_shards_of_slices_are_brought_together_once_more(stage: int):
 
 
 def test_a_slice_alone_would_tell_less(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(suspects, "_joined", lambda plan, state, squares, stage, block: (squares, stage, block))
+    monkeypatch.setattr(suspects, "_joined", lambda plan, state, seen: (seen.loss, seen.squares, "", ""))
     wanted, found = spike_of("loud", 1)[0], spike_of("loud", 2)[0]
     assert found.suspects[2].grad_norm != pytest.approx(wanted.suspects[1].grad_norm, rel=1e-3)

@@ -36,7 +36,7 @@ from meshwright.core.layout import I
 from meshwright.core.mesh import AXES
 from meshwright.core.program import Action, Program, Transfer, index_of_last, with_waits
 from meshwright.core.space import Space
-from meshwright.core.steps import FORWARDS, NORM, output_gradient
+from meshwright.core.steps import FORWARDS, NORM, last_backward, output_gradient
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
 from meshwright.strategies.data.replicate import replica_faults
 
@@ -103,7 +103,7 @@ class Master(Strategy):
     def _stepped(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
         """`actions` with a REDUCE and a BROADCAST per weight round CLIP and STEP."""
         clip, step = index_of_last(actions, "CLIP") or 0, index_of_last(actions, "STEP") or 0
-        dtype, last = job.precision.parameters, (actions[index_of_last(actions, "B") or 0].name,)
+        dtype, last = job.precision.parameters, (last_backward(actions).name,)
         norm = Transfer("broadcast", (self.axis,), 8, dtype="float64")
         reduces: list[Action] = []
         copies = [Action("BROADCAST", NORM, lane="wire", waits=("CLIP()",), transfer=norm)]

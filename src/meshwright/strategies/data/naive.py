@@ -22,9 +22,9 @@ from meshwright.core.anatomy import NBYTES
 from meshwright.core.errors import Fault
 from meshwright.core.job import Job
 from meshwright.core.layout import I
-from meshwright.core.program import Action, Program, Transfer, index_of_last
+from meshwright.core.program import Action, Program, Transfer
 from meshwright.core.space import Space
-from meshwright.core.steps import awaiting, first_reader
+from meshwright.core.steps import awaiting, first_reader, last_backward, steps
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
 from meshwright.strategies.data.replicate import replica_faults
 
@@ -51,18 +51,24 @@ class Naive(Strategy):
         return space.with_homes(lambda home: replace(home, grad=home.grad.with_place(self.axis, I)))
 
     def rewrite(self, program: Program, space: Space, job: Job) -> Program:
-        return program.edit(lambda actions: self._reduce_each(actions, space, job))
+        return program.edit(lambda actions: self._reduced(actions, space, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         return {"REDUCE": runtime.start}
 
-    def _reduce_each(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
-        end = first_reader(actions)
+    def _reduced(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
+        for micro in steps(actions) or (None,):  # each that is stepped with alone, or all of them
+            actions = self._reduce_each(actions, space, job, micro)
+        return actions
+
+    def _reduce_each(self, actions: list[Action], space: Space, job: Job, micro: int | None) -> list[Action]:
+        end = first_reader(actions, micro)
         reduces = []
         rule = Rule.parse(self.algorithm)
         for weight in (home.weight for home in space.homes if home.weight.trainable):
             nbytes = weight.numel * NBYTES[job.precision.parameters]
             transfer = Transfer("all_reduce", (self.axis,), nbytes, rule.pick(nbytes), job.precision.parameters)
-            waits = (actions[index_of_last(actions, "B") or 0].name,)
-            reduces.append(Action("REDUCE", weight.name, lane="wire", waits=waits, tensors=(weight.name,), transfer=transfer))
-        return [*actions[:end], *reduces, *awaiting(actions[end:], [reduce.name for reduce in reduces])]
+            waits = (last_backward(actions[:end]).name,)
+            tensors = (weight.name,)
+            reduces.append(Action("REDUCE", weight.name, micro, lane="wire", waits=waits, tensors=tensors, transfer=transfer))
+        return [*actions[:end], *reduces, *awaiting(actions[end:], [reduce.name for reduce in reduces], micro)]

@@ -21,7 +21,7 @@ reduction is exposed: accumulate more micro-batches, or compress.
 Paper: Li et al. 2020, "PyTorch Distributed", arXiv 2006.15704 (bucketing and overlap, sections 3.2.2-3.2.3).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import ClassVar
@@ -35,7 +35,7 @@ from meshwright.core.job import Job
 from meshwright.core.layout import I, R
 from meshwright.core.program import Action, Hold, Program, Transfer
 from meshwright.core.space import Space
-from meshwright.core.steps import awaiting, backwards, first_reader, gradient
+from meshwright.core.steps import awaiting, backwards, first_reader, gradient, steps
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
 from meshwright.strategies.data.batch import DATA_AXES
 
@@ -65,14 +65,21 @@ class Replicate(Strategy):
 
     def rewrite(self, program: Program, space: Space, job: Job) -> Program:
         buckets = coalesce(space.bundles(), self.bucket_mb * 2**20 / NBYTES[job.precision.reduce])
-        for number, bucket in enumerate(buckets):
-            program = program.edit(lambda actions, n=number, b=bucket: self._reduce(actions, str(n), b, space, job))
-        return program
+        return program.edit(lambda actions: self._reduced(actions, buckets, space, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         return {"REDUCE": runtime.start}
 
-    def _reduce(self, actions: list[Action], name: str, bucket: Sequence[Bundle], space: Space, job: Job) -> list[Action]:
+    def _reduced(self, actions: list[Action], buckets: Iterable[Sequence[Bundle]], space: Space, job: Job) -> list[Action]:
+        """`actions` with all buckets: once, or for every micro-batch, where each is stepped with alone."""
+        for number, bucket in enumerate(buckets):
+            for micro in steps(actions) or (None,):
+                actions = self._reduce(actions, str(number), bucket, space, job, micro)
+        return actions
+
+    def _reduce(
+        self, actions: list[Action], name: str, bucket: Sequence[Bundle], space: Space, job: Job, micro: int | None
+    ) -> list[Action]:
         """`actions` with one bucket: each bundle is packed right after its own backward, while its gradients are in cache.
 
         The whole leaves after the last backward. A bucket of another dtype takes finished sums only, and is unpacked.
@@ -81,24 +88,27 @@ class Replicate(Strategy):
         tensors = tuple(name for bundle in bucket for name in bundle.names)
         numel = sum(bundle.numel for bundle in bucket)
         held = Hold(f"bucket({name})", numel * NBYTES[job.precision.reduce])
-        packs = []
+        packs, ends = [], set[int]()  # the last backwards of the bundles
         for bundle in bucket:
-            at = backwards(actions, bundle, space.anatomy.visits)[-1 if casts else 0]
+            places = backwards(actions, bundle, space.anatomy.visits, micro)
+            at = places[-1 if casts else 0]
+            ends.add(id(actions[places[-1]]))
             grads = () if casts else (gradient(bundle),)
             takes = () if packs else (held,)
-            packs.append(Action("PACK", bundle.name, waits=(actions[at].name,), tensors=bundle.names, takes=takes, frees=grads))
+            pack = Action("PACK", bundle.name, micro, waits=(actions[at].name,), tensors=bundle.names, takes=takes, frees=grads)
+            packs.append(pack)
             actions.insert(_behind(actions, at), packs[-1])
-        last = backwards(actions, bucket[-1], space.anatomy.visits)[-1]
+        last = max(i for i, action in enumerate(actions) if id(action) in ends)
         waits = tuple(dict.fromkeys((*(pack.name for pack in packs), actions[last].name)))
         algorithm = Rule.parse(self.algorithm).pick(held.nbytes)
         transfer = Transfer("all_reduce", (self.axis,), held.nbytes, algorithm, job.precision.reduce)
-        reduce = Action("REDUCE", name, lane="wire", waits=waits, tensors=tensors, transfer=transfer)
+        reduce = Action("REDUCE", name, micro, lane="wire", waits=waits, tensors=tensors, transfer=transfer)
         actions.insert(_behind(actions, last), reduce)
         if not casts:
-            return _end(actions, reduce.name, held.name, tuple(map(gradient, bucket)))
-        unpack = Action("UNPACK", name, waits=(reduce.name,), tensors=tensors, frees=(held.name,))
-        actions.insert(first_reader(actions), unpack)
-        return _end(actions, unpack.name, "", ())
+            return _end(actions, reduce, held.name, tuple(map(gradient, bucket)))
+        unpack = Action("UNPACK", name, micro, waits=(reduce.name,), tensors=tensors, frees=(held.name,))
+        actions.insert(first_reader(actions, micro), unpack)
+        return _end(actions, unpack, "", ())
 
 
 def _behind(actions: Sequence[Action], at: int) -> int:
@@ -148,11 +158,11 @@ def _apart_faults(name: str, axis: str, space: Space) -> Iterator[Fault]:
             yield Fault(text, f"make it one axis: mesh.{other} = {ranks}, mesh.{axis} = 1", f"strategies.{name}.axis")
 
 
-def _end(actions: list[Action], awaited: str, held: str, grads: tuple[str, ...]) -> list[Action]:
+def _end(actions: list[Action], awaited: Action, held: str, grads: tuple[str, ...]) -> list[Action]:
     """`actions` with who looks at the sums waiting for `awaited`, and STEP freeing the bucket `held` in place of `grads`."""
     ended = []
-    for action in awaiting(actions, (awaited,)):
-        if action.kind == "STEP" and held:
+    for action in awaiting(actions, (awaited.name,), awaited.micro):
+        if action.kind == "STEP" and action.micro == awaited.micro and held:
             kept = tuple(name for name in action.frees if name not in grads)
             action = replace(action, frees=(*kept, held))
         ended.append(action)

@@ -42,7 +42,7 @@ from meshwright.core.errors import Fault, nearest
 from meshwright.core.job import Job
 from meshwright.core.program import Action, Hold, Program, with_waits
 from meshwright.core.space import Space
-from meshwright.core.steps import inside
+from meshwright.core.steps import BACKWARDS, COMPLETING, inside
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
 
 
@@ -92,7 +92,7 @@ class Recompute(Strategy):
                 again = replace(again, inner=action.inner)
                 chosen[action.subject][action.micro] = again
                 action = leans[action.name]
-            elif action.kind == "B" and action.subject in chosen:
+            elif action.kind in BACKWARDS and action.subject in chosen:
                 again = chosen[action.subject][action.micro]
                 edited.append(again)
                 action = with_waits(action, (again.name,))
@@ -143,6 +143,6 @@ def _most_at_once(actions: Sequence[Action], visit: str) -> int:
     now = most = 0
     for action in actions:
         if action.subject == visit:
-            now += {"F": 1, "B": -1}.get(action.kind, 0)
+            now += (action.kind == "F") - (action.kind in COMPLETING)
             most = max(most, now)
     return most

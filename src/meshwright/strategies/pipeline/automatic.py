@@ -15,6 +15,7 @@ What is guaranteed: the answer is never longer than the best named order that fi
 same whenever it is asked for, and exists whenever any order fits: one micro-batch at a time needs the least memory, and the
 clock falls back on that. That it is the least of all orders is not guaranteed (a job-shop problem); on two ranks with up to three
 micro-batches, where all orders can be tried, it was. How far it may be from it, the work of the busiest rank tells.
+In a plan the times are the operations of its parts, all ranks wait for each other in the end, and two parts per rank are folded.
 Cost: seconds on paper, none in the run: some 60 lists (120 with several parts per rank) and `trials` more are made and played,
 about 10 microseconds per slot each.
 Limits: a stage per part (DualPipe keeps two copies of the weights and is not among the named ones here); times that change from
@@ -29,7 +30,7 @@ from random import Random
 
 from meshwright.core.errors import Fault, raise_faults
 from meshwright.strategies.pipeline import gpipe, interleaved, model_parallel, one_f_one_b
-from meshwright.strategies.pipeline.counts import count_faults
+from meshwright.strategies.pipeline.counts import KEY, count_faults
 from meshwright.strategies.pipeline.dualpipe import dualpipev
 from meshwright.strategies.pipeline.fill import filled, split
 from meshwright.strategies.pipeline.greedy import ROUNDING, Rule, fits, greedy, longest
@@ -43,8 +44,21 @@ PATIENCE = (0.0, 0.5, 1.0)
 KINDS = ("IFW", "IWF", "FIW")
 
 
+def order(ranks: int, micros: int, chunks: int, costs: Costs) -> Order:
+    """The lists found where all ranks wait for each other at the end; two parts per rank are folded."""
+    stages = folded(ranks) if chunks == 2 else tuple(Stage(part % ranks, part) for part in range(ranks * chunks))
+    return search(ranks, micros, costs, measure=lambda timeline: timeline.end, stages=stages).order
+
+
 def search(
-    ranks: int, micros: int, costs: Costs, limits: Sequence[float] = (), *, measure: Measure = longest, trials: int = 200
+    ranks: int,
+    micros: int,
+    costs: Costs,
+    limits: Sequence[float] = (),
+    *,
+    measure: Measure = longest,
+    trials: int = 200,
+    stages: tuple[Stage, ...] = (),
 ) -> Timeline:
     """The order found for these costs and its times; the number of parts is that of the costs, `ranks` or a multiple of it.
 
@@ -52,14 +66,17 @@ def search(
         limits: what each rank may hold, in the unit of `costs.held`; nothing: all they want.
         measure: what shall be least. `longest` if ranks step one by one, `Timeline.end` if they wait for each other.
         trials: how many changes to the best order are tried.
+        stages: where the parts shall lie; nothing: wherever that is best.
 
     Raises PlanError if the counts do not go together or a micro-batch does not fit, with the smallest limits that do.
     """
     raise_faults(faults(ranks, micros, costs, limits))
     room = list(limits) or [inf] * ranks
     best: Timeline | None = None
-    for order in _candidates(ranks, micros, costs, room):
-        found = play(order, costs)
+    for candidate in _candidates(ranks, micros, costs, room):
+        if stages and candidate.stages != stages:
+            continue
+        found = play(candidate, costs)
         if fits(found, room) and (best is None or measure(found) < measure(best)):
             best = found
     if best is None:
@@ -86,17 +103,17 @@ def named(ranks: int, micros: int, parts: int) -> Iterator[tuple[str, Order]]:
 
 def faults(ranks: int, micros: int, costs: Costs, limits: Sequence[float] = ()) -> Iterator[Fault]:
     """Why no order can be found."""
-    where, parts = "strategies.automatic", len(costs.forward)
-    counts = list(count_faults(where, ranks, micros))
+    parts = len(costs.forward)
+    counts = list(count_faults(ranks, micros))
     yield from counts
     if counts:
         return
     if parts == 0 or parts % ranks:
         text = f"costs of {parts} parts on {ranks} ranks; needed is the same number of parts on each"
-        yield Fault(text, f"cut the model into {max(1, round(parts / ranks)) * ranks} parts", where)
+        yield Fault(text, f"cut the model into {max(1, round(parts / ranks)) * ranks} parts", KEY)
     elif limits and (len(limits) != ranks or not costs.held):
         text = f"{len(limits)} limits for {ranks} ranks, with {'' if costs.held else 'no '}word of what a micro-batch holds"
-        yield Fault(text, "give a limit per rank, and costs.held per part", where)
+        yield Fault(text, "give a limit per rank, and costs.held per part", KEY)
     elif limits:
         least = [_least(ranks, placed, costs) for placed in _placements(ranks, parts)]
         if not any(_above(limits, each) for each in least):
@@ -104,7 +121,7 @@ def faults(ranks: int, micros: int, costs: Costs, limits: Sequence[float] = ()) 
             rank = next(rank for rank in range(ranks) if limits[rank] * (1 + ROUNDING) < fewest[rank])
             text = f"rank {rank} may hold {limits[rank]:g}, and one micro-batch of its parts holds {fewest[rank]:g}"
             smallest = ", ".join(f"{need:g}" for need in fewest)
-            yield Fault(text, f"the smallest limits that work are {smallest}; or cut the model elsewhere", where)
+            yield Fault(text, f"the smallest limits that work are {smallest}; or cut the model elsewhere", KEY)
 
 
 def _placements(ranks: int, parts: int) -> Iterator[tuple[Stage, ...]]:

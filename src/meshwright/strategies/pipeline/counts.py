@@ -7,17 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from meshwright.core.errors import Fault
 
+KEY = "strategies.pipeline"  # of the one strategy whose data schedules are
 BITS = 16
 WEIGHTS: Mapping[str, int] = {"F": 1, "B": 1 << BITS, "I": 1 << 2 * BITS, "W": 1 << 3 * BITS}
 WHOLE = (WEIGHTS["F"] + WEIGHTS["B"], WEIGHTS["F"] + WEIGHTS["I"] + WEIGHTS["W"])
 
 
-def count_faults(where: str, ranks: int, micros: int, chunks: int = 1) -> Iterator[Fault]:
-    """What no schedule can do: no rank, no micro-batch, no part per rank. `where` is the key of the strategy."""
+def count_faults(ranks: int, micros: int, chunks: int = 1) -> Iterator[Fault]:
+    """What no schedule can do: no rank, no micro-batch, no part per rank."""
     for count, what, key in (
         (ranks, "ranks", "mesh.pp"),
-        (micros, "micro-batches", f"{where}.micros"),
-        (chunks, "parts per rank", f"{where}.chunks"),
+        (micros, "micro-batches", "micro_batch"),
+        (chunks, "parts per rank", f"{KEY}.chunks"),
     ):
         if count < 1:
             yield Fault(f"{count} {what}; needed is at least one", "write a positive number", key)

@@ -1,77 +1,74 @@
 """What ranks of a pipeline send and receive, in their lists: RECEIVE before each run of a part, SEND behind it, gradients back.
 
+    SEND        a value, on to the next part that needs it        RECEIVE        that value, when it has come
+    SEND_GRAD   its gradient, back to who gave it                 RECEIVE_GRAD   that gradient, when it has come
+    JOIN        pieces of a value that have come, together        JOIN_GRAD      pieces of a gradient that have come, together
+
     F of a part      waits for the RECEIVEs of what it takes, which stand before its first visit
-    SEND             stands behind the last visit of the part that has made, or passes on, the value
+    SEND             stands behind the last visit of the part that has made the value; before the first of one that passes it on
     RECEIVE_GRAD     stands before the part's backward, which begins with its last visit; SEND_GRAD behind that of its first
 
-A value that several later parts use goes from each to the next that does; parts on the same rank hand it over without sending.
+On which ways values go, and in which order what one rank sends another is received, strategies/pipeline/routes.py tells. Of one
+that goes in slices each rank sends its own (core/crossed.py). With `scatter` each of several ranks that have the same whole value
+sends a piece of it, and JOIN, behind the RECEIVE, puts the pieces together:
+
+    RECEIVE piece 0 of 2 --> JOIN along tp --> F         rank 0 of tp          half the bytes between the parts,
+    RECEIVE piece 1 of 2 --> JOIN along tp --> F         rank 1 of tp          the rest within them
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from math import prod
 
-from meshwright.core.borders import Part, Value
+from meshwright.core.borders import Part
+from meshwright.core.crossed import Crossed
 from meshwright.core.job import Job
 from meshwright.core.program import Action, Hold, Transfer, with_waits
 from meshwright.core.space import Space
-from meshwright.core.steps import COUNT_NBYTES, micro_rows, role_of
-from meshwright.strategies.pipeline.order import Order
+from meshwright.core.steps import BACKWARDS, COMPLETING, COUNT_NBYTES, micro_rows, role_of
+from meshwright.strategies.pipeline.routes import Hop, Routes
 
 NBYTES = {"COUNT": COUNT_NBYTES, "TALLY": 8}  # the loss: float64
-
-
-@dataclass(frozen=True)
-class Hop:
-    """A value goes from one part to the next that uses it; its gradient comes back."""
-
-    value: Value
-    source: int
-    target: int
-
-    def subject(self, *, back: bool) -> str:
-        """What its actions are about."""
-        return f"{self.value.name} of {self.target} to {self.source}" if back else f"{self.value.name} to {self.target}"
-
-
-def hops(parts: Sequence[Part]) -> Iterator[Hop]:
-    """How every value goes from part to part."""
-    of = {visit: number for number, part in enumerate(parts) for visit in part.visits}
-    for value in (value for part in parts for value in part.gives):
-        using = sorted({of[visit] for visit in value.used} - {of[value.made]})
-        yield from (Hop(value, source, target) for source, target in zip((of[value.made], *using), using, strict=False))
 
 
 class Crossing:
     """What the rank that sees `space` sends and receives, in its list, when its parts run in this order."""
 
-    def __init__(self, parts: Sequence[Part], order: Order, space: Space, job: Job, axis: str) -> None:
+    def __init__(
+        self, parts: Sequence[Part], routes: Routes, space: Space, job: Job, axis: str, *, scatter: bool = False
+    ) -> None:
         self._space, self._job, self._axis, self._parts = space, job, axis, parts
-        slots = ((rank, slot) for rank, slots in enumerate(order.slots) for slot in slots)
-        self._ranks = {(order.stages[slot.stage].part, slot.micro): rank for rank, slot in slots}
-        self._hops = list(hops(parts))
-        self._mine = dict(space.coordinate)[axis]
+        self._crossed = Crossed(space, (value for part in parts for value in part.gives))
+        self._scatter, self._transfers = scatter, dict[tuple[str, str, int], Transfer]()
+        self._routes, self._mine = routes, dict(space.coordinate)[axis]
 
     def added(self, actions: list[Action]) -> list[Action]:
         """`actions` with what is received before each run of a part, and sent behind it."""
-        rows, done = micro_rows(actions, self._space, self._job), list[Action]()
+        rows, done, taken = micro_rows(actions, self._space, self._job), list[Action](), dict[tuple[int, int | None], list[str]]()
         first = {part.visits[0]: number for number, part in enumerate(self._parts)}
         last = {part.visits[-1]: number for number, part in enumerate(self._parts)}
         for action in map(self._told, actions):
-            back = action.kind == "B"
+            back = action.kind in BACKWARDS
             begins, ends = (last, first) if back else (first, last)
-            crosses = action.kind in ("F", "B")
+            crosses = back or action.kind == "F"
             if crosses and action.subject in begins:
                 arriving = list(self._received(begins[action.subject], action, rows, back=back))
                 done += arriving
+                done += () if back else self._passed_on(begins[action.subject], action, arriving, rows)
                 action = with_waits(action, (each.name for each in arriving))
-                action = replace(action, frees=(*action.frees, *(each.name for each in arriving if back)))
-            if back and action.subject in ends:
-                held = (each.name for each in self._received(ends[action.subject], action, rows, back=False))
+                if back:
+                    action = replace(action, frees=(*action.frees, *_held(arriving)))
+                else:
+                    taken[begins[action.subject], action.micro] = list(_held(arriving))
+            if action.kind in COMPLETING and action.subject in first:
+                held = taken.pop((first[action.subject], action.micro))
                 action = replace(action, frees=(*action.frees, *held))
             done.append(action)
             if crosses and action.subject in ends:
-                done += self._sent(ends[action.subject], action, rows, back=back)
-        return done
+                own = set(self._parts[ends[action.subject]].gives)
+                sent = self._sent(ends[action.subject], action, rows, back=back)
+                done += (each for hop, each in sent if back or hop.value in own)
+        return self._routes.received(done, self._mine)
 
     def _told(self, action: Action) -> Action:
         """`action`; COUNT and TALLY along the axis too: all hear of a wish to stop, and of the loss that the last part takes."""
@@ -82,27 +79,48 @@ class Crossing:
         return replace(action, lane="wire", transfer=move)
 
     def _received(self, part: int, action: Action, rows: int, *, back: bool) -> Iterator[Action]:
-        kind, sent = ("RECEIVE_GRAD", "SEND_GRAD") if back else ("RECEIVE", "SEND")
+        kind, sent, join = ("RECEIVE_GRAD", "SEND_GRAD", "JOIN_GRAD") if back else ("RECEIVE", "SEND", "JOIN")
         for hop, peer in self._met(part, action, to=not back, back=back):
             name, transfer = hop.subject(back=back), self._transfer("receive", hop, peer, rows)
             waits = (f"{role_of({'pp': peer})}/{sent}({name}, {action.micro})",)
             received = Action(kind, name, action.micro, "receive", waits, (hop.value.name,), transfer)
             yield replace(received, takes=(Hold(received.name, transfer.nbytes),))
+            if transfer.over:
+                together = Transfer("all_gather", transfer.over, transfer.nbytes, dtype=transfer.dtype)
+                joined = Action(join, name, action.micro, "wire", (received.name,), (hop.value.name,), together)
+                whole = Hold(joined.name, transfer.nbytes * self._space.mesh.extent(transfer.over))
+                yield replace(joined, takes=(whole,), frees=(received.name,))
 
-    def _sent(self, part: int, action: Action, rows: int, *, back: bool) -> Iterator[Action]:
+    def _sent(self, part: int, action: Action, rows: int, *, back: bool) -> Iterator[tuple[Hop, Action]]:
         kind = "SEND_GRAD" if back else "SEND"
         for hop, peer in self._met(part, action, to=back, back=back):
             transfer = self._transfer("send", hop, peer, rows)
-            yield Action(kind, hop.subject(back=back), action.micro, "send", (action.name,), (hop.value.name,), transfer)
+            yield hop, Action(kind, hop.subject(back=back), action.micro, "send", (action.name,), (hop.value.name,), transfer)
+
+    def _passed_on(self, part: int, action: Action, arriving: Sequence[Action], rows: int) -> Iterator[Action]:
+        """What the part forwards of earlier ones: as soon as it is there, and not when the part has run."""
+        for hop, sent in self._sent(part, action, rows, back=False):
+            if hop.value not in self._parts[part].gives:
+                yield replace(sent, waits=tuple(each.name for each in arriving if hop.value.name in each.tensors))
 
     def _met(self, part: int, action: Action, *, to: bool, back: bool) -> Iterator[tuple[Hop, int]]:
         """The hops that end with `part`, or begin there, between this rank and another for this micro-batch, and that one."""
-        for hop in self._hops:
-            mine, other = (hop.target, hop.source) if to else (hop.source, hop.target)
-            if mine == part and (hop.value.needed or not back):
-                peer = self._ranks[other, action.micro or 0]
-                if peer != self._mine:
-                    yield hop, peer
+        micro = action.micro or 0
+        for hop in self._routes.ending(part, micro) if to else self._routes.beginning(part, micro):
+            peer = self._routes.rank(hop.source if to else hop.target, micro)
+            if peer != self._mine and (hop.value.needed or not back):
+                yield hop, peer
 
     def _transfer(self, collective: str, hop: Hop, peer: int, rows: int) -> Transfer:
-        return Transfer(collective, (self._axis,), hop.value.nbytes(rows), dtype=hop.value.dtype, peer=peer)
+        value, key = hop.value, (collective, hop.value.name, peer)
+        if key not in self._transfers:
+            over = self._crossed.alike(value) if self._scatter else ()
+            nbytes = -(-prod(self._crossed.shape(value, rows)) // self._space.mesh.extent(over)) * value.width
+            self._transfers[key] = Transfer(collective, (self._axis,), nbytes, dtype=value.dtype, peer=peer, over=over)
+        return self._transfers[key]
+
+
+def _held(arriving: Sequence[Action]) -> Iterator[str]:
+    """What is held when all of these have been done."""
+    freed = {name for action in arriving for name in action.frees}
+    return (hold.name for action in arriving for hold in action.takes if hold.name not in freed)

@@ -16,8 +16,10 @@ both parts, with one copy of the weights.
               = (h - 1) (F + I - W)           where B is played behind F, as on paper here (W <= I <= F <= I + W)
     held by a rank = p + 1 micro-batches of a part (DualPipe), 2 p + 1 of one of two (DualPipeV)
 
-Any number of micro-batches works: the lists are those of at least p (2 p) per direction, and what is too much is left out.
-Cost: DualPipe keeps the weights twice, and sums the gradients of both copies; messages as 1F1B (DualPipe), twice (DualPipeV).
+Any number of micro-batches works (of 2 or more, one per direction): the lists are those of at least p (2 p) per direction, and
+what is too much is left out.
+Cost: DualPipe keeps the weights twice, and sums the gradients of both copies: S bytes per rank and step for S bytes of weights on
+it, when all backwards are over. Messages between parts as 1F1B (DualPipe), twice (DualPipeV).
 Limits: DualPipe needs an even number of ranks. It is worth its weights where messages inside a part are long.
 Paper: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv 2412.19437 (section 3.2.1); the repository DualPipe, 2025.
 """
@@ -54,7 +56,7 @@ def dualpipe(ranks: int, micros: int) -> Order:
 
 def dualpipev(ranks: int, micros: int) -> Order:
     """The lists of DualPipeV: part k on rank k, and on rank 2 p - 1 - k after the turn."""
-    raise_faults(count_faults("strategies.dualpipe", ranks, micros))
+    raise_faults(count_faults(ranks, micros))
     each = max(micros, 2 * ranks)
     lists = (_numbered(_acts(rank, 2 * ranks - 1 - rank, ranks, rank, each)) for rank in range(ranks))
     return Order(folded(ranks), tuple(tuple(slot for slot in slots if slot.micro < micros) for slots in lists))
@@ -62,7 +64,7 @@ def dualpipev(ranks: int, micros: int) -> Order:
 
 def faults(ranks: int, micros: int) -> Iterator[Fault]:
     """Why these counts cannot work for DualPipe; DualPipeV takes any."""
-    yield from count_faults("strategies.dualpipe", ranks, micros)
+    yield from count_faults(ranks, micros)
     if ranks > 0 and ranks % 2:
         text = f"{ranks} ranks; both directions must meet between two of them, so their number is even"
         near = f"{ranks - 1} or {ranks + 1}" if ranks > 1 else "2"

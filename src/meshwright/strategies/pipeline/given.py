@@ -13,8 +13,9 @@ These are the tables that torch.distributed.pipelining writes and reads. Cells f
 REDUCE_GRAD, SEND_F, RECV_F, SEND_B, RECV_B) may stand between the others and are passed over: the plan makes its own. A pair that
 torch would overlap, (0F4;7B1)OVERLAP_F_B, is its two acts one after the other. A function, file.py:function, is called with the
 numbers of ranks and of micro-batches and returns a list of cells per rank, or an `Order`, which can also put a part on two ranks.
+Where the parts lie must not depend on the micro-batches: it is asked first for as many as there are ranks.
 Cost: that of the lists.
-Limits: a table is for one number of ranks and of micro-batches; a function may be for all.
+Limits: a table is for one number of ranks and of micro-batches; a function may be for all. The plan names the file, not its text.
 Paper: Liang et al. 2024, "TorchTitan", arXiv 2410.06511 (schedules from tables).
 """
 
@@ -27,12 +28,13 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from meshwright.core.errors import Fault, PlanError, nearest, raise_faults
+from meshwright.strategies.pipeline.counts import KEY
 from meshwright.strategies.pipeline.order import Costs, Kind, Order, Slot, Stage, Stuck, play
 
 CELL = re.compile(r"(\d+)([FBIW])(\d+)")
 FOLLOWS = re.compile(r"(\d+)(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)")
 PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-WHERE = "strategies.given.source"
+WHERE = f"{KEY}.schedule"
 FORM = "write stage, kind and micro-batch, as in 1F0, where the kind is F, B, I or W; leave a cell empty for a pause"
 
 
@@ -54,9 +56,14 @@ def order(source: str, ranks: int, micros: int) -> Order:
 
     Raises PlanError with everything that is wrong with it.
     """
+    return _checked(_rows(source, ranks, micros), source, ranks, micros)
+
+
+def _rows(source: str, ranks: int, micros: int) -> Order | Sequence[Sequence[str]]:
+    """What `source` says, unread."""
     path, _, function = source.rpartition(":")
     if path.endswith(".py"):
-        return _checked(_called(Path(path), function, ranks, micros), source, ranks, micros)
+        return _called(Path(path), function, ranks, micros)
     try:
         text = Path(source).read_text(encoding="utf-8-sig")
         rows = list(csv.reader(io.StringIO(text, newline="")))
@@ -65,7 +72,31 @@ def order(source: str, ranks: int, micros: int) -> Order:
         raise PlanError(f"{source} cannot be read: {error}", fix=fix, where=WHERE) from error
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
-    return _checked(rows, source, ranks, micros)
+    return rows
+
+
+def is_source(name: str) -> bool:
+    """Whether `name` is meant as a file with a schedule, not as the name of one."""
+    return name.endswith(".csv") or ".py:" in name
+
+
+def stages(source: str, ranks: int) -> tuple[Stage, ...]:
+    """Where the parts lie that `source` orders; a function is asked for as many micro-batches as there are ranks.
+
+    Raises PlanError where it cannot be read, or is for another number of ranks.
+    """
+    made, faults, _ = _made(_rows(source, ranks, ranks), source, ranks)
+    raise_faults(faults)
+    return made.stages
+
+
+def stamp(source: str) -> tuple[int, int]:
+    """What changes when the file of `source` is written."""
+    path = Path(source.rpartition(":")[0] if ".py:" in source else source)
+    if not path.exists():
+        return 0, 0
+    found = path.stat()
+    return found.st_mtime_ns, found.st_size
 
 
 def table(order: Order) -> str:
@@ -105,16 +136,7 @@ def _is_table(rows: object) -> bool:
 
 def _checked(given: Order | Sequence[Sequence[str]], source: str, ranks: int, micros: int) -> Order:
     """The order of `given`. Raises PlanError with everything that is wrong with it."""
-    if isinstance(given, Order):
-        made, cells = given, [[Cell(slot, *at) for slot, at in _numbered(slots, rank)] for rank, slots in enumerate(given.slots)]
-    else:
-        cells, faults = _read(given)
-        faults += _rank_faults(cells)
-        raise_faults(faults)
-        made = _order(cells)
-    faults = [Fault(text, "add, move or remove the cells", source) for text in made.faults()]
-    if made.ranks != ranks:
-        faults.append(Fault(f"{source} has {made.ranks} rows, and the pipeline {ranks} ranks", "write a row per rank", WHERE))
+    made, faults, cells = _made(given, source, ranks)
     if made.micros != micros:
         text = f"{source} is for {made.micros} micro-batches, and the plan has {micros}"
         faults.append(Fault(text, f"write it for {micros}, or set the micro-batches to {made.micros}", WHERE))
@@ -126,6 +148,21 @@ def _checked(given: Order | Sequence[Sequence[str]], source: str, ranks: int, mi
         fix = "move that cell behind what it waits for, or what it waits for ahead"
         raise PlanError(str(stuck), fix=fix, where=f"{source}, {cell.place}") from stuck
     return made
+
+
+def _made(given: Order | Sequence[Sequence[str]], source: str, ranks: int) -> tuple[Order, list[Fault], list[list[Cell]]]:
+    """The order of `given`, what is wrong with it as lists, and its cells. Raises PlanError where it cannot be read."""
+    if isinstance(given, Order):
+        made, cells = given, [[Cell(slot, *at) for slot, at in _numbered(slots, rank)] for rank, slots in enumerate(given.slots)]
+    else:
+        cells, faults = _read(given)
+        faults += _rank_faults(cells)
+        raise_faults(faults)
+        made = _order(cells)
+    faults = [Fault(text, "add, move or remove the cells", source) for text in made.faults()]
+    if made.ranks != ranks:
+        faults.append(Fault(f"{source} has {made.ranks} rows, and the pipeline {ranks} ranks", "write a row per rank", WHERE))
+    return made, faults, cells
 
 
 def _numbered(slots: Sequence[Slot], rank: int) -> Iterator[tuple[Slot, tuple[int, int]]]:

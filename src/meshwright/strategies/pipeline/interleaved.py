@@ -24,7 +24,7 @@ Paper: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on 
 from collections.abc import Iterator, Sequence
 
 from meshwright.core.errors import Fault
-from meshwright.strategies.pipeline.counts import count_faults
+from meshwright.strategies.pipeline.counts import KEY, count_faults
 from meshwright.strategies.pipeline.order import Order, Slot
 
 
@@ -64,8 +64,7 @@ def _turns(sizes: Sequence[int], chunks: Sequence[int]) -> Iterator[tuple[int, i
 
 def faults(ranks: int, micros: int, chunks: int = 2) -> Iterator[Fault]:
     """Why these counts cannot work."""
-    where = "strategies.interleaved"
-    yield from count_faults(where, ranks, micros, chunks)
+    yield from count_faults(ranks, micros, chunks)
     if ranks == 1 and chunks > 1:
         text = f"chunks = {chunks} on one rank, which has no one to take turns with"
-        yield Fault(text, "write chunks = 1, or give the pipeline more ranks", f"{where}.chunks")
+        yield Fault(text, "write chunks = 1, or give the pipeline more ranks", f"{KEY}.chunks")

@@ -30,4 +30,4 @@ def order(ranks: int, micros: int) -> Order:
 
 def faults(ranks: int, micros: int) -> Iterator[Fault]:
     """Why these counts cannot work."""
-    yield from count_faults("strategies.model_parallel", ranks, micros)
+    yield from count_faults(ranks, micros)

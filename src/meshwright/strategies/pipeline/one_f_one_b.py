@@ -41,4 +41,4 @@ def _slots(rank: int, ahead: int, micros: int) -> Iterator[Slot]:
 
 def faults(ranks: int, micros: int) -> Iterator[Fault]:
     """Why these counts cannot work."""
-    yield from count_faults("strategies.one_f_one_b", ranks, micros)
+    yield from count_faults(ranks, micros)

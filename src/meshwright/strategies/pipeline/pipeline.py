@@ -19,38 +19,64 @@ rank hand values over without sending.
 
     bytes = 2 sum over micro-batches, borders and values of numel x width        (there, and the gradient back)
 
-A weight that several parts use is on all of their ranks: the sum of their gradients goes to each of them before anything else is
-done with it. In the norm, and in a checkpoint, it counts once.
+Where a schedule has halves of backwards, I gives the gradients that other parts wait for, and W, any time later, those of weights
+(model/halves.py). `schedule` is a name, "automatic" (a search, for parts that are not alike), or a file of one's own (given.py).
+
+A weight that several parts use, such as a tied table of words, is on all of their ranks, and so is each weight where a schedule
+has every part on two: the sum of their gradients goes to each of them before anything else is done with it (TIE, core/ties.py).
+In the norm, and in a checkpoint, it counts once. The sum comes when the last backward is over, and nothing hides it.
+
+    bytes = 2 (k - 1)/k S        sent by each of k ranks that use S bytes of weights; of S in shards, a shard
+
+Where ranks of a part have slices of a value (tokens, with sequence.py; the width, with grids; heads), each sends its own to the
+rank at its place in the next part, and nobody puts it together in between (core/crossed.py). Where they all have the same
+(line.py), every rank sends all of it, over a link of its own; with `scatter` each sends one t-th, and the next part gathers:
+
+    bytes between parts, per rank    N whole     N/t in slices     N/t with `scatter`, and (t-1)/t N received within the part
+
+That is worth it where links between parts are slower than those within: parts on other hosts. What ranks that own whole matrices
+(Muon beside slices) step is of their own part (core/owners.py).
+
+Evaluations go through the same parts, micro-batch close behind micro-batch (engine/relay.py). Any other forward, `generate` with
+its cache too, is run by all ranks abreast inside `engine.whole()`, each block where its weights are (engine/abreast.py). The
+guard plays a harmful step again part by part. The noise scale is refused where several parts use a weight.
 
 Cost: the bubble of the schedule; activations of as many micro-batches as it keeps in flight. Borders lie where the operations are
 balanced best, unless `cuts` names the blocks with which parts begin.
 Limits: as many parts as ranks times `chunks`, and no more than blocks; where glue reads numbers no part begins (core/borders.py).
-Not there yet, and refused: weights that parts on several ranks share, slices of the stream between parts, evaluations, the guard
-and the noise scale. It is given from Python (`make_plan(..., strategies=...)`); configs do not know it.
+A value of which nobody can tell what a rank has is refused by name, with the cut; what a forward gives out in another shape or
+dtype than in its trial (learnt with the casts of a CPU) is not sent.
 Paper: Huang et al. 2019, "GPipe", arXiv 1811.06965; Narayanan et al. 2019, "PipeDream" (SOSP), whose balanced cuts these are.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from meshwright.core.borders import Borders, Part
-from meshwright.core.errors import Fault, nearest
+from meshwright.core.crossed import Crossed, crossed_faults
+from meshwright.core.errors import Fault, PlanError, nearest
 from meshwright.core.job import Job
 from meshwright.core.program import Action, Program
+from meshwright.core.shares import weight_flops
 from meshwright.core.space import Space
 from meshwright.core.steps import Turn
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
 from meshwright.strategies.pipeline.balance import balanced
 from meshwright.strategies.pipeline.crossing import Crossing
-from meshwright.strategies.pipeline.order import Costs, Order
-from meshwright.strategies.pipeline.schedules import SCHEDULES, Schedule
+from meshwright.strategies.pipeline.given import stamp
+from meshwright.strategies.pipeline.order import Costs, Order, Stage
+from meshwright.strategies.pipeline.routes import Routes
+from meshwright.strategies.pipeline.schedules import SCHEDULES, Schedule, schedule_of
 
 
 @dataclass(frozen=True)
 class Pipeline(Strategy):
-    """Puts runs of layers on the ranks along `axis`, `chunks` on each, which work in the order of `schedule`."""
+    """Puts runs of layers on the ranks along `axis`, `chunks` on each, which work in the order of `schedule`.
+
+    With `scatter`, of a value that several ranks of a part have alike each sends a piece, and the next part puts them together.
+    """
 
     name: ClassVar[str] = "pipeline"
     phase: ClassVar[Phase] = "order"
@@ -58,23 +84,17 @@ class Pipeline(Strategy):
     schedule: str = "1f1b"
     chunks: int = 0
     cuts: tuple[str, ...] = ()
+    scatter: bool = False
 
     def check(self, job: Job, space: Space) -> Iterator[Fault]:
         where = "strategies.pipeline"
         if self.axis != "pp":
             yield Fault(f"layers cannot be put along '{self.axis}'", 'write axis = "pp"', f"{where}.axis")
-        if self.schedule not in SCHEDULES:
+        schedule = schedule_of(self.schedule)
+        if schedule is None:
             yield Fault(f"there is no schedule '{self.schedule}'", nearest(self.schedule, SCHEDULES), f"{where}.schedule")
-        for wish, key in (
-            (job.evaluate.asked_for, "evaluate"),
-            (job.guard.action != "off", "guard.action"),
-            (job.train.noise_scale, "train.noise_scale"),
-        ):
-            if wish:
-                text = f"{key} needs forwards of the whole model, and its parts lie on several ranks"
-                yield Fault(text, f"remove {key}", key)
-        if self.schedule in SCHEDULES:
-            yield from self._count_faults(space, SCHEDULES[self.schedule], where)
+        if schedule is not None:
+            yield from self._count_faults(space, schedule, where)
         if space.mesh.pp == 1:
             yield Fault("a pipeline of one rank", "set mesh.pp to 2 or more, or remove the strategy", "mesh.pp")
         if space.anatomy.borders is None:
@@ -86,43 +106,42 @@ class Pipeline(Strategy):
         if self.chunks < 0 or (self.chunks and schedule.chunks not in (0, self.chunks)):
             several = f"{schedule.chunks} parts" if schedule.chunks > 1 else "one part"
             text = f"chunks = {self.chunks}" + (f", and {self.schedule} has {several} per rank" if schedule.chunks else "")
-            free = " or ".join(name for name, each in SCHEDULES.items() if not each.chunks)
+            free = " or ".join(f'"{name}"' for name, each in SCHEDULES.items() if not each.chunks)
             yield Fault(text, f"leave chunks away, or write schedule = {free}", f"{where}.chunks")
         yield from schedule.refuse(space.mesh.pp, 1)
 
     def _cut_faults(self, space: Space, borders: Borders, where: str) -> Iterator[Fault]:
-        chunks = self._chunks
-        parts, known = space.mesh.pp * chunks, len(borders.open()) + 1
+        chunks, parts, known = self._chunks, self._count(space), len(borders.open()) + 1
         if parts > known:
             ranks = f"{space.mesh.pp} ranks" + (f" of {chunks} parts each" if chunks > 1 else "")
             text = f"{ranks} for a model that can be cut into {known} parts ({len(borders.visits)} blocks)"
-            yield Fault(text, f"set mesh.pp to {known // chunks or 1} at most, or chunks lower", "mesh.pp")
-        if self.cuts and len(self.cuts) != parts - 1:
+            text += "".join(f"; none can begin with '{each.visit}': {each.why}" for each in borders.closed[:1])
+            fewer = ", or chunks lower" if chunks > 1 else ""
+            fix = f"set mesh.pp to {known // chunks or 1} at most{fewer}"
+            fix += "".join(f"; or {each.fix}" for each in borders.closed[:1])
+            yield Fault(text, fix + (_declaring(space) if len(borders.visits) == 1 else ""), "mesh.pp")
+        if self.cuts and parts and len(self.cuts) != parts - 1:
             text = f"{len(self.cuts)} cuts make {len(self.cuts) + 1} parts; needed are {parts}"
             yield Fault(text, f"name {parts - 1} blocks, or none", f"{where}.cuts")
         if self.cuts:
-            yield from borders.faults(self.cuts)
+            yield from (replace(fault, where=f"{where}.cuts") for fault in borders.faults(self.cuts))
 
     def partners(self, space: Space) -> Iterator[Fault]:
-        tied = [home.weight.name for home in space.homes if len(space.users(home.weight)) > 1 and home.weight.trainable]
-        if tied:
-            text = f"{len(tied)} parameters ({tied[0]}...) are used by parts on several ranks, and nobody adds up their gradients"
-            fix = "untie them, or choose cuts that leave all their users in one part"
-            yield Fault(text, fix, "strategies.pipeline.cuts")
-        apart = [home.weight.name for home in space.homes if home.apart]
-        if apart:
-            text = f"{len(apart)} matrices ({apart[0]}...) are stepped by an owner among slices, and parts have no owners"
-            yield Fault(text, 'use optimizer.name = "adamw", or leave matrices whole', "optimizer.name")
-        sliced = [axis for axis in space.stream.axes("S") if space.mesh.size(axis) > 1]
-        if sliced:
-            text = f"the stream goes in slices along {' and '.join(sliced)}, and values travel whole between parts"
-            yield Fault(text, "remove the strategy that cuts the stream, or the pipeline", "strategies.pipeline")
+        yield from self._crossing_faults(space)
+
+    def _crossing_faults(self, space: Space) -> Iterator[Fault]:
+        """Values of which nobody knows what a rank has, and a wish to send pieces where each rank has something else to send."""
+        values = [value for part in self._parts(space) or () for value in part.gives]
+        yield from crossed_faults(space, values)
+        if self.scatter and not any(map(Crossed(space, values).alike, values)):
+            text = "scatter = true, and no several ranks have the same to send: values go in slices already, or no weight does"
+            yield Fault(text, "leave scatter away", "strategies.pipeline.scatter")
 
     def place(self, space: Space) -> Space:
         parts = self._parts(space)
         if parts is None:
             return space
-        stages = sorted(SCHEDULES[self.schedule].stages(space.mesh.pp, self._chunks), key=lambda stage: stage.part)
+        stages = sorted(self._stages(space), key=lambda stage: stage.part)
         mine = [[stage.part for stage in stages if stage.rank == rank] for rank in range(space.mesh.pp)]
         visits = (tuple(visit for part in own for visit in parts[part].visits) for own in mine)
         return space.with_stages(visits, tuple(part.visits[0] for part in parts[1:]))
@@ -131,40 +150,61 @@ class Pipeline(Strategy):
         parts, mine = self._known(space), dict(space.coordinate)[self.axis]
         order = self.order(space, len({turn.micro for turn in turns}))
         slots = ((slot, parts[order.stages[slot.stage].part]) for slot in order.slots[mine])
-        return [Turn("F" if slot.kind == "F" else "B", part.visits, slot.micro) for slot, part in slots]
+        return [Turn(slot.kind, part.visits, slot.micro) for slot, part in slots]
 
     def rewrite(self, program: Program, space: Space, job: Job) -> Program:
         return program.edit(lambda actions: self._crossed(actions, space, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        return dict.fromkeys(("SEND", "RECEIVE", "SEND_GRAD", "RECEIVE_GRAD"), runtime.cross)
+        return dict.fromkeys(("SEND", "RECEIVE", "JOIN", "SEND_GRAD", "RECEIVE_GRAD", "JOIN_GRAD"), runtime.cross)
 
     def order(self, space: Space, micros: int) -> Order:
         """Who runs which part for which of so many micro-batches, all ranks of the pipeline together."""
-        anatomy = (space.whole or space).anatomy
-        flops = dict(zip(anatomy.visits, anatomy.flops, strict=True))
-        costs = tuple(float(sum(map(flops.__getitem__, part.visits))) for part in self._known(space))
-        return _made(self.schedule, space.mesh.pp, micros, self._chunks, costs)
+        asked = self._asked(space, micros)
+        made, idle = _made(asked), _idle(asked)
+        if made.stages != self._stages(space):
+            text = f"{self.schedule} puts parts on other ranks for {micros} micro-batches than for {space.mesh.pp}"
+            raise PlanError(text, fix="have it put them on the same ones for any number", where="strategies.pipeline.schedule")
+        if idle:
+            part, rank = idle[0]
+            text = f"{self.schedule} has no micro-batch for part {part} on rank {rank} of the pipeline: there are {micros}"
+            raise PlanError(text, fix="make more of them: a smaller micro_batch", where="micro_batch")
+        return made
+
+    def _asked(self, space: Space, micros: int) -> "_Asked":
+        anatomy, known = (space.whole or space).anatomy, self._known(space)
+        forward, weights = (_sums(anatomy.visits, flops, known) for flops in (anatomy.flops, weight_flops(anatomy)))
+        return _Asked(self.schedule, stamp(self.schedule), space.mesh.pp, micros, self._chunks, forward, weights)
 
     @property
     def _chunks(self) -> int:
         """The parts per rank."""
-        own = SCHEDULES[self.schedule].chunks if self.schedule in SCHEDULES else 1
-        return max(self.chunks, 0) or own or 2
+        found = schedule_of(self.schedule)
+        return max(self.chunks, 0) or (1 if found is None else found.chunks or found.usual)
+
+    def _stages(self, space: Space) -> tuple[Stage, ...]:
+        """Where the parts lie; nothing where that cannot be told, which `check` says."""
+        return _lying(self.schedule, stamp(self.schedule), space.mesh.pp, self._chunks)
+
+    def _count(self, space: Space) -> int:
+        """How many parts there are; 0 where that cannot be told."""
+        return len({stage.part for stage in self._stages(space)})
 
     def _crossed(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
-        order = self.order(space, len({action.micro for action in actions if action.kind == "F"}))
-        return Crossing(self._known(space), order, space, job, self.axis).added(actions)
+        asked, parts = self._asked(space, len({action.micro for action in actions if action.kind == "F"})), self._known(space)
+        return Crossing(parts, _routed(parts, asked), space, job, self.axis, scatter=self.scatter).added(actions)
 
     def _parts(self, space: Space) -> tuple[Part, ...] | None:
         """The parts; None where they cannot be made, which `check` tells."""
         anatomy = (space.whole or space).anatomy
-        borders, count = anatomy.borders, space.mesh.pp * self._chunks
-        if borders is None or self.schedule not in SCHEDULES or count < 2 or count > len(borders.open()) + 1:
+        borders, count = anatomy.borders, self._count(space)
+        if borders is None or count < 2 or count > len(borders.open()) + 1:
             return None
         if self.cuts and (len(self.cuts) != count - 1 or list(borders.faults(self.cuts))):
             return None
-        return borders.parts(self.cuts or balanced(dict(zip(anatomy.visits, anatomy.flops, strict=True)), borders.open(), count))
+        if space.cuts:
+            return _cut(borders, space.cuts)
+        return _cut(borders, self.cuts or balanced(dict(zip(anatomy.visits, anatomy.flops, strict=True)), borders.open(), count))
 
     def _known(self, space: Space) -> tuple[Part, ...]:
         parts = self._parts(space)
@@ -173,7 +213,67 @@ class Pipeline(Strategy):
         return parts
 
 
+def _sums(visits: Sequence[str], each: Sequence[int], parts: Sequence[Part]) -> tuple[float, ...]:
+    """What each of `parts` has of a number that each visit has."""
+    of = dict(zip(visits, each, strict=True))
+    return tuple(float(sum(map(of.__getitem__, part.visits))) for part in parts)
+
+
+class _Asked(NamedTuple):
+    """What the lists of a schedule follow from; `stamp` changes where a file gives other ones.
+
+    What parts cost is the operations of their forwards, and those for their weights' gradients; a backward has two of a forward.
+    """
+
+    schedule: str
+    stamp: tuple[int, int]
+    ranks: int
+    micros: int
+    chunks: int
+    forward: tuple[float, ...]
+    weights: tuple[float, ...]
+
+
+def _declaring(space: Space) -> str:
+    """How a model that is one block is told of more: the modules that hold its weights."""
+    holders = list(dict.fromkeys(weight.name.rpartition(".")[0] for weight in (space.whole or space).anatomy.weights))
+    return f"; or declare blocks: Model(..., blocks={[name for name in holders if name][:4]})"
+
+
 @lru_cache(maxsize=32)
-def _made(schedule: str, ranks: int, micros: int, chunks: int, costs: tuple[float, ...]) -> Order:
+def _made(asked: _Asked) -> Order:
     """The lists of a schedule, which are asked for once per rank."""
-    return SCHEDULES[schedule].make(ranks, micros, chunks, Costs(costs, costs, costs))
+    found, forward = schedule_of(asked.schedule), asked.forward
+    if found is None:
+        raise ValueError("a plan was made although its pipeline has faults")
+    if not any(forward):  # nobody has counted
+        return found.make(asked.ranks, asked.micros, asked.chunks, Costs.equal(len(forward)))
+    inputs = [2 * whole - half for whole, half in zip(forward, asked.weights, strict=True)]
+    return found.make(asked.ranks, asked.micros, asked.chunks, Costs(forward, inputs, asked.weights))
+
+
+@lru_cache(maxsize=32)
+def _idle(asked: _Asked) -> tuple[Stage, ...]:
+    """The stages of them that do nothing."""
+    made = _made(asked)
+    busy = {slot.stage for slots in made.slots for slot in slots}
+    return tuple(stage for number, stage in enumerate(made.stages) if number not in busy)
+
+
+@lru_cache(maxsize=8)
+def _routed(parts: tuple[Part, ...], asked: _Asked) -> Routes:
+    """The ways of values between these parts, likewise."""
+    return Routes(parts, _made(asked))
+
+
+@lru_cache(maxsize=8)
+def _cut(borders: Borders, cuts: tuple[str, ...]) -> tuple[Part, ...]:
+    """The parts that begin with `cuts`, likewise."""
+    return borders.parts(cuts)
+
+
+@lru_cache(maxsize=32)
+def _lying(schedule: str, stamp: tuple[int, int], ranks: int, chunks: int) -> tuple[Stage, ...]:
+    """Where the parts of a schedule lie, likewise; nothing where it refuses."""
+    found = schedule_of(schedule)
+    return () if found is None or list(found.refuse(ranks, 1)) else found.stages(ranks, chunks)

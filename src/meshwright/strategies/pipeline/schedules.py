@@ -4,14 +4,27 @@
 interleaved                          part k on rank k modulo the ranks; as many per rank as `chunks` says
 zb_v, zb_v_half, zb_v_min, dualpipev part k on rank k, and on 2 ranks - 1 - k behind the turn
 dualpipe                             part k on rank k, and on ranks - 1 - k for the other half of the micro-batches
+automatic                            part k on rank k; with chunks = 2 as zb_v, with more as interleaved
+file.csv, file.py:function           as it says (given.py)
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from meshwright.core.errors import Fault
-from meshwright.strategies.pipeline import gpipe, interleaved, model_parallel, one_f_one_b
+from meshwright.core.errors import Fault, PlanError
+from meshwright.strategies.pipeline import (
+    automatic,
+    dualpipe,
+    given,
+    gpipe,
+    interleaved,
+    model_parallel,
+    one_f_one_b,
+    zbv,
+    zero_bubble,
+)
+from meshwright.strategies.pipeline.counts import count_faults
 from meshwright.strategies.pipeline.order import Costs, Order, Stage
 
 Make = Callable[[int, int, int, Costs], Order]  # of ranks, micro-batches, parts per rank and what the parts cost
@@ -20,14 +33,21 @@ Refuse = Callable[[int, int], Iterator[Fault]]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A way to make lists. `chunks` are the parts per rank, 0 where that is for the plan to say."""
+    """A way to make lists. `chunks` are the parts per rank, 0 where that is for the plan to say, which has `usual` otherwise.
+
+    `source` is the file that says what it is, if one does: that says the parts too.
+    """
 
     make: Make
     refuse: Refuse
     chunks: int = 1
+    usual: int = 1
+    source: str = ""
 
     def stages(self, ranks: int, chunks: int) -> tuple[Stage, ...]:
         """Which part lies where, for any number of micro-batches."""
+        if self.source:
+            return given.stages(self.source, ranks)
         return self.make(ranks, 1, chunks, Costs.equal(ranks * chunks)).stages
 
 
@@ -41,7 +61,30 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
         "gpipe": _plain(gpipe.order, gpipe.faults),
         "1f1b": _plain(one_f_one_b.order, one_f_one_b.faults),
         "interleaved": Schedule(
-            lambda ranks, micros, chunks, _costs: interleaved.order(ranks, micros, chunks), interleaved.faults, chunks=0
+            lambda ranks, micros, chunks, _costs: interleaved.order(ranks, micros, chunks), interleaved.faults, chunks=0, usual=2
         ),
+        "zb_h1": _plain(zero_bubble.h1, zero_bubble.faults),
+        "zb_h2": _plain(zero_bubble.h2, zero_bubble.faults),
+        "zb_2p": Schedule(lambda ranks, micros, _chunks, costs: zero_bubble.two_p(ranks, micros, costs), zero_bubble.faults),
+        "zb_v": _plain(zbv.v, zbv.faults, chunks=2),
+        "zb_v_half": _plain(zbv.v_half, zbv.faults, chunks=2),
+        "zb_v_min": _plain(zbv.v_min, zbv.faults, chunks=2),
+        "dualpipe": _plain(dualpipe.dualpipe, dualpipe.faults),
+        "dualpipev": _plain(dualpipe.dualpipev, count_faults, chunks=2),
+        "automatic": Schedule(automatic.order, count_faults, chunks=0),
     }
 )
+
+
+def schedule_of(name: str) -> Schedule | None:
+    """The schedule of that name, or the one that a file gives; None where there is none."""
+    if name in SCHEDULES or not given.is_source(name):
+        return SCHEDULES.get(name)
+
+    def refuse(ranks: int, micros: int) -> Iterator[Fault]:
+        try:
+            given.stages(name, ranks)
+        except PlanError as error:
+            yield from error.faults
+
+    return Schedule(lambda ranks, micros, _chunks, _costs: given.order(name, ranks, micros), refuse, source=name)

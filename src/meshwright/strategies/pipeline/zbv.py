@@ -71,7 +71,7 @@ def v_min(ranks: int, micros: int) -> Order:
 
 def faults(ranks: int, micros: int) -> Iterator[Fault]:
     """Why these counts cannot work."""
-    yield from count_faults("strategies.zbv", ranks, micros)
+    yield from count_faults(ranks, micros)
 
 
 def times(count: int, *acts: Act) -> tuple[Act, ...]:

@@ -2,11 +2,13 @@
 
     F(visit)    of each call in order: into, what it computes within, out              several that take in one tensor: one into
     B(visit)    in reverse: out, within, into once more where nobody has kept it, the gradients of what is shared, into
+    I, W        of a backward in halves: W has the gradients of what is shared, and all of a visit that gives back no gradient
 
 Of layers that end in one sum, the last has the moves of their output (joined.py).
 A visit is the same in every micro-batch, so its moves are found once for each direction, and then handed out.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,19 +28,24 @@ Taken = tuple[Move, int, int]  # a move, the elements of the value, and when: af
 
 @dataclass(frozen=True)
 class _Visit:
-    """The collectives of one visit, and the bytes that its forward keeps inside because inputs were gathered."""
+    """The collectives of one visit, and the bytes that its forward keeps inside because inputs were gathered.
+
+    `first` and `late` are those of the halves of its backward.
+    """
 
     forth: tuple[Transfer, ...]
     back: tuple[Transfer, ...]
+    first: tuple[Transfer, ...]
+    late: tuple[Transfer, ...]
     more: int
 
     def within(self, action: Action) -> Action:
         """`action`, one of the visit, with what is moved in it."""
-        if action.kind not in (*FORWARDS, "B"):
+        met = {**dict.fromkeys(FORWARDS, self.forth), "B": self.back, "I": self.first, "W": self.late}
+        if action.kind not in met:
             return action
-        met = self.back if action.kind == "B" else self.forth
-        inner = tuple(sorted((*action.inner, *met), key=lambda each: each.at))
-        if action.kind == "B" or not self.more:
+        inner = tuple(sorted((*action.inner, *met[action.kind]), key=lambda each: each.at))
+        if action.kind not in FORWARDS or not self.more:
             return replace(action, inner=inner)
         name = inside(action.subject, action.micro)
         takes = (replace(hold, nbytes=hold.nbytes + self.more) if hold.name == name else hold for hold in action.takes)
@@ -77,19 +84,22 @@ def _visits(ways: Ways, space: Space, job: Job, rows: int) -> dict[str, _Visit]:
         if way is not None:
             last = sums.get(call.name, (call.name,))[-1]  # it moves the sum of all
             calls.setdefault(call.visit, []).append((at, call, way if call.name == last else replace(way, out=None)))
-    leaves, learning = leaves_of(space.homes), _learning(space)
+    leaves, learning, borders = leaves_of(space.homes), _learning(space), (space.whole or space).anatomy.borders
 
     def sent(taken: Iterable[Taken]) -> tuple[Transfer, ...]:
         return tuple(each for move, numel, at in taken for each in move.transfer(numel, space, job, at))
 
-    return {
-        visit: _Visit(
-            sent(_forth(mine, rows)),
-            sent(_back(mine, rows, leaves, learning)),
-            _gathered(mine, rows, space, learning) * NBYTES[job.precision.compute],
+    def booked(visit: str, mine: Sequence[Met]) -> _Visit:
+        back = list(_back(mine, rows, leaves, learning))
+        if borders is not None and not borders.learns(visit):
+            back = [(taken, True) for taken, _ in back]
+        whole, first, late = (
+            sent(taken for taken, each in back if each in halves) for halves in ((True, False), (False,), (True,))
         )
-        for visit, mine in calls.items()
-    }
+        more = _gathered(mine, rows, space, learning) * NBYTES[job.precision.compute]
+        return _Visit(sent(_forth(mine, rows)), whole, first, late, more)
+
+    return {visit: booked(visit, mine) for visit, mine in calls.items()}
 
 
 def _gathered(calls: Iterable[Met], rows: int, space: Space, learning: Collection[str]) -> int:
@@ -115,10 +125,16 @@ def _forth(calls: Iterable[Met], rows: int) -> Iterator[Taken]:
             yield from ((way.out, call.out * part, at) for part in sizes(rows, way.chunks))
 
 
-def _back(calls: Sequence[Met], rows: int, leaves: Mapping[str, Sequence[Leaf]], learning: Collection[str]) -> Iterator[Taken]:
-    """Likewise in a backward: of gradients that are needed, of those of what is shared, and once more of what nobody has kept."""
+def _back(
+    calls: Sequence[Met], rows: int, leaves: Mapping[str, Sequence[Leaf]], learning: Collection[str]
+) -> Iterator[tuple[Taken, bool]]:
+    """Likewise in a backward: of gradients that are needed, of those of what is shared, and once more of what nobody has kept.
+
+    Each with whether it is in the half for weights: of what is shared by a layer that the visit calls once.
+    """
     alike: dict[tuple[int, Move | None], list[Call]] = {}
     first: dict[tuple[str, str], int] = {}
+    once = Counter(call.name for _, call, _ in calls)
     for at, call, way in calls:
         alike.setdefault((call.source, way.into), []).append(call)
         for axis in way.shared:
@@ -128,18 +144,18 @@ def _back(calls: Sequence[Met], rows: int, leaves: Mapping[str, Sequence[Leaf]],
     for at, call, way in reversed(calls):
         into, taking = way.into, alike[call.source, way.into]
         if way.out is not None:
-            yield from ((way.out.back, call.out * part, -at) for part in sizes(rows, way.chunks)[::-1])
+            yield from (((way.out.back, call.out * part, -at), False) for part in sizes(rows, way.chunks)[::-1])
         if call.needed:
-            yield from ((move.back, numel * rows, -at) for move, numel in reversed(list(way.within(call))))
+            yield from (((move.back, numel * rows, -at), False) for move, numel in reversed(list(way.within(call))))
         if into is not None and way.again and (call.source, into) not in anew and call.name in learning:
             anew.add((call.source, into))
-            yield into, call.into * rows, -at
+            yield (into, call.into * rows, -at), False
         for axis in reversed(way.shared):
             for _, home in reversed(uncut(leaves.get(call.name, ()), axis)):
                 if home.weight.trainable and first[home.weight.name, axis] == at:
-                    yield Move(axis, P, I, wide=True), home.weight.numel, -at
+                    yield (Move(axis, P, I, wide=True), home.weight.numel, -at), once[call.name] == 1
         if into is not None and call is taking[0] and any(each.needed for each in taking):
-            yield into.back, call.into * rows, -at
+            yield (into.back, call.into * rows, -at), False
 
 
 def _learning(space: Space) -> frozenset[str]:

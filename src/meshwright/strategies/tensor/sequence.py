@@ -35,7 +35,7 @@ from meshwright.core.job import Job
 from meshwright.core.layout import I, S
 from meshwright.core.program import Action, Program, Transfer
 from meshwright.core.space import Space
-from meshwright.core.steps import FORWARDS, micro_rows
+from meshwright.core.steps import BACKWARDS, FORWARDS, micro_rows
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
 from meshwright.strategies.tensor.booking import booked
 from meshwright.strategies.tensor.refusals import axis_fault
@@ -120,7 +120,8 @@ class Sequence(Strategy):
                 met[passage.visit, False] = [*last.transfer(numel, space, job, at=len(space.anatomy.calls))]
 
         def crossed(action: Action) -> Action:
-            more = met.get((action.subject, action.kind == "B"), []) if action.kind in (*FORWARDS, "B") else []
+            back = action.kind in BACKWARDS
+            more = met.get((action.subject, back), []) if back or action.kind in FORWARDS else []
             return replace(action, inner=tuple(sorted((*action.inner, *more), key=lambda each: each.at))) if more else action
 
         return [crossed(action) for action in actions]

@@ -67,7 +67,7 @@ class Vocabulary(Strategy):
 
     def ways(self, space: Space) -> Ways:
         """How layers compute, by role; the stream lies where the space says."""
-        calls = space.anatomy.calls
+        calls = (space.whole or space).anatomy.calls
         stream = {role: space.stream_for([call for call in calls if call.role == role], self.axis) for role in ROLES}
         return {
             "table": Way({self.axis: "in"}, out=Move(self.axis, P, stream["table"], wide=True)),

@@ -1,0 +1,178 @@
+"""Micro-batches of a step played again, one after the other, to look at every block: `Whole` models, and `Parts` of them.
+
+Weights that are kept in shards are fetched for every block, forward and backward, and no whole gradient outlives its block.
+Between parts values and gradients are sent once more, under the names that they have in the step, and the gradient of a weight
+that several of them use is added up for each micro-batch.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+import torch
+
+from meshwright.core.plan import Plan
+from meshwright.core.steps import FORWARDS
+from meshwright.core.strategy import Handler
+from meshwright.engine.crossing import Crossing
+from meshwright.engine.spikes import Stage
+from meshwright.engine.state import State
+from meshwright.engine.whole import in_order
+from meshwright.model.drive import Reach, Visit, backward, backward_from
+
+Fetch = Callable[[str], None]  # has the weights of a block whole
+CROSS = ("SEND", "RECEIVE", "JOIN")  # and their gradients' kinds, which begin so
+
+
+class Forward(Protocol):
+    """Runs the model's forward on a micro-batch, or the part of it that begins with a visit; leaves the pass in the state."""
+
+    def __call__(self, micro: int, reach: Reach, leave: Callable[[], None] | None = None, first: str = "") -> None: ...
+
+
+class Replay(Protocol):
+    """One rank's way to play its micro-batches again; `seen` is what it finds."""
+
+    seen: "Seen"
+
+    def play(self, micro: int) -> None:
+        """Play one that has rows."""
+
+    def stand_in(self, micro: int) -> None:
+        """Take part in one for which this rank has no rows."""
+
+
+class Seen:
+    """What was seen so far: the loss over `count`, squares of gradients, and where a number first was not finite.
+
+    `first` is the micro-batch of that, with its stage and block. Squares are taken in float64 so as not to overflow, by name.
+    `shared` are the weights that several ranks along pp use, with the indices of those.
+    """
+
+    def __init__(self, plan: Plan, state: State, count: float) -> None:
+        self._state, self._anatomy, self._count = state, plan.space.anatomy, count or 1.0
+        self._completed: dict[str | None, list[str]] = defaultdict(list)  # by the visit whose backward completes them
+        users = {home.weight.name: plan.space.users(home.weight) for home in plan.space.logical if home.weight.trainable}
+        self.shared = {name: indices for name, indices in users.items() if len(indices) > 1}
+        for weight in self._anatomy.trainable:
+            if weight.name not in self.shared:
+                self._completed[self._anatomy.last_backward([weight])].append(weight.name)
+        self.loss, self.squares = 0.0, defaultdict[str, float](float)
+        self.first: tuple[int, Stage, str] | None = None
+
+    def outputs(self, micro: int, visits: Mapping[str, Visit]) -> None:
+        """Look at what visits have given out."""
+        if self.first is None:
+            odd = (name for name, visit in visits.items() if any(_odd(leaf) for _, leaf in visit.outputs))
+            self.first = next(((micro, "forward", name) for name in odd), None)
+
+    def take_loss(self, micro: int) -> None:
+        """Take the loss of a micro-batch whose forward has ended, and its gradient down to the last blocks' outputs."""
+        outputs, closing = self._state.closings.pop(micro)
+        total = self._state.loss.total(outputs, self._state.micros[micro])
+        if self.first is None and _odd(total):
+            self.first = micro, "loss", ""
+        self.loss += total.item() / self._count
+        if total.requires_grad:
+            backward_from(total, 1.0 / self._count)
+        backward(closing)
+
+    def gradients(self, micro: int, name: str) -> None:
+        """Look at the gradients of a visit whose backward has ended; those that it completes are squared, and let go of."""
+        grads = (self._state.subject.parameters[weight.name].grad for weight in self._anatomy.of(name))
+        if self.first is None and any(grad is not None and _odd(grad) for grad in grads):
+            self.first = micro, "backward", name
+        self.square(self._completed[name])
+
+    def square(self, names: Iterable[str]) -> None:
+        """Square the gradients of `names`, as far as they are there, and let go of them."""
+        for name in names:
+            parameter = self._state.subject.parameters[name]
+            if parameter.grad is not None:
+                self.squares[name] += parameter.grad.double().square().sum().item()
+                parameter.grad = None
+
+
+class Whole:
+    """Of a rank that runs the whole model."""
+
+    def __init__(self, plan: Plan, state: State, seen: Seen, forward: Forward, fetch: Fetch) -> None:
+        self.seen, self._state, self._forward, self._fetch = seen, state, forward, fetch
+        self._visits = plan.space.anatomy.visits
+
+    def play(self, micro: int) -> None:
+        """Play one that has rows; blocks that its forward leaves out are fetched all the same."""
+        with in_order(self._visits, self._fetch) as reach:
+            self._forward(micro, reach)
+        visits = self._state.passes.pop(micro).visits
+        self.seen.outputs(micro, visits)
+        self.seen.take_loss(micro)
+        with in_order(self._visits[::-1], self._fetch) as reach:
+            for name in reversed(list(visits)):
+                reach(name)
+                backward(visits[name])
+                self.seen.gradients(micro, name)
+        self.seen.square(self._state.subject.trainable)
+
+    def stand_in(self, micro: int) -> None:
+        """Take part in one for which this rank has no rows."""
+        for order in (self._visits, self._visits[::-1]):
+            with in_order(order, self._fetch):
+                pass
+
+
+class Parts:
+    """Of a rank that runs parts: what its list says of a micro-batch, in the order of the list."""
+
+    def __init__(
+        self, plan: Plan, state: State, seen: Seen, forward: Forward, fetch: Fetch, crossing: Crossing, flow: Handler
+    ) -> None:
+        self.seen, self._state, self._forward, self._fetch = seen, state, forward, fetch
+        self._list, self._crossing, self._flow, self._pp = plan.actions, crossing, flow, plan.mesh.pp
+        for work in state.works.values():  # what the step has sent was taken: the norm of all gradients is known
+            work.wait()
+        state.closings.clear()
+        state.passes.clear()
+        crossing.forget()
+
+    def play(self, micro: int) -> None:
+        """Play one that has rows: its turns, and what crosses between them."""
+        state, begun = self._state, set[str]()
+        for action in (action for action in self._list if action.micro == micro):
+            for name in state.works.keys() & set(action.waits):
+                state.works[name].wait()
+            if action.kind in FORWARDS and action.subject in self._crossing.begins:
+                self._forward(micro, lambda visit: self._fetch(_block(visit)), first=action.subject)
+                visits = state.passes[micro].visits
+                self.seen.outputs(micro, {name: visit for name, visit in visits.items() if name not in begun})
+                begun |= visits.keys()
+            elif action.kind == "LOSS":
+                self.seen.take_loss(micro)
+            elif action.kind in ("B", "I"):
+                self._fetch(_block(action.subject))
+                self._flow(action)
+                self.seen.gradients(micro, action.subject)
+            elif action.kind.partition("_")[0] in CROSS:
+                self._crossing.cross(action)
+        for work in state.works.values():
+            work.wait()
+        for name, users in self.seen.shared.items():
+            parameter = state.subject.parameters[name]
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+            group = state.world.group(("pp",), users if len(users) < self._pp else ())
+            group.all_reduce(gradient, action="GUARD").wait()
+            parameter.grad = gradient
+        self.seen.square(state.subject.trainable)
+
+    def stand_in(self, micro: int) -> None:
+        """Take part in one for which this rank has no rows."""
+        for action in (action for action in self._list if action.micro == micro and action.kind in (*FORWARDS, "B", "I")):
+            self._fetch(_block(action.subject))
+
+
+def _block(visit: str) -> str:
+    return visit.partition("#")[0]
+
+
+def _odd(tensor: torch.Tensor) -> bool:
+    return not bool(tensor.isfinite().all())

@@ -1,0 +1,50 @@
+"""Micro-batches of one step whose rows differ in length, the last of fewer rows; and what one device makes of them."""
+
+import torch
+
+from meshwright.api import alone, build, make_plan
+from meshwright.comm.group import World
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import Plan
+from meshwright.core.strategy import Strategy
+from meshwright.engine.loss import IGNORED, Batch
+from meshwright.model.reading import Reading
+from tests.strategies.tensor.llama import known
+from tests.tiny import VOCABULARY, reading_of, tiny_job
+
+STEPS, MICRO_BATCH = [((9, 2), (5, 2), (12, 1)), ((5, 2), (9, 1))], 2  # (tokens, rows) of each micro-batch
+READINGS = {"tiny": reading_of, "llama": known}  # read with rows of 5 tokens, and of 9
+Parameters = dict[str, torch.Tensor]
+
+
+def reading(name: str) -> Reading:
+    """What the model of that name is made of."""
+    return READINGS[name]()
+
+
+def micro_batches(step: int) -> list[Batch]:
+    """Those of one step; a row of each ignores half of its labels."""
+    generator = torch.Generator().manual_seed(step)
+    found = []
+    for length, rows in STEPS[step]:
+        words = torch.randint(0, VOCABULARY, (2, rows, length), generator=generator)
+        words[1, 0, : length // 2] = IGNORED
+        found.append({"input_ids": words[0], "labels": words[1]})
+    return found
+
+
+def planned(name: str, mesh: Mesh, *strategies: Strategy) -> Plan:
+    """A plan of SGD in float64 over rows of any length."""
+    return make_plan(reading(name), tiny_job(6), mesh, strategies, MICRO_BATCH)
+
+
+def trained(world: World, name: str, plan: Plan) -> tuple[list[float], Parameters]:
+    """The losses and the parameters of all steps on this rank."""
+    with build(reading(name), plan, world=world) as engine:
+        losses = [engine.step(micro_batches(step)).loss for step in range(len(STEPS))]
+        return losses, {name: value.clone() for name, value in engine.player.parameters().items()}
+
+
+def on_one_device(name: str) -> tuple[list[float], Parameters]:
+    """The same on one device."""
+    return trained(alone(torch.device("cpu")), name, planned(name, Mesh()))
