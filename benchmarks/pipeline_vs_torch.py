@@ -86,21 +86,23 @@ def on_paper(schedule: str, length: Length) -> dict[str, float]:
     """The seconds of our step as measured, and as the order of the schedule makes them of F and B of each part."""
     chunks, given = CHUNKS.get(schedule, 1), {"workload": length.workload, "micros": MICROS}
     with Ranks("ping", pinged, RANKS, preload=PRELOAD, store=fresh_store(), **given) as group:
-        transfer = median(max(cost.notes) for cost in [group.step() for _ in range(20)][5:])
+        pings: list[Any] = [group.step().notes for _ in range(20)][5:]
+        transfer = median(map(max, pings))
     with Ranks("ours", timed, RANKS, preload=PRELOAD, store=fresh_store(), schedule=schedule, **given) as group:
         costs = [group.step() for _ in range(length.steps + 2)][2:]
-    seconds = {kind: [_of_part(costs, kind, part) for part in range(RANKS * chunks)] for kind in ("F", "B")}
+    notes: list[Any] = [cost.notes for cost in costs]
+    seconds = {kind: [_of_part(notes, kind, part) for part in range(RANKS * chunks)] for kind in ("F", "B")}
     order = SCHEDULES[schedule].make(RANKS, MICROS, chunks, Costs.equal(RANKS * chunks))
     timeline = play(order, Costs(seconds["F"], seconds["B"], [0.0] * (RANKS * chunks), transfer))
-    rest = median(max(note["rest"] for note in cost.notes) for cost in costs)
+    rest = median(max(note["rest"] for note in each) for each in notes)
     measured, paper = median(cost.wall_s for cost in costs), timeline.end + rest
     found = {"measured_s": measured, "paper_s": paper, "transfer_s": transfer, "rest_s": rest, "off": measured / paper - 1}
     print(f"{schedule} on paper: {found}", flush=True)
     return found
 
 
-def _of_part(costs: Any, kind: str, part: int) -> float:
-    return median(note[kind][part] for cost in costs for note in cost.notes if part in note[kind])
+def _of_part(notes: Any, kind: str, part: int) -> float:
+    return median(note[kind][part] for each in notes for note in each if part in note[kind])
 
 
 def waits_less(length: Length) -> Comparison:

@@ -56,7 +56,7 @@ class Stage(nn.Module):
         tables = self.rotary(x, torch.arange(x.shape[1]).unsqueeze(0))
         for layer in self.layers.values():
             x = layer(x, attention_mask=None, position_embeddings=tables)
-        return x if self.norm is None else self.head(self.norm(x))
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Its parameters; their ends are the names that they have in the model."""
@@ -113,7 +113,9 @@ def theirs(rank: int, size: int, workload: str, store: str, schedule: str, micro
     torch.set_num_threads(1)
     chunks, batches = CHUNKS.get(schedule, 1), Batches(WORKLOADS[workload])
     mine = stages(workload, rank, size, chunks)
-    made = [PipelineStage(stage, rank + size * number, size * chunks, torch.device("cpu")) for number, stage in enumerate(mine)]
+    made: Any = [
+        PipelineStage(stage, rank + size * number, size * chunks, torch.device("cpu")) for number, stage in enumerate(mine)
+    ]
     play: Any = THEIRS[schedule](made if chunks > 1 else made[0], micros, loss_of)
     update = Update(mine)
 
@@ -163,7 +165,7 @@ def _looped(
         if kind == "F":
             x = ids[micro] if part == 0 else torch.empty(shape)
             if part:
-                dist.irecv(x, (part - 1) % size, tag=2 * part).wait()
+                dist.recv(x, (part - 1) % size, tag=2 * part)
                 x.requires_grad_()
             y = mine[part // size](x)
             if part == last:
@@ -178,7 +180,7 @@ def _looped(
                 y.backward()
             else:
                 gradient = torch.empty(shape)
-                dist.irecv(gradient, (part + 1) % size, tag=2 * part + 3).wait()
+                dist.recv(gradient, (part + 1) % size, tag=2 * part + 3)
                 y.backward(gradient)
             if part and x.grad is not None:
                 sent.append(dist.isend(x.grad, (part - 1) % size, tag=2 * part + 1))
@@ -242,7 +244,7 @@ def _engine(rank: int, size: int, workload: str, store: str, schedule: str, micr
     return build(reading, plan, world=TorchWorld(mesh, rank, "cpu", shared=False)), Batches(spec)
 
 
-def _sorted_out(spans: Sequence[Span], part_of: Mapping[str, int]) -> dict[str, object]:
+def _sorted_out(spans: Sequence[Span], part_of: Mapping[str, int]) -> dict[str, Any]:
     """Medians of F and B by part, and the sum of all that is neither, nor waiting."""
     took: dict[str, dict[int, dict[int | None, float]]] = {"F": defaultdict(dict), "B": defaultdict(dict)}
     last, rest = max(part_of.values()), 0.0
@@ -254,8 +256,9 @@ def _sorted_out(spans: Sequence[Span], part_of: Mapping[str, int]) -> dict[str, 
             inside = next(each.action for each in spans if each.kind == "F" and each.begin >= span.begin and each.action)
             took["F"][part_of[inside.subject]][inside.micro] = seconds
         elif action is not None and span.kind in ("B", "LOSS"):
-            found = took["B"][part_of.get(action.subject, last)]
-            found[action.micro] = found.get(action.micro, 0.0) + seconds
+            back = took["B"][part_of.get(action.subject, last)]
+            back[action.micro] = back.get(action.micro, 0.0) + seconds
         else:
             rest += seconds
-    return {kind: {part: median(each.values()) for part, each in parts.items()} for kind, parts in took.items()} | {"rest": rest}
+    found: dict[str, Any] = {kind: {part: median(each.values()) for part, each in parts.items()} for kind, parts in took.items()}
+    return found | {"rest": rest}

@@ -19,8 +19,18 @@ class Breaking(Block):
     def forward(self, x):
         self.seen += not isinstance(x, FakeTensor) and self.training
         if self.seen == 5:
-            raise ValueError("planted in a block")
+            self.act()
         return super().forward(x)
+
+    def act(self):
+        raise ValueError("planted in a block")
+
+
+class Stopping(Breaking):
+    """Stops its process there."""
+
+    def act(self):
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class Counting(Bytes):
@@ -40,6 +50,12 @@ class Counting(Bytes):
 def breaks():
     model = Bytes()
     model.layers[1] = Breaking()
+    return model
+
+
+def stops():
+    model = Bytes()
+    model.layers[1] = Stopping()
     return model
 
 
@@ -83,9 +99,13 @@ def test_a_run_goes_on_with_other_parts_with_none_and_with_copies(config, left_a
     shutil.copytree(checkpoint(left_alone[0], 10 * (STEPS // 10 - 2)), checkpoint(run, STEPS - 20))
     copies = '[{name = "batch"}, {name = "replicate"}]'
     changes = (
-        ("mesh.pp was 3, is 2", 25, ("--mesh.pp", 2, "--strategies.pipeline.schedule", "gpipe")),
-        ("mesh.pp was 2, is 1", 30, ("--mesh.pp", 1, "--strategies", "[]")),
-        ("mesh.pp was 1, is 3", 35, ()),
+        (
+            "mesh.pp was 3, is 2, strategies.pipeline.schedule was 1f1b, is gpipe",
+            25,
+            ("--mesh.pp", 2, "--strategies.pipeline.schedule", "gpipe"),
+        ),
+        ("mesh.pp was 2, is 1, strategies.pipeline is gone", 30, ("--mesh.pp", 1, "--strategies", "[]")),
+        ("mesh.pp was 1, is 3, strategies.pipeline is new", 35, ()),
         ("mesh.pp was 3, is 1", STEPS, ("--mesh.pp", 1, "--mesh.dp_replicate", 2, "--strategies", copies)),
     )
     for said, steps, words in changes:
@@ -124,6 +144,19 @@ def test_the_traceback_of_the_rank_whose_block_raised_is_shown_and_nobody_waits_
     assert (out + err).count("Traceback") == 1
     assert "failed at step 2 (training)" in err
     assert err.count("ValueError: planted in a block") == 1
+
+
+def test_a_rank_that_is_stopped_in_mid_schedule_is_named_with_what_the_others_wait_for(config, forks, tmp_path):
+    limits = ("--run.limits.first_step_s", 3, "--run.limits.step_s", 3)
+    code, _, err = forks(
+        "train", config, "--model.source", f"{config.parent}/model.py:stops", "--run.folder", tmp_path / "run", *limits
+    )
+    assert code == 1
+    assert "Traceback" not in err
+    blamed = err[err.index(" did not come to ") - len("rank N") :]
+    assert blamed.startswith("rank 1 did not come to rank 2's receive of float32 [3, 16, 16] from index 1 for RECEIVE(")
+    assert "rank 1 did not answer: its process is stopped" in blamed
+    assert "repair: find out why rank 1 did not go on" in blamed
 
 
 def test_the_report_draws_who_works_when_planned_above_measured(left_alone, forks, tmp_path):

@@ -20,6 +20,7 @@ from meshwright.run.guard import kind_of
 from meshwright.strategies.data.batch import Batch
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.data.zero import Zero
+from meshwright.strategies.pipeline.pipeline import Pipeline
 from tests.tiny import reading_of, tiny_job
 
 CPU = torch.device("cpu")
@@ -75,6 +76,19 @@ def test_shards_of_one_stage_become_those_of_the_next_and_the_last_has_none():
     words = [change.words for change in changes(READING, plan, 0)]
     assert [word for word in words if "zero" in word] in ([], ['[[strategies]] name = "zero", axis = "dp_shard", stage = 3'])
     assert not any("micro_batch" in word for word in words), "it is 1 already"
+
+
+def test_parts_are_told_of_schedules_with_fewer_micro_batches_in_flight_and_of_smaller_parts():
+    plan = make_plan(READING, JOB, Mesh(pp=2), (Pipeline(schedule="gpipe"),), 2)
+    found = list(changes(READING, plan, 0))
+    leaner = next(change for change in found if change.words == 'strategies.pipeline.schedule = "1f1b"')
+    assert leaner.nbytes < sum(planned_nbytes(plan, 0).values())
+    assert found.index(leaner) < [change.words for change in found].index("micro_batch = 1")
+    again = make_plan(READING, JOB, Mesh(pp=2), (Pipeline(),), 2)
+    assert leaner.words not in [change.words for change in changes(READING, again, 0)]
+    assert "use more ranks (mesh.dp_shard, or mesh.pp for smaller parts)" in told(
+        MemoryError(), plan, 0, Seen(0, 1, None, {}), []
+    )
 
 
 def test_the_message_says_what_was_planned_what_was_live_and_the_first_change_that_fits():

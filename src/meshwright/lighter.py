@@ -2,8 +2,8 @@
 
     planned   states to the byte, buffers, and activations as the trial run has found them
     live      what this rank held of them when it failed, and the whole process
-    changes   in the order of what they cost in time: shards of moments, and of gradients; half the micro-batch; shards of the
-              weights; recompute
+    changes   in the order of what they cost in time: shards of moments, and of gradients; a schedule that keeps fewer
+              micro-batches in flight; half the micro-batch; shards of the weights; recompute
 
 The first change that comes below the limit is named, where there is a limit: the memory of the device, or what the system
 grants the process. What the plan does not know of is taken to shrink with the micro-batch, and else to stay.
@@ -32,6 +32,7 @@ from meshwright.report.sizes import planned_memory
 from meshwright.strategies import STRATEGIES
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.data.zero import Zero
+from meshwright.strategies.pipeline.pipeline import Pipeline
 
 if sys.platform != "win32":
     import resource
@@ -40,6 +41,7 @@ WORDS = re.compile(r"out of memory|(can't|cannot|could not) allocate memory|not 
 ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
 UNITS = {"BYTES": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 SHOWN = 4  # changes in a message
+LEANER = ("1f1b", "zb_v_half", "zb_v_min")  # schedules, each with less in flight and more bubble than the one before
 
 
 class OutOfMemory(RuntimeError):
@@ -95,7 +97,7 @@ def planned_nbytes(plan: Plan, rank: int) -> dict[str, int]:
 def changes(reading: Reading, plan: Plan, rank: int) -> Iterator[Change]:
     """The plans of the same job and mesh that take less than `plan`, those first that cost least in time."""
     now = sum(planned_nbytes(plan, rank).values())
-    tried = [*_shards(plan, (1, 2)), *_smaller(plan), *_shards(plan, (3,)), *_again(plan)]
+    tried = [*_shards(plan, (1, 2)), *_fewer_in_flight(plan), *_smaller(plan), *_shards(plan, (3,)), *_again(plan)]
     for words, strategies, micro_batch in tried:
         try:
             other = Plan.make(plan.job, plan.mesh, plan.anatomy, strategies, micro_batch, plan.run)
@@ -142,10 +144,11 @@ def told(error: BaseException, plan: Plan, rank: int, seen: Seen, others: Sequen
     for each in others[:SHOWN]:
         word = "this fits: " if each == fits else "takes less:"
         lines.append(f"  {word} {each.words}: {size(each.nbytes)} planned instead of {size(sum(planned.values()))}")
+    more = "mesh.dp_shard" if plan.mesh.pp == 1 else "mesh.dp_shard, or mesh.pp for smaller parts"
     if not others:
-        lines.append("  no change of this plan takes less: use more ranks (mesh.dp_shard), or a smaller model")
+        lines.append(f"  no change of this plan takes less: use more ranks ({more}), or a smaller model")
     elif fits is None and limit is not None:
-        lines.append(f"  none of them is sure to fit into {size(limit)}: combine them, or use more ranks (mesh.dp_shard)")
+        lines.append(f"  none of them is sure to fit into {size(limit)}: combine them, or use more ranks ({more})")
     return "\n".join(lines)
 
 
@@ -187,6 +190,16 @@ def _shards(plan: Plan, stages: Iterable[int]) -> Iterator[Tried]:
                 continue
             others = tuple(new if strategy == old else strategy for strategy in plan.strategies)
             yield f'[[strategies]] name = "{new.name}", axis = "{new.axis}", stage = {stage}', others, plan.micro_batch
+
+
+def _fewer_in_flight(plan: Plan) -> Iterator[Tried]:
+    """Another schedule, for as many parts per rank where the user has said where they begin."""
+    for old in plan.strategies:
+        if isinstance(old, Pipeline):
+            for name in LEANER:
+                new = replace(old, schedule=name, chunks=0)
+                others = tuple(new if strategy == old else strategy for strategy in plan.strategies)
+                yield f'strategies.pipeline.schedule = "{name}"', others, plan.micro_batch
 
 
 def _smaller(plan: Plan) -> Iterator[Tried]:

@@ -118,6 +118,23 @@ def test_the_end_of_a_chain_is_blamed_and_not_who_waits_in_the_middle():
     assert found.ranks == (3,)
 
 
+def test_of_ranks_that_receive_in_a_row_the_one_that_is_stopped_comes_first():
+    """Rank 0 waits for the gradient of rank 1, which waits for that of rank 2."""
+    first, second = (
+        Issued(number, number, LINE, f"receive of float32 [4] from index {rank + 1}", "GRAD", "a.py:1", (rank + 1, rank))
+        for number, rank in ((4, 0), (3, 1))
+    )
+    found = judged(waits(0, first), waits(1, second), Statement(2, "stopped"))
+    assert found.ranks == (2,)
+    told, _, chain, where, *_ = str(found).splitlines()
+    assert told.startswith(
+        "rank 2 did not come to rank 1's receive of float32 [4] from index 2 for GRAD, number 3 over rank 2 to"
+    )
+    assert chain.startswith("rank 0 waits for rank 1 in receive of float32 [4] from index 1 for GRAD, number 4")
+    assert chain.endswith(": it waits, too")
+    assert where == "rank 2 did not answer: its process is stopped (SIGSTOP, Ctrl-Z, a debugger), and goes on after SIGCONT"
+
+
 def test_ranks_that_wait_for_each_other_in_a_circle_are_told_so():
     mesh = Mesh(dp_shard=2, tp=2)
     circle = [waits(rank, issued(1, axes=("tp",) if rank in (0, 3) else ("dp_shard",))) for rank in range(4)]

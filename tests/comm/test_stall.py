@@ -197,7 +197,10 @@ def test_a_sender_that_does_not_come_is_named_by_the_receiver(process_pool, tmp_
     with pytest.raises(RankFailure):
         process_pool.run(receives_from_a_rank_that_is_busy, MESH, tmp_path)
     text = (tmp_path / "rank-2").read_text()
-    assert "rank 1 did not come to receive of float32 [4] from index 1 for RECEIVE(0), number 1 over rank 1 to rank 2" in text
+    assert (
+        "rank 1 did not come to rank 2's receive of float32 [4] from index 1 for RECEIVE(0), number 1 over rank 1 to rank 2"
+        in text
+    )
     assert "in waits_for_the_alarm" in text
 
 

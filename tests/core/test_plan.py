@@ -217,6 +217,10 @@ def test_a_plan_is_refused_with_every_fault_at_once():
             "strategies: no strategy uses the axis dp_replicate: 3 ranks would do the same work\n  repair: give the axis",
         ),
         (
+            {"strategies": PAIR, "mesh": Mesh(dp_replicate=3, pp=2)},
+            "no strategy uses the axis pp: 2 ranks would do the same work\n  repair: give the axis a strategy (for runs of",
+        ),
+        (
             {"strategies": (Batch(),)},
             'repair: add a strategy that stores weights along dp_replicate: [[strategies]] name = "replicate"',
         ),

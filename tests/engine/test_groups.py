@@ -3,17 +3,16 @@
 from meshwright.api import make_plan, parity_case
 from meshwright.comm.group import World
 from meshwright.core.mesh import Mesh
-from meshwright.core.program import Transfer
 from meshwright.engine.groups import way
 from meshwright.engine.loss import token_cross_entropy
 from meshwright.run.rank import share
 from meshwright.strategies.pipeline.pipeline import Pipeline
-from meshwright.testing.spawn import on_threads
+from meshwright.testing.spawn import ProcessPool, on_threads
 from meshwright.verifier.parity import RankReport, compare_rank
 from meshwright.verifier.reference import run_reference
 from tests.tiny import reading_of, rows, tiny_job
 
-MOVE, STEPS = Transfer("send", ("pp",), 8, peer=1), 2
+STEPS = 2
 
 
 def compared(world: World) -> tuple[RankReport, set[tuple[str, int]]]:
@@ -33,11 +32,17 @@ def test_messages_in_groups_of_two_give_what_one_device_gives():
         assert sent == {("send", 2), ("receive", 2)}
 
 
+def test_on_processes_they_do_too(process_pool: ProcessPool):
+    for report, sent in process_pool.run(compared, Mesh(pp=3)):
+        assert (report.differences, report.steps) == ([], STEPS)
+        assert sent == {("send", 2), ("receive", 2)}
+
+
 def test_both_sides_of_a_message_ask_for_the_same_group():
     def asked(world: World) -> tuple[object, ...]:
-        before = way(world, MOVE, 1 - world.rank, sends=world.rank == 0)
+        before = way(world, ("pp",), 1 - world.rank, sends=world.rank == 0)
         world.directed = True
-        group, peer = way(world, MOVE, 1 - world.rank, sends=world.rank == 0)
+        group, peer = way(world, ("pp",), 1 - world.rank, sends=world.rank == 0)
         return before[0].size, before[1], group.among, peer, group.ranks[peer]
 
     assert on_threads(asked, Mesh(pp=2)) == [(2, 1, (0, 1), 1, 1), (2, 0, (0, 1), 0, 0)]

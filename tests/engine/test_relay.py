@@ -83,6 +83,20 @@ def test_steps_go_on_as_without_it_to_the_last_bit():
     assert [each[1:] for each in with_it] == [each[1:] for each in without]
 
 
+@pytest.mark.parametrize("layout", ["two parts on each of three ranks", "a V"])
+def test_where_messages_go_in_the_order_of_issue_each_direction_has_a_group(layout: str, wanted: list[Evaluation]):
+    mesh, strategies, micro_batch = LAYOUTS[layout]
+    plan = make_plan(READING, tiny_job(), mesh, strategies, micro_batch)
+
+    def rank(world: World) -> tuple[float, set[tuple[int, ...]]]:
+        world.directed = world.ledger.recording = True  # as on NCCL
+        with build(READING, plan, world=world) as engine:
+            found = engine.evaluate([engine.share(part(DATA, at, min(at + 12, 31))) for at in (0, 12, 24)] + [part(DATA, 0, 1)])
+            return found.loss, {entry.size for entry in world.ledger.entries if entry.collective in ("send", "receive")}
+
+    assert on_threads(rank, mesh) == [(pytest.approx(wanted[0].loss, rel=1e-12), {2})] * mesh.world
+
+
 class Skips(nn.Module):
     """What two layers give out goes far past their neighbours; batch norms, which learn nothing in an evaluation."""
 

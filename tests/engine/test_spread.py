@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from meshwright.api import build, make_plan, read
+from meshwright.api import build, make_plan, read, verify
 from meshwright.comm.group import World
+from meshwright.core.job import Precision
 from meshwright.core.mesh import Mesh
 from meshwright.engine import spread
 from meshwright.engine.spread import spread_buffers
@@ -12,7 +13,7 @@ from meshwright.strategies.pipeline.pipeline import Pipeline
 from meshwright.testing.spawn import on_threads
 from tests.engine.alone import part
 from tests.engine.test_relay import Skips
-from tests.tiny import rows, tiny_job
+from tests.tiny import Tiny, rows, tiny_job
 
 DATA = rows(4)
 
@@ -38,6 +39,42 @@ def test_statistics_of_all_layers_are_told_by_the_rank_that_takes_them(ranks: in
         assert found.keys() == wanted.keys()
         for name, value in wanted.items():
             torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+
+
+def frozen() -> Skips:
+    """Nothing of its first two parts is trained."""
+    model = Skips()
+    for module in (model.embed, *model.layers[:4]):
+        module.requires_grad_(False)
+    return model
+
+
+def test_a_rank_that_trains_nothing_gets_the_gradients_of_the_others():
+    reading = read(frozen, part(DATA, 0, 2))
+    plan = make_plan(reading, tiny_job(batch=4), Mesh(pp=3), (Pipeline(),), 4)
+    verdict = verify(reading, plan, [DATA] * 2)
+    assert not plan.at(0).space.anatomy.trainable
+    assert verdict.passed, verdict
+
+
+def test_masters_and_frozen_weights_are_told_each_in_its_dtype():
+    def made() -> Tiny:
+        model = Tiny()
+        model.embed.requires_grad_(False)
+        return model
+
+    reading = read(made, part(DATA, 0, 2))
+    job = tiny_job(batch=4, precision=Precision("bfloat16", "bfloat16", "float32", master="float32"))
+    plan = make_plan(reading, job, Mesh(pp=2), (Pipeline(cuts=("layers.0",)),), 4)
+
+    def rank(world: World) -> dict[str, torch.Tensor]:
+        with build(reading, plan, world=world) as engine:
+            engine.step(engine.share(DATA))
+            return engine.player.parameters(exact=True)
+
+    first, second = on_threads(rank, plan.mesh)
+    assert {name for name, each in first.items() if each.dtype == torch.bfloat16} == {"embed.weight"}
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
 def test_buffers_that_are_not_told_are_noticed(monkeypatch):

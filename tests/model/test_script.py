@@ -124,6 +124,16 @@ def function(model: Chain, x: torch.Tensor) -> object:
     return model.head(Doubled.apply(model.layers[0](x)))
 
 
+def fills(model: Chain, x: torch.Tensor) -> object:
+    return model.head(model.layers[0](x) + torch.full_like(x, x.detach().sum()))
+
+
+def casts(model: Chain, x: torch.Tensor) -> object:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = x * x.sum()
+    return model.head(model.layers[0](x) + y)
+
+
 @pytest.mark.parametrize(
     ("glue", "said"),
     [
@@ -132,6 +142,8 @@ def function(model: Chain, x: torch.Tensor) -> object:
         (keeps, "nobody knows where a tensor comes from"),
         (counts, "writes into a tensor that other micro-batches have too"),
         (function, "is called without gradients on what needs one"),
+        (fills, "glue reads a number"),
+        (casts, "is called in a context of its own"),
     ],
 )
 def test_what_could_differ_is_not_written_down(glue: Forward, said: str):
@@ -146,13 +158,84 @@ def test_a_block_that_takes_numbers_from_an_attribute_is_not_written_down():
     assert any("takes what it computes with from elsewhere" in why for why in spoilt(chained(aside, block)))
 
 
+def whole(one: Ranks, hook: Any = None) -> tuple[Scripts, Any]:
+    """The scripts of one part that is the whole model, and what runs it on inputs: with scripts, or as ever."""
+    module, blocks, _ = one.reading.make("cpu", torch.float64)
+    if hook is not None:
+        next(iter(blocks.values())).register_forward_hook(hook)
+    drive, scripts, (part,) = Drive(blocks), Scripts(module, blocks), one.borders.parts(())
+
+    def play(inputs: Any, *, truly: bool = False) -> Any:
+        given = {"scripts": None if truly else scripts, "inputs": inputs.values()}
+        return run(partial(module, **inputs), drive, one.course, part, 4, {}, reach=lambda visit: None, **given).outputs
+
+    return scripts, play
+
+
+def counter(model: Chain, x: torch.Tensor) -> object:
+    model.times = vars(model).get("times", 0) + 1
+    return model.head(model.layers[0](x) * model.times)
+
+
+def mean(model: Chain, x: torch.Tensor) -> object:
+    before = vars(model).get("means", [])
+    model.means = [*before, x.detach().mean(0)]
+    return model.head(model.layers[0](x) + sum(before))
+
+
+@pytest.mark.parametrize("glue", [counter, mean])
+def test_a_forward_that_leaves_something_behind_runs_each_time(glue: Forward):
+    one = chained(glue)
+    (scripts, play), (_, truth) = whole(one), whole(one)
+    for _ in range(3):
+        assert same(truth(one.inputs, truly=True), play(one.inputs))
+    assert len(scripts.spoilt) == 1
+
+
+def test_what_a_forward_makes_once_and_keeps_is_no_reason_to_run_it_each_time():
+    def cached(model: Chain, x: torch.Tensor) -> object:
+        if "table" not in vars(model):
+            model.table = 2.0
+        return model.head(model.layers[0](x) * model.table)
+
+    one = chained(cached)
+    scripts, play = whole(one)
+    first, second, third = (play(one.inputs) for _ in range(3))
+    assert same([first, first], [second, third])
+    assert len(scripts._written) == 1
+
+
+def test_a_hook_of_a_block_is_not_applied_twice():
+    one = chained(simple)
+    scripts, play = whole(one, lambda block, given, output: output * 2)
+    play(one.inputs)
+    inputs = {key: other(value) for key, value in one.inputs.items()}
+    assert same(play(inputs, truly=True), play(inputs))
+    assert [why.partition(" ")[2] for why in scripts.spoilt.values()] == ["has hooks, or something is captured in it"]
+
+
+def test_a_tensor_that_comes_as_two_inputs_is_not_taken_for_both_afterwards():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x) + y)
+
+    x = torch.linspace(-2, 2, 24, dtype=torch.float64).view(4, 6)
+    scripts, play = whole(ranks(Two, {"x": x, "y": x.clone()}))
+    play({"x": x, "y": x})
+    inputs = {"x": x * 2, "y": x + 1}
+    assert same(play(inputs, truly=True), play(inputs))
+    assert list(scripts.spoilt.values()) == ["one tensor came as two"]
+
+
 def test_a_constant_that_somebody_writes_into_is_not_used_again():
     one = chained(simple)
-    module, blocks, _ = one.reading.make("cpu", torch.float64)
-    drive, scripts, (part,) = Drive(blocks), Scripts(module, blocks), one.borders.parts(())
-    key = (part.visits[0], 4, id(one.course))
-    given = {"scripts": scripts, "inputs": one.inputs.values()}
-    run(partial(module, **one.inputs), drive, one.course, part, 4, {}, reach=lambda visit: None, **given)
+    scripts, play = whole(one)
+    key = (one.borders.parts(())[0].visits[0], 4, id(one.course))
+    play(one.inputs)
     script = scripts.find(key)
     assert script is not None
     script.constants[0][0].mul_(2)

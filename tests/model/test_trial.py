@@ -152,3 +152,23 @@ def test_a_forward_that_looks_at_values_is_told_apart(read: str):
 def test_ordinary_errors_do_not_look_at_values():
     assert not depends_on_values(TypeError("forward() got an unexpected keyword argument 'labels'"))
     assert not depends_on_values(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_a_table_that_is_called_with_a_shape_is_no_use_of_words():
+    class Positions(nn.Embedding):
+        def forward(self, shape: torch.Size) -> torch.Tensor:
+            return super().forward(torch.arange(len(shape) - 1))
+
+    class Placed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions, self.layers = Positions(6, 6), nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + self.positions(x.shape)
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    anatomy = reading_of(Placed, {"x": X}).anatomy
+    assert anatomy.visits == ("positions", "layers.0", "layers.1")

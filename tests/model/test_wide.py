@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.model.wide import Wide, widen, widened
 from tests.model.both_ways import reading_of
@@ -34,6 +35,8 @@ class Casting(nn.Module):
         lambda x: torch.zeros(3, 4) + 0 * x,
         lambda x: torch.zeros(3, 4).index_add_(0, torch.arange(3), x.float()),
         lambda x: torch.full((), 1.5),
+        lambda x: torch.full((), torch.finfo(x.dtype).min),
+        lambda x: torch.full(size=(2,), fill_value=1.5),
         lambda x: (x > 0).to(torch.float32),
     ],
 )
@@ -47,7 +50,7 @@ def test_other_dtypes_stay_and_nothing_is_left_behind():
     with Wide():
         assert X.to(torch.bfloat16).dtype == torch.bfloat16
         assert torch.zeros(2, dtype=torch.int64).dtype == torch.int64
-        assert torch.arange(3).dtype == torch.int64
+        assert torch.arange(3).dtype == torch.full((), 2).dtype == torch.int64
     assert X.float().dtype == torch.float32
     assert torch.zeros(3).dtype == torch.float32
 
@@ -62,6 +65,8 @@ def test_a_module_made_in_float64_computes_in_it_and_one_in_float32_as_written()
     assert wide(X).dtype == torch.float64
     assert torch.equal(wide(X), wide.linear(X))
     assert reading.make("cpu", torch.float32)[0](X.float()).dtype == torch.float32
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # as when it is learnt what crosses between parts
+        assert reading.make("cpu", torch.float64, mode)[0](mode.from_tensor(X)).dtype == torch.float64
 
 
 def test_a_widened_module_takes_what_it_took():

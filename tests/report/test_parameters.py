@@ -64,3 +64,14 @@ def test_a_plan_says_how_much_of_the_weights_a_rank_has():
     assert said.startswith(f"{held / 1024:.3g} KiB of ")
     assert said.endswith("of it whole: see plan --explain-model")
     assert divided_words(divided(Mesh())) == {}
+
+
+def test_of_a_pipeline_it_is_the_part_of_the_first_rank():
+    plan = divided(Mesh(pp=2, tp=2))
+    (said,) = divided_words(plan).values()
+    rows = by_name(plan).values()
+    held, whole = sum(row.held for row in rows), sum(row.nbytes for row in rows if row.why)
+    assert said.startswith(f"{held / 1024:.3g} KiB of ")
+    assert f", {whole} B of it whole" in said
+    less = by_name(divided(Mesh(pp=2)))["model.embed_tokens.weight"].less
+    assert less == 0  # no weight is cut along pp

@@ -156,12 +156,9 @@ def _blame_parted(parted: Mapping[int, Issued], gone: list[Statement]) -> Blame:
 
 
 def _blame_missing(roots: tuple[int, ...], unmet: list[Unmet], statements: Mapping[int, Statement]) -> Blame:
-    lines = []
-    for each in unmet:
-        if each.missing:
-            what = f"{each.issued}, number {each.issued.number} over {_over(each.issued)}"
-            late = f"{_said(each.waiting)} wait{'s' if len(each.waiting) == 1 else ''} for it since {each.seconds:.1f} s"
-            lines.append(f"{_said(each.missing)} did not come to {what}; {late}\n  asked for at {each.issued.place}")
+    ends = [each for each in unmet if set(each.missing) & set(roots)]
+    lines = [_missed(each) for each in ends]
+    lines += [f"{_waits(each)}: it waits, too" for each in unmet if each.missing and each not in ends]
     for rank in roots[:SHOWN_RANKS]:
         lines.append(_whereabouts(statements[rank]))
     one = f"rank {roots[0]}" if len(roots) == 1 else "these ranks"
@@ -170,20 +167,31 @@ def _blame_missing(roots: tuple[int, ...], unmet: list[Unmet], statements: Mappi
     return Blame("\n".join(lines), roots, f"{repair}. If it is only slow there, raise run.limits.{phase}_s")
 
 
+def _missed(unmet: Unmet) -> str:
+    """Who did not come to what; of a receive, whose it is."""
+    issued, owner = unmet.issued, f"{_said(unmet.waiting)}'s " if unmet.issued.pair else ""
+    late = f"{_said(unmet.waiting)} wait{'s' if len(unmet.waiting) == 1 else ''} for it since {unmet.seconds:.1f} s"
+    what = f"{owner}{issued}, number {issued.number} over {_over(issued)}"
+    return f"{_said(unmet.missing)} did not come to {what}; {late}\n  asked for at {issued.place}"
+
+
+def _waits(unmet: Unmet) -> str:
+    """Who waits for whom in what."""
+    waiting = f"{_said(unmet.waiting)} wait{'s' if len(unmet.waiting) == 1 else ''} for {_said(unmet.missing)}"
+    return f"{waiting} in {unmet.issued}, number {unmet.issued.number} over {_over(unmet.issued)}, from {unmet.issued.place}"
+
+
 def _blame_circle(unmet: list[Unmet]) -> Blame:
-    lines = ["the ranks wait for each other in a circle:"]
-    for each in unmet:
-        waiting = f"{_said(each.waiting)} wait{'s' if len(each.waiting) == 1 else ''} for {_said(each.missing)}"
-        lines.append(
-            f"  {waiting} in {each.issued}, number {each.issued.number} over {_over(each.issued)}, from {each.issued.place}"
-        )
+    lines = ["the ranks wait for each other in a circle:", *(f"  {_waits(each)}" for each in unmet)]
     ranks = tuple(sorted({rank for each in unmet for rank in (*each.waiting, *each.missing)}))
     return Blame("\n".join(lines), ranks, "issue the collectives of different groups in the same order on every rank")
 
 
 def _whereabouts(statement: Statement) -> str:
     rank, place = statement.rank, statement.place()
-    if statement.state == "silent":
+    if statement.state == "stopped":
+        text = f"rank {rank} did not answer: its process is stopped (SIGSTOP, Ctrl-Z, a debugger), and goes on after SIGCONT"
+    elif statement.state == "silent":
         why = "its interpreter is held by native code, its process is stopped, or its host is out of reach"
         text = f"rank {rank} did not answer: {why}"
         text += f"\n  it is at {place}" if place else ""

@@ -26,11 +26,20 @@ class Process:
     @property
     def runs(self) -> bool:
         """Whether it is still there, and not a corpse that its parent has not buried."""
+        return self._state() not in ("", "dead")
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it is there and does nothing until it gets SIGCONT."""
+        return self._state() == "stopped"
+
+    def _state(self) -> str:
+        """runs, stopped or dead; "" when it is not there."""
         try:
-            started, dead = _status(self.number)
+            started, state = _status(self.number)
         except (OSError, psutil.Error):
-            return False
-        return started == self.started and not dead
+            return ""
+        return state if started == self.started else ""
 
 
 def host_name() -> str:
@@ -42,11 +51,12 @@ def host_name() -> str:
     return ""
 
 
-def _status(number: int) -> tuple[int, bool]:
-    """When a process started, and whether it is dead. Raises OSError or psutil.Error when there is none."""
+def _status(number: int) -> tuple[int, str]:
+    """When a process started, and whether it runs, is stopped or dead. Raises OSError or psutil.Error when there is none."""
     if sys.platform != "linux":
         process = psutil.Process(number)
-        return int(process.create_time()), process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        states = {psutil.STATUS_ZOMBIE: "dead", psutil.STATUS_DEAD: "dead", psutil.STATUS_STOPPED: "stopped"}
+        return int(process.create_time()), states.get(process.status(), "runs")
     # the fields behind the name, which may hold anything: first the state; the 20th is the start
     fields = Path(f"/proc/{number}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return int(fields[19]), fields[0] in "ZX"
+    return int(fields[19]), {"Z": "dead", "X": "dead", "T": "stopped", "t": "stopped"}.get(fields[0], "runs")

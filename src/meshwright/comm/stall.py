@@ -234,10 +234,10 @@ class Lookout:
         """What can be seen of a rank that does not answer."""
         birth, ring = self._births.get(rank), self._rings.get(rank)
         recent = () if ring is None else tuple(read_ring(ring))
-        if self._is_gone(rank):
-            return Statement(rank, "gone", recent=recent)
-        stack = birth.stack() if birth is not None and birth.host == host_name() else ()
-        return Statement(rank, "silent", recent=recent, stack=stack)
+        if birth is None or birth.host != host_name():
+            return Statement(rank, "silent", recent=recent)
+        state = birth.state()
+        return Statement(rank, state, recent=recent, stack=birth.stack() if state == "silent" else ())
 
     def _ended(self) -> None:
         """Runs when the interpreter ends while this is open: a script that ended by itself, or by an error."""

@@ -28,7 +28,7 @@ import torch
 from meshwright.comm.host import Process, host_name
 from meshwright.comm.recent import INSIDE, Issued
 
-State = Literal["answers", "left", "silent", "gone"]
+State = Literal["answers", "left", "silent", "stopped", "gone"]
 Frame = tuple[str, int, str]  # file, line, function
 
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -156,6 +156,11 @@ class Birth:
     def alive(self) -> bool:
         """Whether that process still runs."""
         return Process(self.pid, self.born).runs
+
+    def state(self) -> State:
+        """Of one that does not answer: gone, stopped (by SIGSTOP, Ctrl-Z, a debugger), or there and silent."""
+        process = Process(self.pid, self.born)
+        return "stopped" if process.stopped else "silent" if process.runs else "gone"
 
     def stack(self) -> tuple[Frame, ...]:
         """The stack of its main thread, written by its fault handler; empty when nothing came."""

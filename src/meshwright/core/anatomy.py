@@ -160,7 +160,6 @@ class Anatomy:
     passages: tuple[Passage, ...] = ()
     loss_numel: int = 0
     borders: Borders | None = None
-    borders: Borders | None = None
 
     @property
     def trainable(self) -> tuple[Weight, ...]:

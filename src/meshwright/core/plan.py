@@ -38,6 +38,7 @@ class Plan:
     strategies: tuple[Strategy, ...]
     space: Space
     program: Program
+    beyond: tuple[tuple[tuple[str, str], ...], ...] = ()  # by strategy, what of it stands in no table
 
     @classmethod
     def make(
@@ -73,7 +74,8 @@ class Plan:
         raise_faults(faults)
         micro_batch = micro_batch or job.train.batch // mesh.extent(space.data_axes)
         space = space.at(mesh.coordinate(0))
-        return cls(job, run, mesh, micro_batch, ordered, space, _all_roles(job, space, ordered, micro_batch))
+        beyond = tuple(strategy.beyond() for strategy in ordered)
+        return cls(job, run, mesh, micro_batch, ordered, space, _all_roles(job, space, ordered, micro_batch), beyond)
 
     def at(self, rank: int) -> "Plan":
         """This plan as `rank` plays it, with its own weights, slices of them and list where ranks differ in those."""
@@ -81,6 +83,13 @@ class Plan:
         if space.homes == self.space.homes:
             return replace(self, space=space)
         return replace(self, space=space, program=_program(self.job, space, self.strategies, self.micro_batch))
+
+    def of_rows(self, micro_batch: int) -> "Plan":
+        """This plan, as its rank plays it, where each micro-batch has so many rows: what it does on a last one that is short."""
+        train = replace(self.job.train, batch=micro_batch * self.num_micro * self.num_data)
+        job = replace(self.job, train=train)
+        program = _program(job, self.space, self.strategies, micro_batch)
+        return replace(self, job=job, micro_batch=micro_batch, program=program)
 
     def views(self) -> Iterator["Plan"]:
         """This plan as the ranks of each role see it, in the order of the program's roles: that of all of them."""
@@ -152,7 +161,9 @@ class Plan:
             "job": asdict(self.job),
             "mesh": self.mesh.as_dict(),
             "micro_batch": self.micro_batch,
-            "strategies": [strategy.as_dict() for strategy in self.strategies],
+            "strategies": [
+                {**strategy.as_dict(), **dict(more)} for strategy, more in zip(self.strategies, self.beyond, strict=True)
+            ],
             "visits": list(self.anatomy.visits),
             "weights": weights,
             **({"calls": _calls(self.anatomy)} if _divides(self.space) else {}),

@@ -104,6 +104,10 @@ class Strategy(ABC):
         """Handlers for the kinds of action that this technique introduced."""
         return {}
 
+    def beyond(self) -> tuple[tuple[str, str], ...]:
+        """What affects numbers and stands in no table, by key: digests of the files that it names."""
+        return ()
+
     def as_dict(self) -> dict[str, Any]:
         """The strategy as a table of a plan file."""
         return {"name": self.name, **{item.name: getattr(self, item.name) for item in fields(self)}}

@@ -1,6 +1,7 @@
 """What is wrong with a job, a space and strategies together, and how to repair it: what no strategy can see by itself."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from meshwright.core.anatomy import Anatomy
 from meshwright.core.errors import Fault
@@ -8,6 +9,8 @@ from meshwright.core.job import Job
 from meshwright.core.mesh import AXES
 from meshwright.core.space import Space
 from meshwright.core.strategy import Strategy
+
+SUCH: Mapping[str, str] = MappingProxyType({"pp": 'for runs of layers: "pipeline"', "tp": 'for tensor parallelism: "line"'})
 
 
 def model_faults(anatomy: Anatomy) -> Iterator[Fault]:
@@ -50,9 +53,8 @@ def space_faults(space: Space, strategies: tuple[Strategy, ...]) -> Iterator[Fau
     if idle:
         ranks = " x ".join(str(space.mesh.size(axis)) for axis in idle)
         text = f"no strategy uses the axis {' and '.join(idle)}: {ranks} ranks would do the same work"
-        yield Fault(
-            text, 'give the axis a strategy (for data parallelism: "batch" and "replicate"), or set its size to 1', "strategies"
-        )
+        such = "; ".join(dict.fromkeys(SUCH.get(axis, 'for data parallelism: "batch" and "replicate"') for axis in idle))
+        yield Fault(text, f"give the axis a strategy ({such}), or set its size to 1", "strategies")
 
 
 def precision_faults(job: Job, space: Space) -> Iterator[Fault]:

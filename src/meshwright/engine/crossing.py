@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from meshwright.comm.group import Work
 from meshwright.core.borders import Part, Value
 from meshwright.core.crossed import Crossed, Dims
 from meshwright.core.errors import PlanError
@@ -37,6 +38,7 @@ class _Held:
     ran: dict[str, Ran] = field(default_factory=dict)  # by the first visit of the part
     gradients: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     pieces: dict[str, torch.Tensor] = field(default_factory=dict)  # by what JOIN is about
+    sent: dict[str, list[Work]] = field(default_factory=dict)  # forward
     course: Course | None = None
 
     def total(self, name: str) -> torch.Tensor:
@@ -122,6 +124,9 @@ class Crossing:
             return
         held = self._of(micro)
         ran = held.ran[part.visits[0]]
+        for name in ran.given.keys() & held.gradients.keys():  # who has sent all these gradients has the value
+            for work in held.sent.pop(name, ()):
+                work.wait()  # at once; it lets go of the value
         whole = {}  # what has the graph of the part: one backward is that of all its visits
         for name, leaf in (ran.given | ran.received).items():
             if name in held.gradients and leaf.is_leaf:
@@ -191,13 +196,15 @@ class Crossing:
                 mine = piece
             tensor = mine
         if move.peer is not None:
-            group, peer = way(self._state.world, move, move.peer, sends=True)
-            self._state.works[action.name] = group.send(tensor, target=peer, action=action.name)
+            group, peer = way(self._state.world, move.axes, move.peer, sends=True)
+            self._state.works[action.name] = work = group.send(tensor, target=peer, action=action.name)
+            if action.kind == "SEND":
+                self._of(micro).sent.setdefault(value.name, []).append(work)
 
     def _received(self, action: Action, move: Transfer, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, which is filled."""
         if move.peer is not None:
-            group, peer = way(self._state.world, move, move.peer, sends=False)
+            group, peer = way(self._state.world, move.axes, move.peer, sends=False)
             self._state.works[action.name] = group.receive(tensor, source=peer, action=action.name)
         return tensor
 

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from meshwright.comm.group import Group, World
 from meshwright.core.mesh import AXES
 from meshwright.core.plan import Plan
-from meshwright.core.program import Transfer
 from meshwright.core.steps import role_of
 
 Place = tuple[tuple[str, ...], tuple[int, ...]]  # axes, and the indices of those among the ranks there
@@ -33,13 +32,13 @@ def meet(plan: Plan, world: World) -> None:
         world.group(axes, among)
 
 
-def way(world: World, move: Transfer, peer: int, *, sends: bool) -> tuple[Group, int]:
-    """The group in which this rank sends to that at index `peer` along the axes of `move`, or receives; its index there."""
-    group = world.group(move.axes)
+def way(world: World, axes: tuple[str, ...], peer: int, *, sends: bool) -> tuple[Group, int]:
+    """The group in which this rank sends to that at index `peer` along `axes`, or receives; its index there."""
+    group = world.group(axes)
     if not world.directed:
         return group, peer
     pair = (group.index, peer) if sends else (peer, group.index)
-    return world.group(move.axes, pair), int(sends)
+    return world.group(axes, pair), int(sends)
 
 
 def _ways(plan: Plan) -> Iterator[Place]:

@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 
-from meshwright.comm.group import Group, Work
+from meshwright.comm.group import Work
 from meshwright.core.borders import Part
 from meshwright.core.crossed import Crossed
 from meshwright.core.errors import PlanError
 from meshwright.core.hops import Hop, hops
 from meshwright.core.plan import Plan
 from meshwright.core.space import Space
+from meshwright.engine.groups import way
 from meshwright.engine.loss import Batch
 from meshwright.engine.state import State
 from meshwright.model.course import Course
@@ -166,7 +167,8 @@ class Relay:
     def _receive(self, forward: _Forward, hop: Hop) -> None:
         tensor = torch.empty(self._shape(forward, hop), dtype=getattr(torch, hop.value.dtype), device=self._state.world.device)
         forward.came[hop.value.name] = tensor
-        forward.coming[hop] = self._group.receive(tensor, source=self._ranks[hop.source], action=self._named(hop))
+        group, peer = way(self._state.world, ("pp",), self._ranks[hop.source], sends=False)
+        forward.coming[hop] = group.receive(tensor, source=peer, action=self._named(hop))
 
     def _run(self, part: int, number: int) -> Iterator[tuple[Micro, Any]]:
         """Run a part when what it takes has come, and send what others take."""
@@ -182,20 +184,21 @@ class Relay:
         for hop in forward.hops:
             target = self._ranks[hop.target]
             if hop.source == part and target != self._group.index:
-                self._send(forward, hop, self._group, self._round * number + hop.target)
+                self._send(forward, hop, self._round * number + hop.target)
         if all(owner != self._group.index for owner in self._ranks[part + 1 :]):
             del self._forwards[number]
         if mine.last:
             yield forward.micro, ran.outputs
 
-    def _send(self, forward: _Forward, hop: Hop, group: Group, due: int) -> None:
+    def _send(self, forward: _Forward, hop: Hop, due: int) -> None:
         tensor, shape = forward.came[hop.value.name].contiguous(), self._shape(forward, hop)
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tuple(tensor.shape) != shape or dtype != hop.value.dtype:
             said = f"{hop.value.dtype} {list(shape)}, and is {dtype} {list(tensor.shape)}"
             text = f"in an evaluation the value '{hop.value}' crosses between parts, which the trial run showed as {said}"
             raise PlanError(text, fix="let the forward give out the same shapes and dtypes as in the trial run", where="model")
-        work = group.send(tensor, target=self._ranks[hop.target], action=self._named(hop))
+        group, peer = way(self._state.world, ("pp",), self._ranks[hop.target], sends=True)
+        work = group.send(tensor, target=peer, action=self._named(hop))
         self._sending.append((due, work, tensor))
 
     def _settle(self, time: int | None) -> None:

@@ -29,6 +29,12 @@ def micro_batches(batch: Rows, plan: Plan, stand_in: Batch, device: torch.device
     return micros, rows
 
 
+def rows_played(batch: Rows, plan: Plan, stand_in: Batch) -> tuple[int, ...]:
+    """The rows that each micro-batch of a step holds, those of `stand_in` included."""
+    micros, _ = micro_batches(batch, plan, stand_in, torch.device("meta"))
+    return tuple(len(next(iter(micro.values()))) for micro in micros)
+
+
 def _given(batches: Sequence[Batch], plan: Plan, stand_in: Batch, device: torch.device) -> tuple[list[Batch], int]:
     """Micro-batches as they were given."""
     counts = [num_rows(batch, plan) for batch in batches]

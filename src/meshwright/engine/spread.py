@@ -11,6 +11,7 @@ import torch
 
 from meshwright.core.anatomy import Weight
 from meshwright.core.plan import Plan
+from meshwright.engine.abreast import DTYPES
 from meshwright.engine.saved import persistent_buffers
 from meshwright.engine.state import State
 
@@ -22,11 +23,14 @@ def spread(plan: Plan, state: State, mine: Values, weights: Iterable[Weight], ac
     if not plan.space.stages:
         yield from mine
         return
-    held, group = dict(mine), state.world.group(("pp",))
-    like = next(iter(held.values()))
-    for weight in weights:
-        source = plan.space.users(weight)[0]
-        flat = held[weight.name].contiguous().view(-1) if group.index == source else like.new_empty(weight.numel)
+    held, group, device = dict(mine), state.world.group(("pp",)), state.world.device
+    owned = [(weight, plan.space.users(weight)[0]) for weight in weights]
+    kinds = [DTYPES.index(held[weight.name].dtype) if source == group.index else 0 for weight, source in owned]
+    told = torch.tensor(kinds, dtype=torch.float64, device=device)  # what has a master is in another dtype than what is frozen
+    group.all_reduce(told, action=action).wait()
+    for (weight, source), kind in zip(owned, told.tolist(), strict=True):
+        blank = torch.empty(0 if group.index == source else weight.numel, dtype=DTYPES[int(kind)], device=device)
+        flat = held[weight.name].contiguous().view(-1) if group.index == source else blank
         group.broadcast(flat, source=source, action=action).wait()
         yield weight.name, flat.view(weight.shape)
 

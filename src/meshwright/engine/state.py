@@ -58,8 +58,11 @@ class Subject:
     elsewhere: frozenset[str] = frozenset()
 
     def within(self, anatomy: Anatomy) -> "Subject":
-        """What a rank holds of it that runs the visits of `anatomy` alone."""
+        """What a rank holds of it that runs the visits of `anatomy` alone; the module lets go of all other weights."""
         mine = {weight.name: self.parameters[weight.name] for weight in anatomy.weights}
+        for name in self.parameters.keys() - mine.keys():  # shapes stay, and the memory goes
+            foreign = self.parameters[name]
+            foreign.data = foreign.detach().new_zeros(()).expand(foreign.shape)
         return replace(self, parameters=mine, anatomy=anatomy, elsewhere=frozenset(self.parameters.keys() - mine.keys()))
 
     @property

@@ -175,8 +175,9 @@ class Dice:
         return drawn.transpose(0, 1) if kind == "second" else drawn
 
     def _check(self, site: str, kind: Kind, size: torch.Size) -> None:
-        given, batch = size[1 if kind == "second" else 0], len(self._samples)
-        if (given % batch if kind == "rows" else given - batch) if batch else given:
+        dim, batch = 1 if kind == "second" else 0, len(self._samples)
+        given = size[dim] if dim < len(size) else None
+        if given is None or ((given % batch if kind == "rows" else given - batch) if batch else given):
             what = f"a tensor of {tuple(size)} is drawn for {batch} samples, and in the trial run its kind was '{kind}'"
             raise PlanError(what, fix="run the forward on the samples announced by Dice.begin, all at once", where=site)
 

@@ -74,10 +74,11 @@ class Reading:
         if fake is not None:
             fake_copy(module, fake, lambda name: self.blueprint.made_in(name, dtype))
             use_experts_on_trial(module)
-            return _training(module), _blocks(module, self.block_names), dict(module.named_parameters())
-        self.blueprint.materialize(module, dtype=dtype, device=device, blank=blank)
-        if dtype == torch.float64:
+        else:
+            self.blueprint.materialize(module, dtype=dtype, device=device, blank=blank)
+        if dtype == torch.float64 and fake is None:
             use_plain_experts(module)
+        if dtype == torch.float64:
             widen(module)
         return _training(module), _blocks(module, self.block_names), dict(module.named_parameters())
 

@@ -10,8 +10,9 @@ the first run of a part in a step is written down, and the others play that:
 *Live* are the inputs, what was received, what blocks give out, parameters, and whatever glue computes with those: numbers in the
 script. What glue makes without them is a constant of the step. Nothing is written down of a part, and its forward runs each time,
 where that could differ: glue that reads a live number, or makes a tensor whose shape depends on one; that writes into a tensor
-which it has not made; that uses one of which nobody knows where it comes from; an object that is no tensor and no plain value;
-what blocks capture or take from elsewhere than their arguments (model/writer.py).
+which it has not made; that uses one of which nobody knows where it comes from; that casts in a context of its own; an object that
+is no tensor and no plain value; blocks with hooks, and what they capture or take from elsewhere than their arguments; a forward
+that leaves something behind in the model's attributes, a counter or the last mean (model/writer.py).
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -231,8 +231,8 @@ def _used(
 ) -> None:
     found.followed.leave(name, output)
     inside = not drive.in_glue or drive.is_block(name)
-    if inside and found.visits and args and isinstance(output, torch.Tensor):
-        given = args[0]
+    given = args[0] if args else None  # a table of positions may be called with a shape
+    if inside and found.visits and isinstance(given, torch.Tensor) and isinstance(output, torch.Tensor):
         found.seen.alive.append(given)
         found.drawn.append(drawn())
         found.seen.uses.append(Use(name, found.visits[-1], id(given), given.numel(), given.requires_grad, output.numel()))

@@ -29,6 +29,8 @@ class Wide(TorchFunctionMode):
             return args[0].double()
         args = tuple(map(_widened, args))
         kwargs = {name: _widened(value) for name, value in kwargs.items()} if kwargs else {}
+        if func is torch.full and isinstance(args[-1] if len(args) > 1 else kwargs.get("fill_value"), float):
+            kwargs = {**kwargs, "dtype": kwargs.get("dtype") or torch.float64}  # the lowest number of float64 is none of float32
         made = func(*args, **kwargs)
         return made.double() if func in CREATE and made.dtype == torch.float32 and not made.requires_grad else made
 

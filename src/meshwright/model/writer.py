@@ -16,6 +16,7 @@ from meshwright.model.glue import BY_SHAPE, READS, Reads, is_plain
 from meshwright.model.script import Line, Make, Script, Slot, made
 from meshwright.model.values import leaves, mapped, tensors
 
+CASTING = ("cpu", "cuda")
 PLAIN = (slice, type(Ellipsis), torch.memory_format, torch.layout)
 
 
@@ -30,13 +31,16 @@ class Writer:
     ) -> None:
         self.why = ""
         self._blocks, self._known, self._closely = blocks, known, closely
+        seeds = tuple(seeds)
         self._live = {id(tensor): (number, tensor) for number, tensor in enumerate(seeds)}
-        self._count = len(self._live)
+        self._count = len(seeds)
         self._fresh: dict[int, torch.Tensor] = {}  # what glue has made that is not live
         self._lines: list[Line] = []
         self._skipped: list[str] = []
         self._constants: dict[int, tuple[torch.Tensor, int]] = {}
         self._context = _context()
+        if len(self._live) < len(seeds):
+            self.spoil("one tensor came as two")
 
     def skip(self, name: str) -> None:
         """A call of the block `name` is not made."""
@@ -49,9 +53,10 @@ class Writer:
         if self.why:
             return func(*args, **kwargs)
         versions = [tensor._version for tensor in given]
-        if not live or func.__name__ in BY_SHAPE:
+        by_shape = func.__name__ in BY_SHAPE and len(given) == 1  # not filled with the numbers of another
+        if not live or by_shape:
             outcome = func(*args, **kwargs)
-            if func.__name__ in BY_SHAPE or all(self._is_known(tensor) for tensor in given):
+            if by_shape or all(self._is_known(tensor) for tensor in given):
                 self._fresh |= {id(tensor): tensor for tensor in tensors(outcome) if id(tensor) not in self._known}
             self._unwritten(func, given, versions, self._fresh)
             return outcome
@@ -60,6 +65,8 @@ class Writer:
             return outcome
         if not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in live):
             self.spoil(f"{func.__name__} is called without gradients on what needs one")
+        if _casts() != self._context[: len(CASTING)]:
+            self.spoil(f"{func.__name__} is called in a context of its own")
         self._unwritten(func, given, versions, self._live)
         self._write(func, args, kwargs, outcome)
         return outcome
@@ -90,7 +97,7 @@ class Writer:
             outputs = run(*args, **kwargs)
         if self.why:
             return outputs
-        if block is None or block._forward_pre_hooks or captured():
+        if block is None or block._forward_pre_hooks or block._forward_hooks or captured():
             self.spoil(f"'{name}' has hooks, or something is captured in it")
         elif _context() != self._context:
             self.spoil(f"'{name}' is called in a context of its own")
@@ -183,8 +190,28 @@ class _Aside(TorchFunctionMode):
 
 def _context() -> tuple[object, ...]:
     """What a call takes from round it."""
-    on = [torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in ("cpu", "cuda")]
-    return (*on, torch.is_grad_enabled(), torch._C._len_torch_dispatch_stack())
+    return (*_casts(), torch.is_grad_enabled(), torch._C._len_torch_dispatch_stack())
+
+
+def _casts() -> tuple[object, ...]:
+    """What products are cast to, by device."""
+    return tuple(torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in CASTING)
+
+
+def _held(modules: Iterable[nn.Module]) -> list[object]:
+    """All that modules hold in their attributes, one behind the other; parameters and modules apart."""
+    found: list[object] = []
+    for module in modules:
+        for key, value in vars(module).items():
+            if key not in ("_parameters", "_modules"):
+                found += [value, *_items(value)]
+    return found
+
+
+def _items(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (list, set)) else ()
 
 
 class Scripts:
@@ -193,6 +220,10 @@ class Scripts:
     def __init__(self, module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         self._blocks = blocks
         self._known = {id(tensor): tensor for each in (module.parameters(), module.buffers()) for tensor in each}
+        inside = {id(each) for block in blocks.values() for each in block.modules()}
+        self._glue = [each for each in module.modules() if id(each) not in inside]
+        self._before: list[object] = []  # what those held when a run began
+        self._changed: set[Hashable] = set()
         self._written: dict[Hashable, Script] = {}
         self._proved: set[Hashable] = set()
         self.spoilt: dict[Hashable, str] = {}  # why nothing is written down of a part
@@ -200,6 +231,7 @@ class Scripts:
     def forget(self) -> None:
         """A step has ended."""
         self._written.clear()
+        self._before.clear()
 
     def find(self, key: Hashable) -> Script | None:
         """The script of the part `key`, where it has run in this step and nobody has written into what the script holds."""
@@ -210,10 +242,18 @@ class Scripts:
         """What writes down the run of a part that begins; None where that has failed before."""
         if key in self.spoilt:
             return None
+        self._before = _held(self._glue)
         return Writer(self._blocks, self._known, seeds, closely=key not in self._proved)
 
     def keep(self, key: Hashable, writer: Writer, result: Any) -> None:
         """The run has left `result`."""
+        before, now = self._before, _held(self._glue)
+        self._before = []
+        if len(now) != len(before) or any(one is not other for one, other in zip(now, before, strict=True)):
+            if key not in self._changed:  # what is made at the first run and kept is no reason
+                self._changed.add(key)
+                return
+            writer.spoil("the forward leaves something behind in the model")
         script = writer.written(result)
         if script is None:
             self.spoilt[key] = writer.why

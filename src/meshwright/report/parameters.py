@@ -81,7 +81,7 @@ def divided_words(plan: Plan) -> dict[str, str]:
         return {}
     here, parameters = space.at(space.mesh.coordinate(0)), plan.job.precision.parameters
     held = sum(home.weight.numel * home.weight.width(parameters) for home in here.homes)
-    whole = sum(home.weight.numel * home.weight.width(parameters) for home in space.homes if not home.cut)
+    whole = sum(home.weight.numel * home.weight.width(parameters) for home in here.logical if not home.cut)
     said = f"{size(held)} of {size(plan.anatomy.nbytes(parameters))} of the weights while they are used"
     return {"divided": f"{said}, {size(whole)} of it whole: see plan --explain-model"}
 
@@ -133,8 +133,8 @@ def _why(home: Home) -> str:
 
 
 def _axes(space: Space) -> list[str]:
-    """The axes along which weights could be cut: those of several ranks that see the same samples."""
-    return [axis for axis in AXES if space.mesh.size(axis) > 1 and axis not in space.data_axes]
+    """The axes along which weights could be cut: those of several ranks that see the same samples and run the same layers."""
+    return [axis for axis in AXES if space.mesh.size(axis) > 1 and axis not in ("pp", *space.data_axes)]
 
 
 def _joined(pattern: str, rows: list[ParameterRow]) -> ParameterRow:

@@ -139,7 +139,9 @@ def check_model(manifest: Manifest, player: Player, path: Path) -> None:
 def _changes(meta: Mapping[str, Any], plan: Plan, data_digest: str) -> list[str]:
     if meta.get("plan_hash") == plan.hash and meta.get("data") == data_digest:
         return []
-    changed = sorted(_differing(meta.get("plan", {}), json.loads(json.dumps(plan.as_dict()))))  # as JSON: no tuples
+    changed = sorted(
+        _differing(_named(meta.get("plan", {})), _named(json.loads(json.dumps(plan.as_dict()))))
+    )  # as JSON: no tuples
     words = [f"the plan changed since that checkpoint: {', '.join(changed)}"] if changed else []
     return words + (["the data changed since that checkpoint"] if meta.get("data") != data_digest else [])
 
@@ -164,9 +166,22 @@ def _other_sums(meta: Mapping[str, Any], now: Mapping[str, str]) -> list[str]:
     ]
 
 
+def _named(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """`plan` with its strategies by name, and by axis where several have the same."""
+    tables = plan.get("strategies", [])
+    names = [table["name"] for table in tables]
+    by = {
+        name if names.count(name) == 1 else f"{name} ({table.get('axis')})": table
+        for name, table in zip(names, tables, strict=True)
+    }
+    return {**plan, "strategies": by}
+
+
 def _differing(old: Any, new: Any, path: str = "") -> list[str]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         return [
             found for key in {**old, **new} for found in _differing(old.get(key), new.get(key), f"{path}.{key}" if path else key)
         ]
+    if isinstance(old, Mapping) or isinstance(new, Mapping):
+        return [f"{path} is {'gone' if new is None else 'new'}"]
     return [] if old == new else [f"{path} was {old}, is {new}" if len(f"{old}{new}") < 60 else path]

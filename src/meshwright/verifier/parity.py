@@ -7,7 +7,7 @@ difference, and so is a collective that the program does not state; what was not
 read by one more action, put before CLIP: PROBE (hold every gradient against one device, before it is clipped).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import zip_longest
@@ -22,6 +22,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.program import Action, Program
 from meshwright.core.steps import steps
 from meshwright.engine.player import Player
+from meshwright.engine.rows import rows_played
 from meshwright.engine.state import State
 from meshwright.verifier.reference import Case, Reference, StepTruth, Values
 from meshwright.verifier.verdict import COMPARED, QUANTITIES, Difference, Verdict, diagnose
@@ -39,6 +40,7 @@ class RankReport:
     worst: dict[str, float] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     sent: list[Entry] = field(default_factory=list)
+    rows: list[tuple[int, ...]] = field(default_factory=list)  # by step, of each micro-batch; none: as planned
     steps: int = 0
 
 
@@ -76,6 +78,8 @@ def compare_rank(case: Case, world: World, reference: Reference) -> RankReport:
             watched.step = step
             batch = rows(step)
             watched.samples(batch, truth)
+            if not case.plan.space.led:
+                report.rows.append(rows_played(batch, case.plan, subject.stand_in))
             metrics = player.step(batch)
             watched.number("loss", metrics.loss, truth.loss)
             watched.number("grad norm", metrics.grad_norm, truth.grad_norm)
@@ -115,11 +119,16 @@ def judge(case: Case, reports: list[RankReport], body: str, versions: Mapping[st
     )
 
 
-def planned_messages(plan: Plan) -> list[Message]:
-    """What each rank puts into collectives in one step, in the order of the program."""
+def planned_messages(plan: Plan, rows: Sequence[int] = ()) -> list[Message]:
+    """What each rank puts into collectives in one step, in the order of the program.
+
+    `rows` are those of each micro-batch, where they are not the plan's: what is sent for it is what the plan of such ones says.
+    """
+    others = {each: {action.name: action for action in plan.of_rows(each).actions} for each in set(rows) - {plan.micro_batch}}
+    known = [others.get(rows[a.micro], {}).get(a.name, a) if rows and a.micro is not None else a for a in plan.actions]
     return [
         (action.name, move.collective, tuple(axis for axis in AXES if axis in move.axes), move.nbytes, move.algorithm)
-        for action in plan.actions
+        for action in known
         for move in action.moves
     ]
 
@@ -152,12 +161,14 @@ def _drift(report: RankReport, other: RankReport) -> Difference | None:
 
 def _unplanned(report: RankReport, plan: Plan) -> Difference | None:
     """The first collective that is not the one that the program states at this place."""
-    planned, issued = planned_messages(plan.at(report.rank)), issued_messages(report)
-    wanted = planned * report.steps
-    for i, (mine, theirs) in enumerate(zip_longest(issued, wanted)):
-        if mine != theirs:
-            said = f"{mine or 'no collective'} where the program states {theirs or 'none'}"
-            return Difference(i // max(1, len(planned)), "ledger", said, "", None, report.rank)
+    mine, steps = plan.at(report.rank), report.rows or [()] * report.steps
+    stated = {rows: planned_messages(mine, rows) for rows in set(steps)}
+    wanted = [(step, message) for step, rows in enumerate(steps) for message in stated[rows]]
+    for found, stands in zip_longest(issued_messages(report), wanted):
+        step, theirs = stands or (len(steps), None)
+        if found != theirs:
+            said = f"{found or 'no collective'} where the program states {theirs or 'none'}"
+            return Difference(step, "ledger", said, "", None, report.rank)
     return None
 
 

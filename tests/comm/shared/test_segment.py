@@ -1,6 +1,7 @@
 """One piece of shared memory, and whose process still runs."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -94,8 +95,11 @@ def test_a_process_runs_until_it_ends_buried_or_not() -> None:
     assert not Process(own.number, own.started + 1).runs  # another one with the same number
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     seen = Process(child.pid, int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]))
-    assert seen.runs
-    os.kill(child.pid, 9)
+    assert (seen.runs, seen.stopped) == (True, False)
+    os.kill(child.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+    assert (seen.runs, seen.stopped) == (True, True)
+    os.kill(child.pid, signal.SIGKILL)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert not seen.runs  # a corpse
     child.communicate()

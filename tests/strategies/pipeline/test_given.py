@@ -67,6 +67,8 @@ def test_everything_that_cannot_be_read_is_said_at_once_with_row_and_column(writ
         0F0,0F1,0F1,F2,0B0,0B1
         1F0,1X0,0B1,1B1
         """)
+    with pytest.raises(PlanError, match=f"{source}, row 1, column 4: 'F2' is no act of a rank"):
+        order(source, 2, 2)
     assert faults_of(source, 2, 2) == [
         ("row 1, column 4", "'F2' is no act of a rank"),
         ("row 2, column 2", "'1X0' is no act of a rank"),
@@ -133,7 +135,7 @@ def test_a_function_gives_cells_or_an_order_for_any_counts(write):
     ]
     assert [what for _, what in faults_of(f"{source}:odd", 1, 1)] == ["odd(1, 1) returned a value of type str"]
     assert [what for _, what in faults_of(f"{source}:broken", 1, 1)] == [
-        "broken(1, 1) raised ZeroDivisionError: integer division or modulo by zero"
+        f"broken(1, 1) raised ZeroDivisionError: integer division or modulo by zero ({source}, line 14)"
     ]
     with pytest.raises(PlanError, match=r"has no function 'cell'\n  repair: did you mean 'cells'"):
         order(f"{source}:cell", 1, 1)

@@ -113,6 +113,11 @@ def test_a_gradient_that_is_not_sent_back_is_noticed():
         (Pipeline(cuts=("model.layer.1",)), 2, "'model.layer.1' is no visit of a block"),
         (Pipeline(), 1, "a pipeline of one rank"),
         (Pipeline(axis="tp"), 2, "layers cannot be put along 'tp'"),
+        (Pipeline(), 8, "set mesh.pp to 7 at most$"),
+        (Pipeline(schedule="zb_v"), 4, 'set mesh.pp to 3 at most, or take a schedule of one part per rank, as "1f1b"$'),
+        (Pipeline(schedule="interleaved", chunks=5), 2, "repair: set chunks to 3 at most$"),
+        (Pipeline(cuts=("model.layers.1", "model.layers.2")), 2, "repair: name 1 block, or none"),
+        (Pipeline(schedule="1f2b", cuts=("model.layer.1",)), 9, r"(?s)no schedule '1f2b'.*into 7 parts.*no visit of a block"),
     ],
 )
 def test_what_cannot_work_is_refused(pipeline: Pipeline, ranks: int, said: str):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.api import verify
+from meshwright.api import make_plan, verify
 from meshwright.core.errors import PlanError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
@@ -16,15 +16,17 @@ from meshwright.strategies.data.batch import Batch
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.data.zero import Zero
 from meshwright.strategies.memory.recompute import Recompute
+from meshwright.strategies.pipeline import one_f_one_b
 from meshwright.strategies.pipeline.given import table
 from meshwright.strategies.pipeline.order import Costs, play
 from meshwright.strategies.pipeline.pipeline import Pipeline
 from meshwright.strategies.pipeline.zero_bubble import h1
 from meshwright.strategies.tensor.line import Line
 from meshwright.strategies.tensor.sequence import Sequence as Slices
+from meshwright.strategies.tensor.ways import Way
 from meshwright.verifier.static import prove
-from tests.strategies.pipeline.test_pipeline import ROWS, SHARD, llama, planned
-from tests.strategies.tensor.llama import batches
+from tests.strategies.pipeline.test_pipeline import JOB, ROWS, SHARD, llama, planned
+from tests.strategies.tensor.llama import batches, known
 
 
 def exact(plan: Plan, steps: int = 1) -> None:
@@ -67,6 +69,25 @@ def test_it_computes_what_one_device_computes(schedule: str, ranks: int, micro_b
 )
 def test_beside_others_it_computes_what_one_device_computes(schedule: str, mesh: Mesh, strategies: tuple[Strategy, ...]):
     exact(planned(llama(), mesh, Pipeline(schedule=schedule), *strategies))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "keys", "tp", "strategies"),
+    [("zb_h1", 1, 2, (Line(),)), ("zb_v", 2, 3, (Line(), Slices())), ("dualpipev", 2, 3, (Line(), Slices(again=True)))],
+)
+def test_keys_that_ranks_share_are_summed_in_the_half_that_computes_them(
+    schedule: str, keys: int, tp: int, strategies: tuple[Strategy, ...], monkeypatch: pytest.MonkeyPatch
+):
+    length = 9 if tp == 3 else 8
+    reading, mesh = known(length, num_hidden_layers=4, num_key_value_heads=keys), Mesh(pp=2, tp=tp)
+    job = replace(JOB, data=replace(JOB.data, sequence=length))
+    plan = make_plan(reading, job, mesh, (Pipeline(schedule=schedule), *strategies), 2)
+    assert not prove(plan)
+    verdict = verify(reading, plan, batches(1, ROWS, length))
+    assert verdict.passed, verdict
+    monkeypatch.setattr(Way, "joint", property(lambda way: False))
+    broken = make_plan(reading, job, mesh, (Pipeline(schedule=schedule), *strategies), 2)
+    assert "the ledger of ('I(model.layers" in str(verify(reading, broken, batches(1, ROWS, length)))
 
 
 def test_a_search_folds_two_parts_per_rank():
@@ -168,6 +189,8 @@ def test_lists_of_ones_own_are_run(tmp_path: Path):
         if action.kind in "FIW"
     ]
     exact(plan)
+    path.write_text(table(one_f_one_b.order(2, 3)))  # what the file holds belongs to the plan
+    assert planned(llama(), Mesh(pp=2), plan.strategies[0], micro_batch=2).hash != plan.hash
 
 
 def test_a_function_of_ones_own_is_run(tmp_path: Path):

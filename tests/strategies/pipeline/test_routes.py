@@ -23,6 +23,7 @@ from meshwright.model.reading import Reading
 from meshwright.strategies.pipeline.pipeline import Pipeline
 from meshwright.strategies.pipeline.schedules import SCHEDULES
 from meshwright.verifier.static import prove
+from tests.tiny import VOCABULARY, rows, tiny_job
 
 VISITS = tuple("abcdef")
 CHAIN = tuple(Value(made, made, (used,), ((0, 1), (4, 0)), "float32") for made, used in pairwise(VISITS))
@@ -140,3 +141,25 @@ def test_a_value_is_passed_on_before_the_part_runs_and_is_sent_once_to_each_rank
     sent = [action for role, actions in local.program.roles for action in actions if action.kind == "SEND"]
     for name in {action.tensors[0] for action in sent}:
         assert len([action for action in sent if action.tensors == (name,) and action.micro == 0]) == 1
+
+
+class Everywhere(nn.Module):
+    """What the table gives out is used by every layer, and is part of the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = first = self.embed(input_ids)
+        for layer in self.layers:
+            x = torch.tanh(layer(x + first))
+        return torch.cat([x, first, x[..., :1]], -1)
+
+
+def test_a_gradient_that_comes_for_one_part_is_not_taken_by_a_later_one_that_uses_the_same_value():
+    reading = read(Everywhere, {key: value[:2] for key, value in rows(4).items()})
+    plan = make_plan(reading, tiny_job(batch=4), Mesh(pp=3), (Pipeline(schedule="interleaved", chunks=2),), 4)
+    verdict = verify(reading, plan, [rows(4)] * 2)
+    assert verdict.passed, verdict

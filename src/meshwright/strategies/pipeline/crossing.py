@@ -4,9 +4,10 @@
     SEND_GRAD   its gradient, back to who gave it                 RECEIVE_GRAD   that gradient, when it has come
     JOIN        pieces of a value that have come, together        JOIN_GRAD      pieces of a gradient that have come, together
 
-    F of a part      waits for the RECEIVEs of what it takes, which stand before its first visit
+    F of a part      waits for the RECEIVEs of what it takes, which stand before the run of a part that the rank does before: a
+                     message travels while that runs
     SEND             stands behind the last visit of the part that has made the value; before the first of one that passes it on
-    RECEIVE_GRAD     stands before the part's backward, which begins with its last visit; SEND_GRAD behind that of its first
+    RECEIVE_GRAD     stands one run before the part's backward, too; SEND_GRAD behind the backward of its first visit
 
 On which ways values go, and in which order what one rank sends another is received, strategies/pipeline/routes.py tells. Of one
 that goes in slices each rank sends its own (core/crossed.py). With `scatter` each of several ranks that have the same whole value
@@ -68,7 +69,25 @@ class Crossing:
                 own = set(self._parts[ends[action.subject]].gives)
                 sent = self._sent(ends[action.subject], action, rows, back=back)
                 done += (each for hop, each in sent if back or hop.value in own)
-        return self._routes.received(done, self._mine)
+        return self._ahead(self._routes.received(done, self._mine))
+
+    def _ahead(self, actions: Sequence[Action]) -> list[Action]:
+        """`actions`, with what a run of a part waits for asked for before the run that comes before it."""
+        starts = {("F", part.visits[0]) for part in self._parts}
+        starts |= {(kind, part.visits[-1]) for part in self._parts for kind in ("B", "I", "W")}
+        done, before, coming = list[Action](), 0, 0  # where the last run starts, and how many receives stand there for the next
+        micro: int | None = None
+        for action in actions:
+            if action.kind == "RECEIVE_GRAD" and action.micro == micro:  # that run adds up gradients of the same values
+                before = 0  # and what comes behind it stays behind it
+            if action.lane == "receive" and before:
+                done.insert(before + coming, action)
+                coming += 1
+                continue
+            if (action.kind, action.subject) in starts:
+                before, coming, micro = len(done), 0, action.micro
+            done.append(action)
+        return done
 
     def _told(self, action: Action) -> Action:
         """`action`; COUNT and TALLY along the axis too: all hear of a wish to stop, and of the loss that the last part takes."""

@@ -23,7 +23,10 @@ import csv
 import io
 import re
 import runpy
+import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -90,13 +93,22 @@ def stages(source: str, ranks: int) -> tuple[Stage, ...]:
     return made.stages
 
 
+def digest(source: str) -> str:
+    """16 hex digits that name what the file of `source` holds."""
+    return sha256(_path(source).read_bytes()).hexdigest()[:16]
+
+
 def stamp(source: str) -> tuple[int, int]:
     """What changes when the file of `source` is written."""
-    path = Path(source.rpartition(":")[0] if ".py:" in source else source)
+    path = _path(source)
     if not path.exists():
         return 0, 0
     found = path.stat()
     return found.st_mtime_ns, found.st_size
+
+
+def _path(source: str) -> Path:
+    return Path(source.rpartition(":")[0] if ".py:" in source else source)
 
 
 def table(order: Order) -> str:
@@ -111,8 +123,8 @@ def _called(path: Path, function: str, ranks: int, micros: int) -> Order | Seque
     try:
         made = runpy.run_path(str(path))
     except Exception as error:
-        fix = "repair the file (the traceback above is its own); it must run without side effects"
-        raise PlanError(f"running {path} raised {type(error).__name__}: {error}", fix=fix, where=WHERE) from error
+        fix = "repair the file; it must run without side effects"
+        raise PlanError(f"running {path} {_raised(error, path)}", fix=fix, where=WHERE) from error
     functions = [name for name, value in made.items() if callable(value) and not name.startswith("_")]
     if function not in functions:
         fix = nearest(function, functions) if functions else "define a function of the numbers of ranks and of micro-batches"
@@ -120,13 +132,19 @@ def _called(path: Path, function: str, ranks: int, micros: int) -> Order | Seque
     try:
         rows = made[function](ranks, micros)
     except Exception as error:
-        fix = "repair the function (the traceback above is its own); it takes the numbers of ranks and of micro-batches"
-        raise PlanError(f"{function}({ranks}, {micros}) raised {type(error).__name__}: {error}", fix=fix, where=WHERE) from error
+        fix = "repair the function; it takes the numbers of ranks and of micro-batches"
+        raise PlanError(f"{function}({ranks}, {micros}) {_raised(error, path)}", fix=fix, where=WHERE) from error
     if not isinstance(rows, Order) and not _is_table(rows):
         text = f"{function}({ranks}, {micros}) returned a value of type {type(rows).__name__}"
         fix = "return a list per rank of cells such as '1F0', or a meshwright.strategies.pipeline.order.Order"
         raise PlanError(text, fix=fix, where=WHERE)
     return rows
+
+
+def _raised(error: Exception, path: Path) -> str:
+    """What was raised, and the last line of the file at `path` that led to it."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f"raised {type(error).__name__}: {error}" + (f" ({path}, line {lines[-1]})" if lines else "")
 
 
 def _is_table(rows: object) -> bool:
@@ -157,11 +175,12 @@ def _made(given: Order | Sequence[Sequence[str]], source: str, ranks: int) -> tu
     else:
         cells, faults = _read(given)
         faults += _rank_faults(cells)
-        raise_faults(faults)
+        raise_faults(fault if fault.where == WHERE else replace(fault, where=f"{source}, {fault.where}") for fault in faults)
         made = _order(cells)
     faults = [Fault(text, "add, move or remove the cells", source) for text in made.faults()]
     if made.ranks != ranks:
-        faults.append(Fault(f"{source} has {made.ranks} rows, and the pipeline {ranks} ranks", "write a row per rank", WHERE))
+        rows = f"{made.ranks} row{'s' * (made.ranks != 1)}"
+        faults.append(Fault(f"{source} has {rows}, and the pipeline {ranks} ranks", "write a row per rank", WHERE))
     return made, faults, cells
 
 

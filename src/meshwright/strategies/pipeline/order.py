@@ -263,11 +263,12 @@ def _stuck(order: Order, at: Sequence[int]) -> Stuck:
     stands = {rank: slots[done] for rank, (done, slots) in enumerate(zip(at, order.slots, strict=True)) if done < len(slots)}
     ended = {order.gives(slot) for done, slots in zip(at, order.slots, strict=True) for slot in slots[:done]}
     needed = {rank: [need for need in order.needs(slot) if need not in ended] for rank, slot in stands.items()}
+    kinds = {order.gives(slot): slot.kind for slots in order.slots for slot in slots}  # B where no I gives a gradient
     root, why = _root(order, at, needed)
     lines = ["nobody can go on:"]
     for rank, slots in enumerate(order.slots):
         if rank in stands:
-            what = " and ".join(f"{kind}{micro} of part {part}" for kind, part, micro in needed[rank])
+            what = " and ".join(f"{kinds.get(need, need[0])}{need[2]} of part {need[1]}" for need in needed[rank])
             arrow = f"  <-- {why}" if rank == root else ""
             lines.append(f"  rank {rank}: slot {at[rank]} of {len(slots)}, {stands[rank]}, waits for {what}{arrow}")
         else:

@@ -65,7 +65,7 @@ from meshwright.core.steps import Turn
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
 from meshwright.strategies.pipeline.balance import balanced
 from meshwright.strategies.pipeline.crossing import Crossing
-from meshwright.strategies.pipeline.given import stamp
+from meshwright.strategies.pipeline.given import digest, stamp
 from meshwright.strategies.pipeline.order import Costs, Order, Stage
 from meshwright.strategies.pipeline.routes import Routes
 from meshwright.strategies.pipeline.schedules import SCHEDULES, Schedule, schedule_of
@@ -97,7 +97,7 @@ class Pipeline(Strategy):
             yield from self._count_faults(space, schedule, where)
         if space.mesh.pp == 1:
             yield Fault("a pipeline of one rank", "set mesh.pp to 2 or more, or remove the strategy", "mesh.pp")
-        if space.anatomy.borders is None:
+        elif space.anatomy.borders is None:
             yield Fault("nothing is known of what crosses the borders between blocks", "read the model with its borders", where)
         else:
             yield from self._cut_faults(space, space.anatomy.borders, where)
@@ -112,19 +112,27 @@ class Pipeline(Strategy):
 
     def _cut_faults(self, space: Space, borders: Borders, where: str) -> Iterator[Fault]:
         chunks, parts, known = self._chunks, self._count(space), len(borders.open()) + 1
-        if parts > known:
+        if (parts or space.mesh.pp) > known:
             ranks = f"{space.mesh.pp} ranks" + (f" of {chunks} parts each" if chunks > 1 else "")
             text = f"{ranks} for a model that can be cut into {known} parts ({len(borders.visits)} blocks)"
             text += "".join(f"; none can begin with '{each.visit}': {each.why}" for each in borders.closed[:1])
-            fewer = ", or chunks lower" if chunks > 1 else ""
-            fix = f"set mesh.pp to {known // chunks or 1} at most{fewer}"
+            fix = self._fewer(space.mesh.pp, known)
             fix += "".join(f"; or {each.fix}" for each in borders.closed[:1])
             yield Fault(text, fix + (_declaring(space) if len(borders.visits) == 1 else ""), "mesh.pp")
         if self.cuts and parts and len(self.cuts) != parts - 1:
             text = f"{len(self.cuts)} cuts make {len(self.cuts) + 1} parts; needed are {parts}"
-            yield Fault(text, f"name {parts - 1} blocks, or none", f"{where}.cuts")
+            yield Fault(text, f"name {parts - 1} block{'s' * (parts > 2)}, or none", f"{where}.cuts")
         if self.cuts:
             yield from (replace(fault, where=f"{where}.cuts") for fault in borders.faults(self.cuts))
+
+    def _fewer(self, ranks: int, known: int) -> str:
+        """What makes fewer parts than `known` of them, in words."""
+        chunks, found = self._chunks, schedule_of(self.schedule)
+        ways = [f"set mesh.pp to {known // chunks} at most"] if known >= 2 * chunks else []
+        if chunks > 1 and known >= ranks:
+            free = found is not None and not found.chunks and not found.source
+            ways.append(f"set chunks to {known // ranks} at most" if free else 'take a schedule of one part per rank, as "1f1b"')
+        return ", or ".join(ways) or "set mesh.pp to 1, and remove the strategy"
 
     def partners(self, space: Space) -> Iterator[Fault]:
         yield from self._crossing_faults(space)
@@ -155,6 +163,10 @@ class Pipeline(Strategy):
     def rewrite(self, program: Program, space: Space, job: Job) -> Program:
         return program.edit(lambda actions: self._crossed(actions, space, job))
 
+    def beyond(self) -> tuple[tuple[str, str], ...]:
+        found = schedule_of(self.schedule)
+        return (("file", digest(found.source)),) if found is not None and found.source else ()
+
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         return dict.fromkeys(("SEND", "RECEIVE", "JOIN", "SEND_GRAD", "RECEIVE_GRAD", "JOIN_GRAD"), runtime.cross)
 
@@ -167,7 +179,7 @@ class Pipeline(Strategy):
             raise PlanError(text, fix="have it put them on the same ones for any number", where="strategies.pipeline.schedule")
         if idle:
             part, rank = idle[0]
-            text = f"{self.schedule} has no micro-batch for part {part} on rank {rank} of the pipeline: there are {micros}"
+            text = f"{self.schedule} has no micro-batch for part {part} on rank {rank} of the pipeline, but {micros} in all"
             raise PlanError(text, fix="make more of them: a smaller micro_batch", where="micro_batch")
         return made
 

@@ -1,13 +1,7 @@
-"""How a value goes from the part that makes it to all that use it, and in which order what one rank sends another is received.
+"""The hops of all values in a schedule (core/hops.py), and in which order what one rank sends another is received.
 
-A part takes a value from the part before it that lies on the same rank and has it, if there is one; else from the last one before
-that uses it, which forwards it, or from the one that made it. Parts between that have no use for it never see it:
-
-    parts 0 1 2 3 on ranks 0 1 2 3       z of 0, used by 3            0 ----------> 3                 sent directly
-                                         z of 0, used by 1, 2, 3      0 --> 1 --> 2 --> 3             forwarded by users alone
-    parts 0 1 2 3 on ranks 0 1 0 1       z of 0, used by 1, 2, 3      0 --> 1, and 2 and 3 have it    sent once
-    parts 0 1 2 3 on ranks 0 1 1 0       z of 0, used by 3            nothing is sent: on a V the skips of a U-Net stay at home,
-                                                                      where cuts on the way up mirror those on the way down
+Users of a value forward it, and parts that have no use for it never see it. On a V the skips of a U-Net stay at home, where cuts
+on the way up mirror those on the way down: nothing is sent.
 
 Each rank that needs a value receives it once, on whatever way: the bytes are the same. Were all copies sent by the part that
 made it, k of them would leave on one link for each micro-batch, where now every link carries one. A part passes a value on as

@@ -2,7 +2,8 @@
 
     F(visit)    of each call in order: into, what it computes within, out              several that take in one tensor: one into
     B(visit)    in reverse: out, within, into once more where nobody has kept it, the gradients of what is shared, into
-    I, W        of a backward in halves: W has the gradients of what is shared, and all of a visit that gives back no gradient
+    I, W        of a backward in halves: W has the gradients of what is shared, and all of a visit that gives back no gradient;
+                what is shared by a product that is one with its input's (`Way.joint`), or used twice, is summed in I
 
 Of layers that end in one sum, the last has the moves of their output (joined.py).
 A visit is the same in every micro-batch, so its moves are found once for each direction, and then handed out.
@@ -130,16 +131,17 @@ def _back(
 ) -> Iterator[tuple[Taken, bool]]:
     """Likewise in a backward: of gradients that are needed, of those of what is shared, and once more of what nobody has kept.
 
-    Each with whether it is in the half for weights: of what is shared by a layer that the visit calls once.
+    Each with whether it is in the half for weights: of what is shared, and used in the visit once, by no joint product.
     """
     alike: dict[tuple[int, Move | None], list[Call]] = {}
     first: dict[tuple[str, str], int] = {}
-    once = Counter(call.name for _, call, _ in calls)
+    uses: Counter[tuple[str, str]] = Counter()
     for at, call, way in calls:
         alike.setdefault((call.source, way.into), []).append(call)
         for axis in way.shared:
             for _, home in uncut(leaves.get(call.name, ()), axis):
                 first.setdefault((home.weight.name, axis), at)
+                uses[home.weight.name, axis] += 1
     anew = set()
     for at, call, way in reversed(calls):
         into, taking = way.into, alike[call.source, way.into]
@@ -153,7 +155,8 @@ def _back(
         for axis in reversed(way.shared):
             for _, home in reversed(uncut(leaves.get(call.name, ()), axis)):
                 if home.weight.trainable and first[home.weight.name, axis] == at:
-                    yield (Move(axis, P, I, wide=True), home.weight.numel, -at), once[call.name] == 1
+                    late = uses[home.weight.name, axis] == 1 and not (call.needed and way.joint)
+                    yield (Move(axis, P, I, wide=True), home.weight.numel, -at), late
         if into is not None and call is taking[0] and any(each.needed for each in taking):
             yield (into.back, call.into * rows, -at), False
 

@@ -95,6 +95,11 @@ class Way:
         """Whether what comes out is a sum over ranks."""
         return self.out is not None and self.out.src == P
 
+    @property
+    def joint(self) -> bool:
+        """Whether the gradients of its parameters come with that of what goes in: one act gives both (overlap.py)."""
+        return self.compute is linear and self.into is not None and self.into.src != self.into.dst
+
     def side(self, axis: str, weight: Weight) -> str:
         """Which side of `weight` is cut along `axis`. A bias, added to a sum that is scattered by width, is cut as that is."""
         scattered = self.out is not None and self.summed and self.out.axis == axis and self.out.dst == WIDTH
