@@ -8,7 +8,6 @@ from meshwright.core.errors import PlanError
 from meshwright.core.mesh import Mesh
 from meshwright.core.strategy import Strategy
 from meshwright.engine.noise import Noise
-from meshwright.engine.state import Metrics
 from meshwright.run.feed import ExampleData, open_feed
 from meshwright.strategies.data.batch import Batch
 from meshwright.strategies.data.replicate import Replicate
@@ -16,11 +15,11 @@ from meshwright.strategies.data.zero import Zero
 from meshwright.strategies.pipeline.pipeline import Pipeline
 from meshwright.strategies.tensor.line import Line
 from meshwright.testing.spawn import on_threads
-from meshwright.verifier.static import prove
 from tests.engine.alone import part
+from tests.engine.measured import played
 from tests.engine.test_noise import READING, averaged, by_hand, noisy
 from tests.strategies.tensor.pairs import pairs
-from tests.tiny import Tiny, player_of, reading_of, rows, tiny_job
+from tests.tiny import player_of, reading_of, rows, tiny_job
 
 SHARD = Batch(axis="dp_shard")
 ALONE: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
@@ -33,26 +32,6 @@ BESIDE: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     "stage 1": (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, Zero(stage=1))),
     "stage 3": (Mesh(pp=2, dp_shard=3), (Pipeline(schedule="interleaved", chunks=2), SHARD, Zero())),
 }
-
-
-def played(mesh: Mesh, strategies: tuple[Strategy, ...], micro_batch: int = 2) -> tuple[list[list[Metrics]], list[Tiny]]:
-    """Each rank's metrics of three steps, and the model as it was before each."""
-    plan = make_plan(READING, noisy(tiny_job()), mesh, strategies, micro_batch)
-    assert prove(plan) == []
-
-    def rank(world: World) -> tuple[list[Metrics], list[Tiny]]:
-        player, feed = player_of(READING, plan, world), open_feed(ExampleData(rows()), plan, world.rank)
-        models, metrics = [], []
-        for step in range(3):
-            model = Tiny().double()
-            model.load_state_dict(player.parameters())
-            models.append(model)
-            metrics.append(player.step(feed.batch(step)))
-        player.close()
-        return metrics, models
-
-    found = on_threads(rank, plan.mesh)
-    return [metrics for metrics, _ in found], found[0][1]
 
 
 @pytest.mark.parametrize("layout", ALONE)

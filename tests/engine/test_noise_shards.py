@@ -3,17 +3,14 @@
 import pytest
 
 from meshwright.api import make_plan
-from meshwright.comm.group import World
 from meshwright.core.mesh import Mesh
-from meshwright.engine.state import Metrics
 from meshwright.run.feed import ExampleData, open_feed
 from meshwright.strategies.data.batch import Batch
 from meshwright.strategies.data.zero import Zero
-from meshwright.testing.spawn import on_threads
-from meshwright.verifier.static import prove
 from tests.engine.alone import part
+from tests.engine.measured import played
 from tests.engine.test_noise import READING, averaged, by_hand, noisy
-from tests.tiny import Tiny, player_of, rows, tiny_job
+from tests.tiny import rows, tiny_job
 
 SHARD = Batch(axis="dp_shard")
 LAYOUTS = {
@@ -31,27 +28,14 @@ def test_it_is_what_the_formula_gives_for_each_part_that_is_summed_by_itself(lay
     """Stage 1 sums what a rank has accumulated, stages 2 and 3 each micro-batch: these are then the parts."""
     mesh, strategies = LAYOUTS[layout]
     plan = make_plan(READING, noisy(tiny_job()), mesh, strategies, micro_batch)
-    assert prove(plan) == []
-
-    def rank(world: World) -> tuple[list[Metrics], list[Tiny]]:
-        player, feed = player_of(READING, plan, world), open_feed(ExampleData(rows()), plan, world.rank)
-        models, metrics = [], []
-        for step in range(3):
-            model = Tiny().double()
-            model.load_state_dict(player.parameters())
-            models.append(model)
-            metrics.append(player.step(feed.batch(step)))
-        player.close()
-        return metrics, models
-
-    outcome = on_threads(rank, plan.mesh)
+    outcome, models = played(mesh, strategies, micro_batch)
     feeds = [open_feed(ExampleData(rows()), plan, rank) for rank in range(mesh.world)]
     found = []
-    for step, model in enumerate(outcome[0][1]):
+    for step, model in enumerate(models):
         parts = [feed.batch(step) for feed in feeds]
         size = plan.local_batch if "stage 1" in layout else plan.micro_batch
         small = [part(each, at, at + size) for each in parts for at in range(0, plan.local_batch, size)]
         found.append(by_hand(model, parts, [each for each in small if (each["labels"] >= 0).any()]))
     wanted = averaged(found)
-    for metrics, _ in outcome:
+    for metrics in outcome:
         assert [each.noise_scale for each in metrics] == pytest.approx(wanted, rel=1e-8)

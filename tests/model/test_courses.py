@@ -1,8 +1,10 @@
 """Courses learnt from a reading: by the shape of the inputs, in training and in an evaluation."""
 
+import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
+from meshwright.core.errors import PlanError
 from meshwright.model.courses import Courses, bordered
 from tests.model.both_ways import Chain, reading_of
 from tests.model.in_parts import X, chained
@@ -44,3 +46,14 @@ def test_a_value_whose_shape_grows_with_the_square_of_the_rows_closes_its_border
     one = chained(compares)
     assert one.borders.open() == ()
     assert "has the shape [9] of 3 rows and [25] of 5: it compares rows with each other" in one.borders.closed[0].why
+
+
+def test_a_forward_that_writes_into_its_input_is_refused():
+    def writes(model: Chain, x: torch.Tensor) -> object:
+        x.add_(1)
+        return model.layers[1](model.layers[0](x))
+
+    with pytest.raises(
+        PlanError, match="the forward writes into its input 'x', and every part that a rank runs would do so again"
+    ):
+        bordered(reading_of(lambda: Chain(writes), X))

@@ -203,3 +203,22 @@ def test_numbers_that_glue_draws_for_itself_after_others_for_values_close_border
     assert borders.open() == ("layers.1",)
     assert "draws numbers for all parts (at test_crossing.py:" in borders.closed[0].why
     assert Courses(reading).of(X).borders == borders
+
+
+def test_numbers_that_glue_draws_for_all_parts_behind_a_block_that_drew_close_borders():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        for layer in model.layers:
+            keep = torch.rand([]) >= 0.2  # a layer drop
+            x = torch.where(keep, layer(x), x)
+        return model.head(x)
+
+    def dropping(block: Block, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(block.linear(x).tanh(), 0.5)
+
+    borders = learn(reading_of(lambda: Chain(glue, dropping), X), X).borders
+    assert borders.open() == ()
+    closed = borders.closed[0]
+    assert closed.why.startswith("the glue behind 'layers.0' draws numbers for all parts (at test_crossing.py:")
+    assert "after others that the block draws, which parts behind it do not" in closed.why
+    assert "set the layer drop to 0" in closed.fix
+    assert len(learn(reading_of(lambda: Chain(glue), X), X).borders.open()) == 3  # blocks that draw nothing

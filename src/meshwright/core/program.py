@@ -9,7 +9,7 @@ Programs are keyed by *role* (a pipeline stage, a server), not by rank: ranks wi
 a hundred thousand ranks are as cheap as one. In `waits`, `role/name` points to an action of another role.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -112,3 +112,14 @@ def index_of_last(actions: Iterable[Action], kind: str, subjects: Iterable[str] 
 def with_waits(action: Action, names: Iterable[str]) -> Action:
     """`action`, waiting for `names` too."""
     return replace(action, waits=tuple(dict.fromkeys((*action.waits, *names))))
+
+
+def all_waits(actions: Sequence[Action], action: Action) -> set[str]:
+    """The names of all of `actions` that `action`, one of them, waits for, directly or through others."""
+    by_name, known, todo = {other.name: other for other in actions}, set[str](), [action]
+    while todo:
+        for wait in todo.pop().waits:
+            if wait in by_name and wait not in known:
+                known.add(wait)
+                todo.append(by_name[wait])
+    return known

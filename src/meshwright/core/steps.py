@@ -253,7 +253,20 @@ def backwards(actions: Sequence[Action], bundle: Bundle, visits: tuple[str, ...]
 
     Where one micro-batch is stepped with `alone`, its own.
     """
-    using = users(bundle, visits)
-    found = [i for i, action in enumerate(actions) if action.subject in using and action.kind in COMPLETING]
-    last = {actions[i].micro: i for i in found if alone in (None, actions[i].micro)}
-    return sorted(last.values())
+    return Backwards(actions).of(bundle, visits, alone)
+
+
+class Backwards:
+    """Where the completing backwards of every visit stand in a list: looked for once, whatever the number of bundles."""
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self._actions, self._at = actions, dict[str, list[int]]()
+        for i, action in enumerate(actions):
+            if action.kind in COMPLETING:
+                self._at.setdefault(action.subject, []).append(i)
+
+    def of(self, bundle: Bundle, visits: tuple[str, ...], alone: int | None = None) -> list[int]:
+        """As `backwards` has them."""
+        found = sorted(i for visit in users(bundle, visits) for i in self._at.get(visit, ()))
+        micros = ((self._actions[i].micro, i) for i in found)
+        return sorted({micro: i for micro, i in micros if alone in (None, micro)}.values())

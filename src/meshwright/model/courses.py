@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from meshwright.core.errors import PlanError
 from meshwright.model.course import Course, Record, course
 from meshwright.model.crossing import record
 from meshwright.model.dice import Dice
@@ -97,7 +98,13 @@ def _record(
     used = {place for place, column in enumerate(reading.anatomy.outputs) if column.used}
     with fakes, trial(dice, rows), torch.set_grad_enabled(training), casting:
         call, drawn = (lambda: module(**some)), (lambda: dice.count)
-        return record(module if training else module.eval(), blocks, call, dice.enter, drawn, used)
+        before = {key: value._version for key, value in some.items()}
+        found = record(module if training else module.eval(), blocks, call, dice.enter, drawn, used)
+    for key, value in some.items():
+        if value._version != before[key]:
+            text = f"the forward writes into its input '{key}', and every part that a rank runs would do so again"
+            raise PlanError(text, fix=f"begin the forward with {key} = {key}.clone()", where="model")
+    return found
 
 
 def _rows(value: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:

@@ -31,6 +31,8 @@ from meshwright.model.values import leaves, tensors
 
 REPAIR = f"compute with tensors there, or {LARGER}"
 ALIASES = "write x = x + y for x += y"
+DRAW = "set the layer drop to 0 where it is one (in transformers' configs: layerdrop, encoder_layerdrop, decoder_layerdrop)"
+DRAW += ", or draw them in front of the first block, or inside one"
 
 
 def record(
@@ -67,7 +69,7 @@ class _Following(TorchFunctionMode):
         super().__init__()
         self.record = Record()
         self._parameters, self._buffers, self._enter, self._drawn = parameters, buffers, enter, drawn
-        self._drew = ""  # the visit behind which glue drew random numbers for values last
+        self._drew = "", ""  # the visit that drew random numbers last, or behind which glue drew them for values; and who did
         self._grad = torch.is_grad_enabled()
         self._calls: dict[str, int] = {}
         self._busy = False
@@ -97,6 +99,7 @@ class _Following(TorchFunctionMode):
         self._enter(visit)
         outputs = run(*args, **kwargs)
         self._given, self._busy = None, True
+        self._drew = (visit, "the block draws") if self._drawn() else self._drew
         if [tensor._version for tensor in given] != versions:
             self._spoil(visit, None, f"'{visit}' writes into a tensor that it is given, which other parts have too", ALIASES)
         if [id(tensor) for tensor in tensors((args, kwargs))] != [id(tensor) for tensor in given]:
@@ -162,15 +165,15 @@ class _Following(TorchFunctionMode):
         count = self._drawn()
         if not values or func.__name__ in BY_SHAPE:
             outcome = func(*args, **kwargs)
-            if self._drawn() > count and self._drew == self._visit:
-                what = f"the glue behind '{self._visit}' draws numbers for all parts (at {where()}) after others for values"
-                self._spoil(self._visit, None, what, "draw them in front of the first block, or inside one")
+            if self._drawn() > count and self._drew[0] == self._visit:
+                what = f"the glue behind '{self._visit}' draws numbers for all parts (at {where()}), after others that "
+                self._spoil(self._visit, None, f"{what}{self._drew[1]}, which parts behind it do not", DRAW)
             self._busy = False
             return outcome
         versions, watch = [tensor._version for tensor in given], Reads()
         with watch:
             outcome = func(*args, **kwargs)
-        self._drew = self._visit if self._drawn() > count else self._drew
+        self._drew = (self._visit, "it draws for values") if self._drawn() > count else self._drew
         written = {id(t): t for t, version in zip(given, versions, strict=True) if t._version != version}
         if watch.reads or func.__name__ in READS:
             self._note_read(title(func), values)

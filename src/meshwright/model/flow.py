@@ -61,13 +61,15 @@ class Node:
 class Flow(TorchDispatchMode):
     """Follows features (`following`).
 
-    `met` are the parameters that stood beside features outside of layers, by name, each with the numbers that it met.
+    `met` are the parameters that stood beside features outside of layers, by name, each with the numbers that it met; `apart_too`
+    are those that were used apart from features.
     """
 
     carried: Carried = field(default_factory=Carried)
     nodes: list[Node] = field(default_factory=list)
     escaped: list[Numbers] = field(default_factory=list)
     met: dict[str, list[Numbers]] = field(default_factory=dict)
+    apart_too: set[str] = field(default_factory=set)
     visit: str = ""
     count: int = 0
 
@@ -75,7 +77,7 @@ class Flow(TorchDispatchMode):
         super().__init__()
         self._depth = 0
         self._parameters: Mapping[int, str] = {}
-        self._made: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()  # what is made of a parameter alone
+        self._made: MutableMapping[torch.Tensor, set[str]] = WeakIdKeyDictionary()  # of what is made of parameters alone, those
         self._in_glue: Callable[[], bool] = lambda: False
         self._lasting = np.zeros(0, dtype=bool)  # by number: whether it is of a table
 
@@ -84,7 +86,7 @@ class Flow(TorchDispatchMode):
         out = func(*args, **kwargs)
         if not self._depth:
             follow(self.carried, func, args, kwargs, out)
-            self._meet(args, out)
+            self._meet(tensors((args, kwargs)), out)
         return out
 
     @contextmanager
@@ -159,6 +161,7 @@ class Flow(TorchDispatchMode):
         self._depth -= 1
         if self._depth or not isinstance(given, torch.Tensor) or not isinstance(out, torch.Tensor):
             return
+        self.apart_too |= self._made_of(given)
         carried = None if kind == "table" else self.carried.of(given)
         if kind not in ("linear", "table"):
             self.escaped += [] if carried is None else [carried]
@@ -202,6 +205,7 @@ class Flow(TorchDispatchMode):
             else:
                 ties.unite(asking, ties.along(table, [table.ndim - 2, table.ndim - 1]))
         carried.put(out, asking)
+        self._meet(tensors((query, key, value, mask)), out)
 
     def _by_head(self, numbers: Numbers) -> Numbers:
         """One number per head."""
@@ -220,17 +224,30 @@ class Flow(TorchDispatchMode):
         """Whether these are numbers of tables only."""
         return bool(self._lasting[numbers[numbers != NONE]].all())
 
-    def _meet(self, args: tuple[Any, ...], out: object) -> None:
-        """Parameters that are used beside features, they or what is made of them alone (1 + weight): all ranks use them."""
-        if not isinstance(out, torch.Tensor):
-            return
-        names = [self._parameters.get(id(each), self._made.get(each)) for each in tensors(args)]
-        numbers = self.carried.of(out)
-        if numbers is not None:
-            for name in filter(None, names):
-                self.met.setdefault(name, []).append(numbers)
-        elif names and names[0] is not None and set(names) == {names[0]}:
-            self._made[out] = names[0]
+    def _meet(self, given: list[torch.Tensor], out: object) -> None:
+        """Parameters that are used beside features, they or what is made of them alone (1 + weight): all ranks use them.
+
+        Features beside which stands something else that needs a gradient (a gate of the stream) are needed whole: a rank has a
+        summand of that gradient only.
+        """
+        names = set[str]().union(*(self._made_of(each) for each in given))
+        carry = [self.carried.of(each) is not None for each in given]
+        others = any(each.requires_grad and not (known or self._made_of(each)) for each, known in zip(given, carry, strict=True))
+        for made in tensors(out) if names or others else ():
+            numbers = self.carried.of(made)
+            if numbers is not None:
+                self.escaped += [numbers] if others else []
+                for name in names:
+                    self.met.setdefault(name, []).append(numbers)
+            elif others or any(carry):
+                self.apart_too |= names
+            else:
+                self._made[made] = names
+
+    def _made_of(self, tensor: torch.Tensor) -> set[str]:
+        """The parameters of which `tensor` is made, if it is made of such alone."""
+        name = self._parameters.get(id(tensor))
+        return self._made.get(tensor, set()) if name is None else {name}
 
 
 def kinds_of(module: nn.Module) -> dict[str, str]:

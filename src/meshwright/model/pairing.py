@@ -115,14 +115,19 @@ class _Search:
             ends = {node: self._cut(_into(node), units, units, "in") for node in rows}
         if any(cut is None for cut in [*cuts.values(), *ends.values()]) or any(_shares(cut) for cut in ends.values()):
             return None
-        beside = [name for name, met in self._flow.met.items() if any(self._within(numbers, units) for numbers in met)]
-        return Group(_known(cuts), _known(ends), tuple(beside))
+        beside = {name: self._units_met(met, units) for name, met in self._flow.met.items()}
+        if any(0 < met < len(units) for met in beside.values()):  # a norm for each head: which one is whose, the model says
+            return None
+        if any(met and name in self._flow.apart_too for name, met in beside.items()):  # of its gradient, one summand is whole
+            return None
+        return Group(_known(cuts), _known(ends), tuple(name for name, met in beside.items() if met))
 
     def _may(self, node: Node, role: str) -> bool:
         return node.name not in self._without and self._roles.get(node.name, FREE) in (FREE, role)
 
-    def _within(self, numbers: Numbers, units: Numbers) -> bool:
-        return bool(np.isin(self._tied[numbers[numbers >= 0]], units).any())
+    def _units_met(self, met: Iterable[Numbers], units: Numbers) -> int:
+        """How many of `units` are among the numbers that a parameter `met`."""
+        return len(np.intersect1d(self._tied[np.concatenate([numbers[numbers >= 0] for numbers in met])], units))
 
     def _covers(self, units: Numbers, sources: Iterable[Node]) -> bool:
         """Whether every feature of `sources` belongs to one of `units`."""

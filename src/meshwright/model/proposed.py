@@ -80,7 +80,8 @@ def _unfit(module: nn.Module, flow: Flow, found: Sequence[Group], uses: Sequence
             yield name
     for group in found:
         owners = {name.rpartition(".")[0] for name in group.beside}
-        if any(owner in cuts or owner not in uses for owner in owners):
+        around = {owner for owner in owners for node in (*group.sources, *group.rows) if node.name.startswith(f"{owner}.")}
+        if around or any(owner in cuts or owner not in uses for owner in owners):
             yield from (node.name for node in group.rows)
 
 

@@ -14,7 +14,7 @@ from meshwright.core.anatomy import ROOT
 from meshwright.core.clock import Stuck, full_name, play
 from meshwright.core.errors import Fault
 from meshwright.core.plan import Plan
-from meshwright.core.program import Action, Program
+from meshwright.core.program import Action, Program, all_waits
 from meshwright.core.steps import BACKWARDS, COMPLETING, FORWARDS, LEAN, USES, reads_sums, role_of, steps
 from meshwright.core.versions import mixed
 from meshwright.verifier.meetings import meeting_faults
@@ -115,7 +115,7 @@ def _update_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
         left_out = [weight.name for weight in plan.space.anatomy.trainable if weight.name not in set(action.tensors)]
         if left_out:
             yield f"{kind} leaves out {len(left_out)} weights ({left_out[0]}...)"
-    awaited = _all_waits(actions, found["STEP"])
+    awaited = all_waits(actions, found["STEP"])
     if found["CLIP"].name not in awaited:
         yield "STEP does not wait for CLIP"
     elif "COUNT()" not in awaited:
@@ -158,7 +158,7 @@ def _gradient_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
         if action.kind in COMPLETING:
             last[action.subject] = last[ROOT] = i
     index = {action.name: i for i, action in enumerate(actions)}
-    before_clip = {name for action in actions if action.kind == "CLIP" for name in _all_waits(actions, action)}
+    before_clip = {name for action in actions if action.kind == "CLIP" for name in all_waits(actions, action)}
     unpacked = {action.name: action.waits for action in actions if action.kind == "UNPACK"}
     alone = [action for action in actions if action.kind == "SQUARE" and action.micro is not None]
     before_clip |= {name for action in alone for wait in action.waits for name in (wait, *unpacked.get(wait, ()))}
@@ -230,7 +230,7 @@ def _use_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
 def _copy_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
     """Where one rank steps for others, each weight must be handed out afterwards, and so must the gradient norm."""
     for axis in plan.space.led:
-        given = [action for action in actions if _does(action, "broadcast", axis) and "STEP()" in _all_waits(actions, action)]
+        given = [action for action in actions if _does(action, "broadcast", axis) and "STEP()" in all_waits(actions, action)]
         held = {name for action in given for name in action.tensors}
         left_out = [weight.name for weight in plan.space.anatomy.trainable if weight.name not in held]
         if left_out:
@@ -245,7 +245,7 @@ def _whole_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
     needed = [column.name for column in anatomy.outputs if column.used and column.rows]
     needed += [] if plan.space.led else [column.name for column in anatomy.targets]  # a rank that reads for all has those
     for loss in (action for action in actions if action.kind == "LOSS"):
-        waited = _all_waits(actions, loss)
+        waited = all_waits(actions, loss)
         arrived = {action.subject for action in actions if action.kind == "GATHER" and action.transfer and action.name in waited}
         missing = [name for name in needed if name not in arrived]
         if missing:
@@ -270,15 +270,3 @@ def _goes_to(action: Action, role: str) -> bool:
 
 def _does(action: Action, act: str, axis: str) -> bool:
     return action.transfer is not None and action.transfer.collective == act and axis in action.transfer.axes
-
-
-def _all_waits(actions: Sequence[Action], action: Action) -> set[str]:
-    """The names of all that `action` waits for, directly or through others."""
-    by_name = {other.name: other for other in actions}
-    todo, known = [action], set()
-    while todo:
-        for wait in todo.pop().waits:
-            if wait in by_name and wait not in known:
-                known.add(wait)
-                todo.append(by_name[wait])
-    return known

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, zip_longest
 
 from meshwright.core.plan import Plan
-from meshwright.core.program import Action
+from meshwright.core.program import Action, all_waits
 from meshwright.core.steps import role_of
 from meshwright.core.ties import summing
 
@@ -38,7 +38,7 @@ def _faults(tie: Action, actions: Sequence[Action], users: dict[str, tuple[int, 
     if wrong:
         text = f"{tie.name} adds up what the ranks at {_said(meeting)} of pp have of the gradient of {wrong[0]}"
         yield f"{text}, which those at {_said(users.get(wrong[0], ()))} use"
-    awaited = _all_waits(actions, tie)
+    awaited = all_waits(actions, tie)
     for other in actions:
         if other != tie and summing(other) and set(tie.tensors).intersection(other.tensors) and other.name not in awaited:
             yield f"{tie.name} does not wait for {other.name}, which changes the gradient of {tie.tensors[0]}"
@@ -57,14 +57,3 @@ def _among(tie: Action, plan: Plan) -> tuple[int, ...]:
 
 def _said(indices: Sequence[int]) -> str:
     return " and ".join(map(str, indices)) or "no place"
-
-
-def _all_waits(actions: Sequence[Action], action: Action) -> set[str]:
-    """The names of all that `action` waits for, directly or through others of its list."""
-    by_name, known, todo = {other.name: other for other in actions}, set[str](), [action]
-    while todo:
-        for wait in todo.pop().waits:
-            if wait in by_name and wait not in known:
-                known.add(wait)
-                todo.append(by_name[wait])
-    return known

@@ -53,6 +53,7 @@ FAMILIES: dict[str, Callable[..., nn.Module]] = {
     "falcon, many keys": of("Falcon", "ForCausalLM", **FALCON, multi_query=False, parallel_attn=False),
     "falcon, alibi": of("Falcon", "ForCausalLM", **FALCON, multi_query=False, alibi=True),  # the glue makes a bias by head
     "phi3": of("Phi3", "ForCausalLM", **GROUPED, **ENDS),  # packed q, k, v of unlike sizes, and packed gate and up
+    "persimmon": of("Persimmon", "ForCausalLM", **DECODER, **NO_DROPOUT, qk_layernorm=True),  # torch's norms over single heads
     "bert": of("Bert", "ForMaskedLM", **DECODER, **NOT_DROPPED),
     "vit": of("ViT", "ForImageClassification", **SIZES, **NOT_DROPPED, image_size=PIXELS, patch_size=4, num_labels=CLASSES),
     "t5": of(

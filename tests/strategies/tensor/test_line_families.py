@@ -1,4 +1,4 @@
-"""Unmodified models of ten families, divided by heads and widths: every number as on one device, alone and together."""
+"""Unmodified models of eleven families, divided by heads and widths: every number as on one device, alone and together."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from meshwright.strategies.tensor.vocabulary import Vocabulary
 from tests.strategies.tensor.exact import assert_exact
 from tests.strategies.tensor.families import FAMILIES, batches, loss_of, planned, read_family
 
-ALONE = [(family, 3) for family in FAMILIES] + [("gpt2", 2), ("t5", 2), ("bert", 4), ("falcon, alibi", 4)]
+ALONE = [(family, 3) for family in FAMILIES] + [("gpt2", 2), ("t5", 2), ("persimmon", 2), ("bert", 4), ("falcon, alibi", 4)]
 FEWER_KEYS = [("llama", 4), ("qwen3", 5), ("falcon", 2), ("falcon, new", 4), ("falcon, new", 5), ("phi3", 4)]  # than ranks
 FAKE = [("gpt2", 3), ("falcon, new", 5)]  # packed weights and shared keys can be traced without memory
 COPIES, SHARDS = (Line(), Batch(), Replicate()), (Line(), Batch(axis="dp_shard"), Zero())

@@ -35,7 +35,7 @@ from meshwright.core.job import Job
 from meshwright.core.layout import I, R
 from meshwright.core.program import Action, Hold, Program, Transfer
 from meshwright.core.space import Space
-from meshwright.core.steps import awaiting, backwards, first_reader, gradient, steps
+from meshwright.core.steps import Backwards, awaiting, first_reader, gradient, steps
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
 from meshwright.strategies.data.batch import DATA_AXES
 
@@ -72,15 +72,28 @@ class Replicate(Strategy):
 
     def _reduced(self, actions: list[Action], buckets: Iterable[Sequence[Bundle]], space: Space, job: Job) -> list[Action]:
         """`actions` with all buckets: once, or for every micro-batch, where each is stepped with alone."""
+        alone, behind = steps(actions), dict[int, list[Action]]()  # what stands behind which action
+        found, ends = Backwards(actions), list[_End]()
         for number, bucket in enumerate(buckets):
-            for micro in steps(actions) or (None,):
-                actions = self._reduce(actions, str(number), bucket, space, job, micro)
-        return actions
+            for micro in alone or (None,):
+                places = [found.of(bundle, space.anatomy.visits, micro) for bundle in bucket]
+                ends.append(self._reduce(actions, places, behind, str(number), bucket, job, micro))
+        done = [each for i, action in enumerate(actions) for each in (action, *behind.get(i, ()))]
+        for end in ends:
+            done = end.of(done)
+        return done
 
     def _reduce(
-        self, actions: list[Action], name: str, bucket: Sequence[Bundle], space: Space, job: Job, micro: int | None
-    ) -> list[Action]:
-        """`actions` with one bucket: each bundle is packed right after its own backward, while its gradients are in cache.
+        self,
+        actions: Sequence[Action],
+        places: Sequence[Sequence[int]],
+        behind: dict[int, list[Action]],
+        name: str,
+        bucket: Sequence[Bundle],
+        job: Job,
+        micro: int | None,
+    ) -> "_End":
+        """One bucket: each bundle is packed right after its own backward (`places`), while its gradients are in cache.
 
         The whole leaves after the last backward. A bucket of another dtype takes finished sums only, and is unpacked.
         """
@@ -88,35 +101,23 @@ class Replicate(Strategy):
         tensors = tuple(name for bundle in bucket for name in bundle.names)
         numel = sum(bundle.numel for bundle in bucket)
         held = Hold(f"bucket({name})", numel * NBYTES[job.precision.reduce])
-        packs, ends = [], set[int]()  # the last backwards of the bundles
-        for bundle in bucket:
-            places = backwards(actions, bundle, space.anatomy.visits, micro)
-            at = places[-1 if casts else 0]
-            ends.add(id(actions[places[-1]]))
+        packs = list[Action]()
+        for bundle, own in zip(bucket, places, strict=True):
+            at = own[-1 if casts else 0]
             grads = () if casts else (gradient(bundle),)
             takes = () if packs else (held,)
             pack = Action("PACK", bundle.name, micro, waits=(actions[at].name,), tensors=bundle.names, takes=takes, frees=grads)
             packs.append(pack)
-            actions.insert(_behind(actions, at), packs[-1])
-        last = max(i for i, action in enumerate(actions) if id(action) in ends)
+            behind.setdefault(at, []).append(pack)
+        last = max(own[-1] for own in places)
         waits = tuple(dict.fromkeys((*(pack.name for pack in packs), actions[last].name)))
         algorithm = Rule.parse(self.algorithm).pick(held.nbytes)
         transfer = Transfer("all_reduce", (self.axis,), held.nbytes, algorithm, job.precision.reduce)
         reduce = Action("REDUCE", name, micro, lane="wire", waits=waits, tensors=tensors, transfer=transfer)
-        actions.insert(_behind(actions, last), reduce)
+        behind.setdefault(last, []).append(reduce)
         if not casts:
-            return _end(actions, reduce, held.name, tuple(map(gradient, bucket)))
-        unpack = Action("UNPACK", name, micro, waits=(reduce.name,), tensors=tensors, frees=(held.name,))
-        actions.insert(first_reader(actions, micro), unpack)
-        return _end(actions, unpack, "", ())
-
-
-def _behind(actions: Sequence[Action], at: int) -> int:
-    """The place behind the backward at `at` and all that follows from it already."""
-    place = at + 1
-    while actions[place].kind in ("PACK", "REDUCE"):
-        place += 1
-    return place
+            return _End(reduce, held.name, tuple(map(gradient, bucket)))
+        return _End(Action("UNPACK", name, micro, waits=(reduce.name,), tensors=tensors, frees=(held.name,)))
 
 
 def coalesce(bundles: Sequence[Bundle], limit: float) -> list[list[Bundle]]:
@@ -158,12 +159,22 @@ def _apart_faults(name: str, axis: str, space: Space) -> Iterator[Fault]:
             yield Fault(text, f"make it one axis: mesh.{other} = {ranks}, mesh.{axis} = 1", f"strategies.{name}.axis")
 
 
-def _end(actions: list[Action], awaited: Action, held: str, grads: tuple[str, ...]) -> list[Action]:
-    """`actions` with who looks at the sums waiting for `awaited`, and STEP freeing the bucket `held` in place of `grads`."""
-    ended = []
-    for action in awaiting(actions, (awaited.name,), awaited.micro):
-        if action.kind == "STEP" and action.micro == awaited.micro and held:
-            kept = tuple(name for name in action.frees if name not in grads)
-            action = replace(action, frees=(*kept, held))
-        ended.append(action)
-    return ended
+@dataclass(frozen=True)
+class _End:
+    """How a bucket ends: who looks at the sums waits for `awaited`; STEP frees the bucket `held` in place of `grads`."""
+
+    awaited: Action
+    held: str = ""
+    grads: tuple[str, ...] = ()
+
+    def of(self, actions: list[Action]) -> list[Action]:
+        """`actions`, with this end."""
+        awaited, ended = self.awaited, list[Action]()
+        if awaited.kind == "UNPACK":
+            actions.insert(first_reader(actions, awaited.micro), awaited)
+        for action in awaiting(actions, (awaited.name,), awaited.micro):
+            if action.kind == "STEP" and action.micro == awaited.micro and self.held:
+                kept = tuple(name for name in action.frees if name not in self.grads)
+                action = replace(action, frees=(*kept, self.held))
+            ended.append(action)
+        return ended

@@ -26,7 +26,8 @@ their output gathered.
 Cost: the sums stand in the way of the computation, one or two per layer and direction: for fast links, inside a host. Backward
 hides them behind the gradients of weights; forward, with `chunks`, behind other samples (overlap.py).
 Limits: a layer whose features another one needs whole stays whole, and so does what does not run on slices (`meshwright plan
---explain-model` says which).
+--explain-model` says which). Whole stays, too, what is multiplied by a trained gate of the stream, by a parameter of the block's
+own, or has a norm for each single head: there a rank would have another gradient than one device.
 Paper: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053 (section 3).
 """
 
