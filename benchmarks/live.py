@@ -16,12 +16,20 @@ from meshwright.core.program import Action
 AT = ("F", "B", "PACK", "UNPACK", "RESHARD", "ADD", "SQUARE", "CLIP", "STEP")
 
 
+def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of a leaf; None also for a view that was written into where autograd forbids it, as some failure left it."""
+    try:
+        return tensor.grad if tensor.is_leaf else None
+    except RuntimeError:
+        return None
+
+
 def live_storages() -> dict[int, int]:
     """The bytes of every storage that a tensor or a gradient in Python's reach lies in, by address."""
     storages = {}
     for found in gc.get_objects():
         if type(found) in (torch.Tensor, torch.nn.Parameter):  # isinstance would wake torch's deprecated names
-            for tensor in (found, found.grad if found.is_leaf else None):
+            for tensor in (found, _gradient(found)):
                 if tensor is not None:
                     storage = tensor.untyped_storage()
                     storages[storage.data_ptr()] = storage.nbytes()

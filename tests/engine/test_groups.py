@@ -7,7 +7,7 @@ from meshwright.engine.groups import way
 from meshwright.engine.loss import token_cross_entropy
 from meshwright.run.rank import share
 from meshwright.strategies.pipeline.pipeline import Pipeline
-from meshwright.testing.spawn import ProcessPool, on_threads
+from meshwright.testing.spawn import on_threads
 from meshwright.verifier.parity import RankReport, compare_rank
 from meshwright.verifier.reference import run_reference
 from tests.tiny import reading_of, rows, tiny_job
@@ -28,12 +28,6 @@ def compared(world: World) -> tuple[RankReport, set[tuple[str, int]]]:
 
 def test_messages_in_groups_of_two_give_what_one_device_gives():
     for report, sent in on_threads(compared, Mesh(pp=3)):
-        assert (report.differences, report.steps) == ([], STEPS)
-        assert sent == {("send", 2), ("receive", 2)}
-
-
-def test_on_processes_they_do_too(process_pool: ProcessPool):
-    for report, sent in process_pool.run(compared, Mesh(pp=3)):
         assert (report.differences, report.steps) == ([], STEPS)
         assert sent == {("send", 2), ("receive", 2)}
 
