@@ -20,7 +20,6 @@ in the result with what was said.
 What has been found lies in benchmarks/scratch, by commit: a run goes on where another one of the same commit has ended.
 """
 
-import json
 import random
 import sys
 from argparse import ArgumentParser
@@ -31,12 +30,12 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from math import isfinite
 from multiprocessing import get_context
-from pathlib import Path
 
 import torch
 
+from benchmarks.kept import Kept
 from benchmarks.pipeline_models import KINDS, TOKENS, Kind, reading_of
-from benchmarks.result import ROOT, Result, commit
+from benchmarks.result import Result
 from meshwright.api import make_plan, verify
 from meshwright.core.errors import PlanError
 from meshwright.core.hardware import cores
@@ -197,30 +196,19 @@ def main() -> None:
         chosen = list({case.schedule: case for case in chosen}.values())
     chosen = [case for case in every if options.only in str(case)] if options.only else chosen
     print(f"{len(chosen)} of {len(every)} cases, seed {SEED}", file=sys.stderr, flush=True)
-    store = ROOT / "benchmarks" / "scratch" / f"{NAME}-{commit()}.jsonl"
-    found = _read(store)
+    kept = Kept(NAME)
+    found = kept.read()
     with ProcessPoolExecutor(cores(), get_context("spawn")) as pool:
         for ended in as_completed([pool.submit(compared, case) for case in chosen if str(case) not in found]):
             row = ended.result()
             found[str(row["case"])] = row
-            _keep(store, row)
+            kept.add(row)
             told = next((str(row[key]) for key in ("refused", "failed", "differs") if key in row), "")
             print(row["case"], row["error"], told, file=sys.stderr, flush=True)
     rows = [found[str(case)] for case in chosen]
     print(f"{sum(float(str(row['error'])) <= TOLERANCE for row in rows)} of {len(rows)} equal one device", file=sys.stderr)
     if not options.only and not options.quick:
         print(result(rows, len(every)).write(NAME))
-
-
-def _read(store: Path) -> dict[str, dict[str, object]]:
-    lines = store.read_text().splitlines() if store.exists() else []
-    return {row["case"]: row for row in map(json.loads, lines)}
-
-
-def _keep(store: Path, row: dict[str, object]) -> None:
-    store.parent.mkdir(parents=True, exist_ok=True)
-    with store.open("a") as file:
-        file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,17 +17,16 @@ A plan that is refused counts as a miss, and stands in the result with what was 
 What has been found lies in benchmarks/scratch, by commit: a run goes on where another one of the same commit has ended.
 """
 
-import json
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite
-from pathlib import Path
 
 import torch
 
-from benchmarks.result import ROOT, Result, commit
+from benchmarks.kept import Kept
+from benchmarks.result import Result
 from benchmarks.tensor_families import FAMILIES, TOKENS, Family, batches, loss_of, reading_of
 from meshwright.api import make_plan, verify
 from meshwright.core.errors import PlanError
@@ -139,28 +138,17 @@ def main() -> None:
     parser.add_argument("--only", default="", help="words that the name of a case contains")
     only = parser.parse_args().only
     torch.set_num_threads(1)
-    store = ROOT / "benchmarks" / "scratch" / f"{NAME}-{commit()}.jsonl"
-    found = _read(store)
+    kept = Kept(NAME)
+    found = kept.read()
     rows = []
     for case in (case for case in cases() if only in str(case)):
         if str(case) not in found:
             found[str(case)] = compared(case)
-            _keep(store, found[str(case)])
+            kept.add(found[str(case)])
         rows.append(found[str(case)])
         print(case, rows[-1]["error"], rows[-1].get("refused", rows[-1].get("differs", "")), file=sys.stderr, flush=True)
     if not only:
         print(result(rows).write(NAME))
-
-
-def _read(store: Path) -> dict[str, dict[str, object]]:
-    lines = store.read_text().splitlines() if store.exists() else []
-    return {row["case"]: row for row in map(json.loads, lines)}
-
-
-def _keep(store: Path, row: dict[str, object]) -> None:
-    store.parent.mkdir(parents=True, exist_ok=True)
-    with store.open("a") as file:
-        file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

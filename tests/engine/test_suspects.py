@@ -1,5 +1,6 @@
 """Whom a harmful step is traced to: the rank, the block and the parameter in which a number first went wrong."""
 
+from collections.abc import Sequence
 from math import inf
 
 import pytest
@@ -10,6 +11,7 @@ from meshwright.api import make_plan, read
 from meshwright.comm.group import World
 from meshwright.core.job import Guard
 from meshwright.core.mesh import Mesh
+from meshwright.core.strategy import Strategy
 from meshwright.engine.spikes import Spike
 from meshwright.strategies.data.batch import Batch
 from meshwright.strategies.data.zero import Zero
@@ -70,23 +72,33 @@ def spike_of(
 
     From `stage` 1 on, what is kept is cut into shards. In the third step the last rank has `rows_of_last` rows, if that is said.
     """
-    guard = Guard("skip", factor=50.0, window=2)
+    mesh, shards = Mesh(dp_shard=ranks), (Batch(axis="dp_shard"), Zero(stage=stage))
+    mesh, strategies = (mesh, shards) if stage else (Mesh(dp_replicate=ranks), None)
+    return spikes(how, mesh, strategies, bad_rows, rows_of_last, micro_batch=micro_batch)
+
+
+def spikes(
+    how: str,
+    mesh: Mesh,
+    strategies: Sequence[Strategy] | None,
+    bad_rows: Sequence[int] = (9,),
+    rows_of_last: int | None = None,
+    model: type[Faulty] = Faulty,
+    micro_batch: int = 2,
+) -> list[Spike]:
+    """The same under any plan: the last of those with rows of their own has `rows_of_last` in the third step, if that is said."""
     clean = {**DATA, "input_ids": DATA["input_ids"].clamp(max=MARK - 1)}
     ids = clean["input_ids"].clone()
     ids[list(bad_rows), 0] = MARK
-    reading = read(lambda: Faulty(how), part(clean, 0, 2))
-    mesh, shards = Mesh(dp_shard=ranks), (Batch(axis="dp_shard"), Zero(stage=stage))
-    mesh, strategies = (mesh, shards) if stage else (Mesh(dp_replicate=ranks), None)
-    plan = make_plan(reading, tiny_job(guard=guard), mesh, strategies, micro_batch)
+    reading = read(lambda: model(how), part(clean, 0, 2))
+    plan = make_plan(reading, tiny_job(guard=Guard("skip", factor=50.0, window=2)), mesh, strategies, micro_batch)
+    share = 12 // plan.num_data
 
     def rank(world: World) -> Spike:
-        player = player_of(reading, plan, world)
-        share = 12 // ranks
-        mine = [
-            part(batch, share * world.rank, share * (world.rank + 1))
-            for batch in (clean, clean, {**clean, "input_ids": ids}, clean)
-        ]
-        if world.rank == ranks - 1 and rows_of_last is not None:
+        player, index = player_of(reading, plan, world), plan.data_index(world.rank)
+        batches = (clean, clean, {**clean, "input_ids": ids}, clean)
+        mine = [part(batch, share * index, share * (index + 1)) for batch in batches]
+        if index == plan.num_data - 1 and rows_of_last is not None:
             mine[2] = part(mine[2], 0, rows_of_last) if rows_of_last else None
         metrics = [player.step(batch) for batch in mine]
         player.close()

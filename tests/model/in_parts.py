@@ -212,3 +212,16 @@ def refused(glue: Forward, block: Forward | None = None) -> Ranks:
     for borders in divisions(one.borders.open()):
         assert one.error(borders) < 1e-12
     return one
+
+
+class Normed(nn.Module):
+    """Batch norms between linears, in layers whose residual is added by glue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x

@@ -14,7 +14,7 @@ from meshwright.model.drive import Drive
 from meshwright.model.dropout import StatelessDropout
 from meshwright.model.parts import run
 from tests.model.both_ways import reading_of
-from tests.model.in_parts import Ranks, Total, crossing, divisions, ranks, same, steps
+from tests.model.in_parts import Normed, Ranks, Total, crossing, divisions, ranks, same, steps
 from tests.model.test_drive_families import PADDED, PAIRS, TOKENS, build
 
 SIZES = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "use_cache": False}
@@ -100,19 +100,6 @@ def test_a_translator_calls_its_embedding_twice_and_hands_a_mean_to_every_layer_
 
 def test_a_residual_network():
     checked(ResNet, {"x": IMAGE["pixel_values"]}, total=squared)
-
-
-class Normed(nn.Module):
-    """Batch norms between linears, in layers whose residual is added by glue."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
 
 
 def test_batch_norms_write_their_statistics_in_their_own_part_only():

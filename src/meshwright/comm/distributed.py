@@ -110,7 +110,7 @@ class TorchWorld(World):
 
     def _nearest(self, outer: TorchGroup, joined: dist.ProcessGroup) -> Group:
         """The ranks of `outer` over memory, where all are on this host and able to; else `outer`, told whether they are."""
-        if not outer.on_gloo or self.directed:
+        if not outer.on_gloo:
             return outer
         if not self._shared:
             outer.near = outer.size > 2 and on_one_host(joined, outer.size)

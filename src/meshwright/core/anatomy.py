@@ -21,6 +21,11 @@ NBYTES_WHOLE = {"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool
 NBYTES_OWN = {**NBYTES, **NBYTES_WHOLE, "float8_e4m3fn": 1, "float8_e5m2": 1}  # what a frozen weight may be kept in
 
 
+def block_of(visit: str) -> str:
+    """The block that `visit` is a call of: its second call is "layer#2"."""
+    return visit.partition("#")[0]
+
+
 @dataclass(frozen=True)
 class Weight:
     """One logical parameter: its first name, its shape, the visits that use it, and its tied names.

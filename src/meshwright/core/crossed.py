@@ -13,6 +13,7 @@ refused. What the forward gives out is compared with what is said here before it
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 
+from meshwright.core.anatomy import block_of
 from meshwright.core.borders import Value
 from meshwright.core.cut import Cut, Side
 from meshwright.core.errors import Fault
@@ -117,7 +118,7 @@ def _heads(space: Space) -> Mapping[tuple[str, int], Cut]:
     anatomy, found = (space.whole or space).anatomy, {}
     for number in (number for number in anatomy.numbers if number.over is None and len(number.cut.sections) == 1):
         for visit in anatomy.visits:
-            block = visit.partition("#")[0]
+            block = block_of(visit)
             if number.module == block or number.module.startswith(f"{block}."):
                 (count,) = number.cut.sections
                 found[visit, count] = Cut(1, number.cut.units, (count,), heads=number.cut.heads, own=number.cut.own)

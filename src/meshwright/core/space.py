@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from meshwright.core.anatomy import Anatomy, Weight
 from meshwright.core.arena import Arena
+from meshwright.core.borders import Part
 from meshwright.core.calls import Call
 from meshwright.core.cut import Side
 from meshwright.core.home import Bundle, Home
@@ -107,6 +108,12 @@ class Space:
         """The homes of what this rank holds, as all ranks see them: before it was cut into slices."""
         own = {home.weight.name for home in self.homes}
         return tuple(home for home in (self.whole or self).homes if home.weight.name in own)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of the model, in order of the forward; none where ranks run it whole, or nothing is known of its borders."""
+        borders = (self.whole or self).anatomy.borders
+        return borders.parts(self.cuts) if self.stages and borders is not None else ()
 
     @property
     def takes_loss(self) -> bool:

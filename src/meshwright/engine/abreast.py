@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from meshwright.core.anatomy import block_of
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
 from meshwright.engine.state import State
@@ -51,7 +52,7 @@ class Abreast:
         self._sliced = any(plan.mesh.size(axis) > 1 for axis in plan.space.stream.axes("S"))
         self._owners: dict[str, int] = {}
         for index, stage in reversed(list(enumerate(plan.space.stages))):  # of several that have a block the first one runs it
-            self._owners |= {visit.partition("#")[0]: index for visit in stage}
+            self._owners |= {block_of(visit): index for visit in stage}
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)  # one for good: a cache may live on
         self._blanks: dict[str, list[dict[str, Any]]] = {}
 
@@ -146,8 +147,7 @@ class Abreast:
             raise PlanError(
                 text, fix="pass use_cache=False, or call the model under a plan without a pipeline", where="model"
             ) from error
-        targets = self._state.loss.targets
-        inputs = {key: value for key, value in self._state.subject.stand_in.items() if key not in targets}
+        inputs = self._state.loss.inputs(self._state.subject.stand_in)
         with ThreadPoolExecutor(1) as elsewhere:  # a forward is under way in this thread, with modes and collectors of its own
             course = elsewhere.submit(partial(self._state.subject.courses.of, inputs, training=False)).result()
         stub = course.stubs[name]

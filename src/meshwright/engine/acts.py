@@ -118,7 +118,7 @@ class Acts:
         `reach` is called before each block, `leave` after it.
         """
         state = self.state
-        inputs = {key: value for key, value in state.micros[micro].items() if key not in state.loss.targets}
+        inputs = state.loss.inputs(state.micros[micro])
         with self._autocast(), self.draws.during(micro):
             reached, call = self.draws.announcing(reach), lambda: state.subject.module(**inputs)
             if self._crossing is not None:

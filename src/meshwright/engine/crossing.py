@@ -51,10 +51,10 @@ def crossing(plan: Plan, state: State, drive: Drive) -> "Crossing | None":
     """What this rank's parts take and give; None where it runs the whole model."""
     if not plan.space.stages:
         return None
-    borders, courses = plan.anatomy.borders, state.subject.courses
-    if borders is None or courses is None:
+    parts, courses = plan.space.parts, state.subject.courses
+    if not parts or courses is None:
         raise RuntimeError("a plan has stages, and nothing is known of the borders between them")
-    return Crossing(plan, state, drive, borders.parts(plan.space.cuts), courses)
+    return Crossing(plan, state, drive, parts, courses)
 
 
 class Crossing:
@@ -220,7 +220,7 @@ class Crossing:
         held = self._of(micro)
         if held.course is None:
             state = self._state
-            inputs = {key: value for key, value in state.micros[micro].items() if key not in state.loss.targets}
+            inputs = state.loss.inputs(state.micros[micro])
             held.course = self._courses.of(inputs)
             missing = sorted(self._values.keys() - held.course.dims.keys())
             if missing:

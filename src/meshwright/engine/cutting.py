@@ -26,10 +26,8 @@ def cuts_blocks(plan: Plan) -> bool:
 
 def _interrupted(plan: Plan, actions: tuple[Action, ...]) -> bool:
     """Whether anything else stands within the backwards of a part for one micro-batch, or a part is left out."""
-    borders = plan.anatomy.borders
-    parts = () if borders is None else borders.parts(plan.space.cuts)
     at = {(action.subject, action.micro): i for i, action in enumerate(actions) if action.kind == "B"}
-    mine = [part.visits for part in parts if part.visits[0] in plan.space.anatomy.visits]
+    mine = [part.visits for part in plan.space.parts if part.visits[0] in plan.space.anatomy.visits]
     micros = {micro for _, micro in at}
     spans = [(at.get((visits[-1], micro)), at.get((visits[0], micro)), len(visits)) for visits in mine for micro in micros]
     return any(last is not None and first is not None and first - last >= length for last, first, length in spans)

@@ -101,7 +101,7 @@ def _micros(batches: Iterable[Rows], plan: Plan, state: State) -> Iterator[Micro
 def _outputs(micros: Iterable[Micro], state: State) -> Iterator[tuple[Micro, Any]]:
     """Each micro-batch with what the whole model gives out."""
     for micro in micros:
-        yield micro, state.subject.module(**{key: value for key, value in micro.batch.items() if key not in state.loss.targets})
+        yield micro, state.subject.module(**state.loss.inputs(micro.batch))
 
 
 def _as_long_as_any(batches: Iterable[Rows], state: State, plan: Plan) -> Iterator[Rows]:

@@ -69,6 +69,10 @@ class Loss:
         split = None if self.split is None else replace(self.split, total=wrap(self.split.total))
         return replace(self, total=wrap(self.total), split=split)
 
+    def inputs(self, batch: Batch) -> Batch:
+        """What of `batch` is passed to the model: all but the targets."""
+        return {key: value for key, value in batch.items() if key not in self.targets}
+
     def counted(self, batch: Batch) -> tuple[float, float]:
         """What these rows weigh, and how many tokens they are.
 

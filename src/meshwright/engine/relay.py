@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from meshwright.comm.group import Work
+from meshwright.core.anatomy import block_of
 from meshwright.core.borders import Part
 from meshwright.core.crossed import Crossed
 from meshwright.core.errors import PlanError
@@ -69,8 +70,8 @@ class _Forward:
 
 def owners(space: Space) -> tuple[int, ...]:
     """For every part of the model the index along pp of the rank that runs it outside of steps."""
-    anatomy, found = (space.whole or space).anatomy, list[int]()
-    for part in anatomy.borders.parts(space.cuts) if anatomy.borders is not None else ():
+    found = list[int]()
+    for part in space.parts:
         able = [index for index, stage in enumerate(space.stages) if part.visits[0] in stage]
         found.append(min(able, key=lambda index: (found.count(index), index)))
     return tuple(found)
@@ -132,11 +133,11 @@ class Relay:
         return number < self._begun
 
     def _forward(self, micro: Micro) -> _Forward:
-        inputs = {key: value for key, value in micro.batch.items() if key not in self._state.loss.targets}
+        inputs = self._state.loss.inputs(micro.batch)
         course = self._courses.of(inputs, training=False)
         parts = course.borders.parts(self._space.cuts)
         for part, stage in zip(parts, (self._space.stages[rank] for rank in self._ranks), strict=True):
-            missing = {_block(visit) for visit in part.visits}.difference(map(_block, stage))
+            missing = {block_of(visit) for visit in part.visits}.difference(map(block_of, stage))
             if missing:
                 text = f"in an evaluation the forward calls '{min(missing)}' in the part that begins with '{part.visits[0]}'"
                 fix = "call each block in the same place as in training, or choose cuts so that both places are in one part"
@@ -214,7 +215,3 @@ class Relay:
 
     def _named(self, hop: Hop) -> str:
         return f"{self._action}({hop.subject(back=False)})"
-
-
-def _block(visit: str) -> str:
-    return visit.partition("#")[0]

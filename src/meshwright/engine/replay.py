@@ -11,8 +11,9 @@ from typing import Protocol
 
 import torch
 
+from meshwright.core.anatomy import block_of
 from meshwright.core.plan import Plan
-from meshwright.core.steps import FORWARDS
+from meshwright.core.steps import BACKWARDS, FORWARDS
 from meshwright.core.strategy import Handler
 from meshwright.engine.crossing import Crossing
 from meshwright.engine.spikes import Stage
@@ -142,14 +143,14 @@ class Parts:
             for name in state.works.keys() & set(action.waits):
                 state.works[name].wait()
             if action.kind in FORWARDS and action.subject in self._crossing.begins:
-                self._forward(micro, lambda visit: self._fetch(_block(visit)), first=action.subject)
+                self._forward(micro, lambda visit: self._fetch(block_of(visit)), first=action.subject)
                 visits = state.passes[micro].visits
                 self.seen.outputs(micro, {name: visit for name, visit in visits.items() if name not in begun})
                 begun |= visits.keys()
             elif action.kind == "LOSS":
                 self.seen.take_loss(micro)
-            elif action.kind in ("B", "I"):
-                self._fetch(_block(action.subject))
+            elif action.kind in BACKWARDS:
+                self._fetch(block_of(action.subject))
                 self._flow(action)
                 self.seen.gradients(micro, action.subject)
             elif action.kind.partition("_")[0] in CROSS:
@@ -166,12 +167,8 @@ class Parts:
 
     def stand_in(self, micro: int) -> None:
         """Take part in one for which this rank has no rows."""
-        for action in (action for action in self._list if action.micro == micro and action.kind in (*FORWARDS, "B", "I")):
-            self._fetch(_block(action.subject))
-
-
-def _block(visit: str) -> str:
-    return visit.partition("#")[0]
+        for action in (action for action in self._list if action.micro == micro and action.kind in (*FORWARDS, *BACKWARDS)):
+            self._fetch(block_of(action.subject))
 
 
 def _odd(tensor: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from math import prod
 import torch
 from torch import nn
 
+from meshwright.core.anatomy import block_of
 from meshwright.core.arena import BLOCK, Piece
 from meshwright.core.cut import Span
 from meshwright.core.errors import PlanError
@@ -67,7 +68,7 @@ def of_part(saved: Mapping[str, Saved], subject: Subject) -> dict[str, Saved]:
     """`saved`; of a rank that runs a part of the model, what belongs to that: others hold the rest, and write it."""
     if not subject.elsewhere:
         return dict(saved)
-    own = {visit.partition("#")[0] for visit in subject.anatomy.visits}
+    own = {block_of(visit) for visit in subject.anatomy.visits}
     foreign = tuple(f"buffer/{block}." for block in subject.blocks if block not in own)
     found: dict[str, Saved] = {}
     for name, value in saved.items():

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from meshwright.core.anatomy import Weight
+from meshwright.core.anatomy import Weight, block_of
 from meshwright.core.plan import Plan
 from meshwright.engine.abreast import DTYPES
 from meshwright.engine.saved import persistent_buffers
@@ -37,7 +37,7 @@ def spread(plan: Plan, state: State, mine: Values, weights: Iterable[Weight], ac
 
 def spread_buffers(plan: Plan, state: State, action: str) -> dict[str, torch.Tensor]:
     """The model's persistent buffers by name; those inside of a block are of the first rank that runs it. All ranks call it."""
-    stages = [{visit.partition("#")[0] for visit in stage} for stage in plan.space.stages]
+    stages = [{block_of(visit) for visit in stage} for stage in plan.space.stages]
     found = dict(persistent_buffers(state.subject.module))
     for name in found if stages else ():
         inside = [block for block in state.subject.blocks if name.startswith(f"{block}.")]

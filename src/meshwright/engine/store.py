@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from meshwright.core.anatomy import ROOT
+from meshwright.core.anatomy import ROOT, block_of
 from meshwright.core.arena import Arena, Piece
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
@@ -186,7 +186,7 @@ class Store:
     def fetch(self, block: str, action: str) -> None:
         """Have the weights whole that a visit of `block` uses, but for the root's; all ranks take part."""
         for held in self.arenas.values():
-            if held.flat and ROOT not in held.visits and any(visit.split("#")[0] == block for visit in held.visits):
+            if held.flat and ROOT not in held.visits and any(block_of(visit) == block for visit in held.visits):
                 held.group.all_gather(held.whole, held.shard, action=action).wait()
 
     def values(self, action: str, *, exact: bool = False) -> Iterator[tuple[str, torch.Tensor]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
+from meshwright.core.anatomy import block_of
 from meshwright.engine.state import Subject
 from meshwright.engine.store import Store
 from meshwright.model.drive import Drive
@@ -57,10 +58,10 @@ class _Order:
         self._left: list[str] = []
 
     def begin(self, visits: Sequence[str]) -> None:
-        self._left = [visit.split("#")[0] for visit in visits]
+        self._left = [block_of(visit) for visit in visits]
 
     def reach(self, visit: str) -> None:
-        block = visit.split("#")[0]
+        block = block_of(visit)
         if block not in self._left:  # called more often than the plan knows
             self._fetch(block)
         while block in self._left:

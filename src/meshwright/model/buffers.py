@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 
 from torch import nn
 
+from meshwright.core.anatomy import block_of
 from meshwright.core.errors import Fault
 from meshwright.core.plan import Plan
 
@@ -17,7 +18,7 @@ def buffer_faults(plan: Plan, module: nn.Module, written: Collection[str]) -> It
     """The buffers of `module` among those `written` by its forward that no part of `plan` has to itself."""
     if not plan.space.stages:
         return
-    blocks = tuple(f"{visit.partition('#')[0]}." for visit in plan.anatomy.visits)
+    blocks = tuple(f"{block_of(visit)}." for visit in plan.anatomy.visits)
     saved = module.state_dict().keys()
     for name in written:
         if name in saved and not name.startswith(blocks):

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
 
+from meshwright.core.anatomy import block_of
 from meshwright.core.borders import Part
 from meshwright.core.errors import PlanError
 from meshwright.model.alias import Alias, leaf_of
@@ -211,7 +212,7 @@ class _Run:
         args, kwargs = self._standing.real(given, f"the block '{visit}' takes in")
         capturing = marks()
         if self._writer is not None:
-            name, captured = visit.partition("#")[0], lambda: [each for mark in capturing for each in mark.added]
+            name, captured = block_of(visit), lambda: [each for mark in capturing for each in mark.added]
             run = partial(self._writer.visit, name, run, captured, self._above())
         with self._apart():
             outputs = run(*args, **kwargs)

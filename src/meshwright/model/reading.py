@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.core.anatomy import ROOT, Anatomy, Column, Weight
+from meshwright.core.anatomy import ROOT, Anatomy, Column, Weight, block_of
 from meshwright.core.calls import Number
 from meshwright.core.errors import PlanError
 from meshwright.model.anatomy import WHOLE, find_blocks, owners
@@ -264,7 +264,7 @@ def _check_example(example: Example) -> None:
 
 
 def _check_declared(declared: Iterable[str], visits: Iterable[str]) -> None:
-    called = {visit.split("#")[0] for visit in visits}
+    called = {block_of(visit) for visit in visits}
     idle = [name for name in declared if name not in called]
     if idle:
         text = f"the declared blocks {', '.join(idle)} are not called in the trial run, or only without gradients"

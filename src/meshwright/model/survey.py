@@ -12,7 +12,7 @@ from math import prod
 
 from torch import nn
 
-from meshwright.core.anatomy import ROOT, Anatomy
+from meshwright.core.anatomy import ROOT, Anatomy, block_of
 from meshwright.core.errors import Fault, PlanError
 from meshwright.model.anatomy import WHOLE, find_blocks
 from meshwright.model.declared import attention_of
@@ -125,7 +125,7 @@ def _visit_rows(module: nn.Module, reading: Reading) -> Iterator[BlockRow]:
     anatomy, rows = reading.anatomy, []
     sites = [site.rpartition("/")[0] for site in reading.sites.allowed]
     for visit, stream, flops in zip(anatomy.visits, anatomy.stream_numel, anatomy.flops, strict=True):
-        name = visit.split("#")[0]
+        name = block_of(visit)
         block = module if name == WHOLE else module.get_submodule(name)
         numel = sum(weight.numel for weight in anatomy.of(visit))
         kind = type(block).__name__

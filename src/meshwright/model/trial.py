@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 
-from meshwright.core.anatomy import ROOT
+from meshwright.core.anatomy import ROOT, block_of
 from meshwright.core.errors import PlanError
 from meshwright.model.drive import LARGER, Drive
 from meshwright.model.flops import Flops
@@ -194,7 +194,7 @@ def visits_of(blocks: Sequence[str], users: set[str], visits: Sequence[str]) -> 
 
     ROOT comes last, when glue uses it, or when no visit does.
     """
-    used = tuple(visit for visit in visits if visit.split("#")[0] in blocks or visit in users)
+    used = tuple(visit for visit in visits if block_of(visit) in blocks or visit in users)
     return (*used, ROOT) if ROOT in users or not used else used
 
 

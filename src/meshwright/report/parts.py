@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import TypeVar
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -25,9 +24,7 @@ SCALES = ("", "K", "M", "G", "T", "P")
 
 def parts_of(plan: Plan) -> Parts:
     """The visits of each part, in order of the forward; one part where each rank runs the whole model."""
-    visits = plan.anatomy.visits
-    starts = [0, *(visits.index(cut) for cut in plan.space.cuts), len(visits)]
-    return [visits[begin:end] for begin, end in pairwise(starts)]
+    return [part.visits for part in plan.space.parts] or [plan.anatomy.visits]
 
 
 def parts_view(plan: Plan, *, every: bool = False) -> RenderableType | None:
@@ -141,7 +138,7 @@ def _way(value: Value, of: dict[str, int]) -> str:
 def _amount(value: Value, rows: int) -> tuple[str, str]:
     shape = " x ".join(map(str, value.shape(rows)))
     back = ", and back" if value.needed else ""
-    return f"{shape} {value.dtype.removeprefix('torch.')}", f"{size(value.nbytes(rows))}{back}"
+    return f"{shape} {value.dtype}", f"{size(value.nbytes(rows))}{back}"
 
 
 def _first(found: Sequence[Row], *, every: bool) -> Iterator[Row]:

@@ -5,6 +5,7 @@ from meshwright.core.spans import Rows
 from meshwright.core.units import size
 from meshwright.report.order import Units
 from meshwright.report.order_svg import order_svg
+from meshwright.report.parts import row_word
 from meshwright.report.reading import Record
 from meshwright.report.timeline import lengths, steps_traced
 from meshwright.report.turns import acts_on_paper, acts_traced, rows
@@ -24,5 +25,4 @@ def schedule_svg(record: Record) -> str:
     if step is not None:
         found[f"measured, step {step}"] = rows(acts_traced(program, events, step, record.world), program, parts)
     long = "{:.4g} ms".format if known else (lambda flops: f"{flops:.4g} operations")
-    word = "rank" if record.world == len(program.roles) else "stage"
-    return order_svg(found, units=Units(long, size, word))
+    return order_svg(found, units=Units(long, size, row_word(record.world, len(program.roles))))

@@ -15,7 +15,7 @@ from typing import Any
 from meshwright.core.clock import full_name, play
 from meshwright.core.program import Action, Program
 from meshwright.core.spans import Rows, Span
-from meshwright.core.steps import SCRATCH
+from meshwright.core.steps import COMPLETING, SCRATCH
 from meshwright.report.sizes import category
 
 Parts = Sequence[Sequence[str]]  # the visits of each part of a model, in order of the forward
@@ -68,7 +68,7 @@ def in_flight(actions: Iterable[Action], part: Sequence[str]) -> int:
     for action in actions:
         if LETTERS.get(action.kind) == "F" and action.subject == part[0]:
             now.add(action.micro)
-        elif action.kind in ("B", "W") and action.subject == part[0]:
+        elif action.kind in COMPLETING and action.subject == part[0]:
             now.discard(action.micro)
         most = max(most, len(now))
     return most

@@ -154,7 +154,7 @@ def _gradients(subject: Subject) -> Values:
 
 def _loss(case: Case, subject: Subject, dice: Dice | None, batch: Batch, step: int, begin: int = 0) -> torch.Tensor:
     """The mean loss of `batch`, the rows from `begin` on of the step's."""
-    inputs = {key: value for key, value in batch.items() if key not in case.loss.targets}
+    inputs = case.loss.inputs(batch)
     if dice is None:
         outputs = subject.module(**inputs)
     else:

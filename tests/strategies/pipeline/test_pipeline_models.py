@@ -17,6 +17,7 @@ from meshwright.model.reading import Reading
 from meshwright.model.sources import Model
 from meshwright.strategies.pipeline.pipeline import Pipeline
 from meshwright.verifier.verdict import Verdict
+from tests.model.in_parts import Normed
 from tests.strategies.pipeline.test_routes import DISTANCE, IMAGES
 
 X = torch.linspace(-1, 1, 120).sin().view(10, 12)
@@ -60,19 +61,6 @@ class Reads(nn.Module):
         if x.sum().item() < 1e9:
             x = self.layers[2](x)
         return self.layers[3](x)
-
-
-class Normed(nn.Module):
-    """Batch norms between linears."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
 
 
 @pytest.mark.parametrize(("ranks", "pipeline"), [(3, Pipeline()), (2, Pipeline(schedule="zb_v"))])

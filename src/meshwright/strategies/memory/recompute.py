@@ -37,7 +37,7 @@ from fnmatch import fnmatchcase
 from math import inf
 from typing import ClassVar
 
-from meshwright.core.anatomy import Anatomy
+from meshwright.core.anatomy import Anatomy, block_of
 from meshwright.core.errors import Fault, nearest
 from meshwright.core.job import Job
 from meshwright.core.program import Action, Hold, Program, with_waits
@@ -125,7 +125,7 @@ class Recompute(Strategy):
 
 def _matches(visit: str, pattern: str) -> bool:
     """Whether `pattern` is the visit, or the block of which it is one."""
-    return fnmatchcase(visit, pattern) or fnmatchcase(visit.split("#")[0], pattern)
+    return fnmatchcase(visit, pattern) or fnmatchcase(block_of(visit), pattern)
 
 
 def _within(forward: Action) -> tuple[Hold, ...]:

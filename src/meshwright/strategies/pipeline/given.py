@@ -94,17 +94,9 @@ def stages(source: str, ranks: int) -> tuple[Stage, ...]:
 
 
 def digest(source: str) -> str:
-    """16 hex digits that name what the file of `source` holds."""
-    return sha256(_path(source).read_bytes()).hexdigest()[:16]
-
-
-def stamp(source: str) -> tuple[int, int]:
-    """What changes when the file of `source` is written."""
+    """16 hex digits that name what the file of `source` holds; nothing where there is none."""
     path = _path(source)
-    if not path.exists():
-        return 0, 0
-    found = path.stat()
-    return found.st_mtime_ns, found.st_size
+    return sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
 
 
 def _path(source: str) -> Path:

@@ -65,7 +65,7 @@ from meshwright.core.steps import Turn
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
 from meshwright.strategies.pipeline.balance import balanced
 from meshwright.strategies.pipeline.crossing import Crossing
-from meshwright.strategies.pipeline.given import digest, stamp
+from meshwright.strategies.pipeline.given import digest, is_source
 from meshwright.strategies.pipeline.order import Costs, Order, Stage
 from meshwright.strategies.pipeline.routes import Routes
 from meshwright.strategies.pipeline.schedules import SCHEDULES, Schedule, schedule_of
@@ -164,8 +164,7 @@ class Pipeline(Strategy):
         return program.edit(lambda actions: self._crossed(actions, space, job))
 
     def beyond(self) -> tuple[tuple[str, str], ...]:
-        found = schedule_of(self.schedule)
-        return (("file", digest(found.source)),) if found is not None and found.source else ()
+        return (("file", self._file),) if self._file else ()
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         return dict.fromkeys(("SEND", "RECEIVE", "JOIN", "SEND_GRAD", "RECEIVE_GRAD", "JOIN_GRAD"), runtime.cross)
@@ -186,7 +185,12 @@ class Pipeline(Strategy):
     def _asked(self, space: Space, micros: int) -> "_Asked":
         anatomy, known = (space.whole or space).anatomy, self._known(space)
         forward, weights = (_sums(anatomy.visits, flops, known) for flops in (anatomy.flops, weight_flops(anatomy)))
-        return _Asked(self.schedule, stamp(self.schedule), space.mesh.pp, micros, self._chunks, forward, weights)
+        return _Asked(self.schedule, self._file, space.mesh.pp, micros, self._chunks, forward, weights)
+
+    @property
+    def _file(self) -> str:
+        """What names the contents of the file that says the schedule; nothing for one with a name."""
+        return digest(self.schedule) if is_source(self.schedule) else ""
 
     @property
     def _chunks(self) -> int:
@@ -196,7 +200,7 @@ class Pipeline(Strategy):
 
     def _stages(self, space: Space) -> tuple[Stage, ...]:
         """Where the parts lie; nothing where that cannot be told, which `check` says."""
-        return _lying(self.schedule, stamp(self.schedule), space.mesh.pp, self._chunks)
+        return _lying(self.schedule, self._file, space.mesh.pp, self._chunks)
 
     def _count(self, space: Space) -> int:
         """How many parts there are; 0 where that cannot be told."""
@@ -232,13 +236,13 @@ def _sums(visits: Sequence[str], each: Sequence[int], parts: Sequence[Part]) -> 
 
 
 class _Asked(NamedTuple):
-    """What the lists of a schedule follow from; `stamp` changes where a file gives other ones.
+    """What the lists of a schedule follow from; `file` changes where a file gives other ones.
 
     What parts cost is the operations of their forwards, and those for their weights' gradients; a backward has two of a forward.
     """
 
     schedule: str
-    stamp: tuple[int, int]
+    file: str
     ranks: int
     micros: int
     chunks: int
@@ -285,7 +289,7 @@ def _cut(borders: Borders, cuts: tuple[str, ...]) -> tuple[Part, ...]:
 
 
 @lru_cache(maxsize=32)
-def _lying(schedule: str, stamp: tuple[int, int], ranks: int, chunks: int) -> tuple[Stage, ...]:
+def _lying(schedule: str, file: str, ranks: int, chunks: int) -> tuple[Stage, ...]:
     """Where the parts of a schedule lie, likewise; nothing where it refuses."""
     found = schedule_of(schedule)
     return () if found is None or list(found.refuse(ranks, 1)) else found.stages(ranks, chunks)
