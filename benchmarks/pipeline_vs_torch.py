@@ -41,7 +41,7 @@ CLAIM = (
 )
 RANKS, MICROS = 2, 8
 BAR, PAPER, ZBV, OVERHEAD, HALF, POINTS = 1.02, 0.05, 0.97, 0.5, 0.5, 3.0
-SLEEP_S, SLEEPERS = 0.1, 4
+SLEEP_S, SLEEPERS = 0.2, 4
 PRELOAD = (*HEAVY, "torch.distributed.pipelining")
 
 
