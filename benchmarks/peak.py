@@ -5,7 +5,8 @@
     live.peak
 
 Every operation is looked at when it has run: what it made is noted, and what has been freed since is forgotten. Scratch memory
-that an operation takes and gives back within itself is not seen, nor is what other threads make.
+that an operation takes and gives back within itself is not seen, nor is what other threads make. With a `limit` it is an
+allocator that has no more: the operation that goes beyond it fails.
 """
 
 from collections.abc import Iterable
@@ -18,11 +19,15 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakLive(TorchDispatchMode):
-    """While active, `now` are the live bytes of `known` and of all that was made since, and `peak` is the most of them."""
+    """While active, `now` are the live bytes of `known` and of all that was made since, and `peak` is the most of them.
 
-    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+    Raises MemoryError as soon as more than `limit` bytes live; 0: any number may.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor] = (), limit: int = 0) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self.limit = limit
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         for tensor in known:
             self._note(tensor)
@@ -52,3 +57,5 @@ class PeakLive(TorchDispatchMode):
         for key in [key for key, (reference, _) in self._live.items() if reference.expired()]:
             self.now -= self._live.pop(key)[1]
         self.peak = max(self.peak, self.now)
+        if self.limit and self.now > self.limit:
+            raise MemoryError(f"{self.now:,} bytes live, and there are {self.limit:,}")

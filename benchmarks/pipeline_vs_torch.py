@@ -30,7 +30,7 @@ from benchmarks.sleeping import Slept, asleep
 from benchmarks.staged import CHUNKS, THEIRS, by_hand, ours, pinged, theirs, timed
 from benchmarks.workloads import HEAVY, ddp, fresh_store
 from benchmarks.zero_vs_deepspeed import resident
-from meshwright.strategies.pipeline.order import Costs, play
+from meshwright.strategies.pipeline.order import Costs, Order, play
 from meshwright.strategies.pipeline.schedules import SCHEDULES
 
 NAME = "pipeline_vs_torch"
@@ -51,7 +51,7 @@ class Length:
 
     contest: Window = Window(20, 60, 240)
     toy: Window = Window(80, 240, 150, warmup=4)
-    steps: int = 5
+    steps: int = 9
     sleep_s: float = SLEEP_S
     schedules: tuple[str, ...] = tuple(SCHEDULES)
     workload: str = "large"
@@ -90,19 +90,21 @@ def on_paper(schedule: str, length: Length) -> dict[str, float]:
         transfer = median(map(max, pings))
     with Ranks("ours", timed, RANKS, preload=PRELOAD, store=fresh_store(), schedule=schedule, **given) as group:
         costs = [group.step() for _ in range(length.steps + 2)][2:]
-    notes: list[Any] = [cost.notes for cost in costs]
-    seconds = {kind: [_of_part(notes, kind, part) for part in range(RANKS * chunks)] for kind in ("F", "B")}
     order = SCHEDULES[schedule].make(RANKS, MICROS, chunks, Costs.equal(RANKS * chunks))
-    timeline = play(order, Costs(seconds["F"], seconds["B"], [0.0] * (RANKS * chunks), transfer))
-    rest = median(max(note["rest"] for note in each) for each in notes)
-    measured, paper = median(cost.wall_s for cost in costs), timeline.end + rest
-    found = {"measured_s": measured, "paper_s": paper, "transfer_s": transfer, "rest_s": rest, "off": measured / paper - 1}
+    steps = [(cost.wall_s, *_on_paper(cost.notes, order, transfer)) for cost in costs]  # each beside its own F and B
+    measured, paper, rest = (median(each) for each in zip(*steps, strict=True))
+    off = median(wall / made for wall, made, _ in steps) - 1
+    found = {"measured_s": measured, "paper_s": paper, "transfer_s": transfer, "rest_s": rest, "off": off}
     print(f"{schedule} on paper: {found}", flush=True)
     return found
 
 
-def _of_part(notes: Any, kind: str, part: int) -> float:
-    return median(note[kind][part] for each in notes for note in each if part in note[kind])
+def _on_paper(notes: Any, order: Order, transfer: float) -> tuple[float, float]:
+    """The seconds that a step takes on paper whose ranks have told of F and B, and what of that is neither."""
+    told = {kind: {part: seconds for note in notes for part, seconds in note[kind].items()} for kind in ("F", "B")}
+    forward, backward = ([told[kind][part] for part in range(order.parts)] for kind in ("F", "B"))
+    rest = max(note["rest"] for note in notes)
+    return play(order, Costs(forward, backward, [0.0] * order.parts, transfer)).end + rest, rest
 
 
 def waits_less(length: Length) -> Comparison:
@@ -159,7 +161,7 @@ def slept(length: Length) -> Iterator[tuple[str, Slept]]:
     for schedule in length.schedules:
         with Ranks("asleep", asleep, SLEEPERS, preload=PRELOAD, store=fresh_store(), schedule=schedule, **how) as group:
             steps = [max((note for note in group.step().notes if isinstance(note, Slept)), key=lambda each: each.seconds)]
-            for _ in range(length.steps - 2 or 1):
+            for _ in range(min(length.steps, 4) - 1):
                 steps.append(max((note for note in group.step().notes if isinstance(note, Slept)), key=lambda each: each.seconds))
         found = sorted(steps[1:], key=lambda each: each.seconds)[len(steps[1:]) // 2]
         print(f"{schedule}: bubble {100 * found.bubble:.1f} %, on paper {100 * found.simulated:.1f} %", flush=True)

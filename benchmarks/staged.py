@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -200,7 +200,7 @@ def ours(rank: int, size: int, workload: str, store: str, schedule: str, micros:
 
 
 def timed(rank: int, size: int, workload: str, store: str, schedule: str, micros: int) -> Step:
-    """Our step, whose note are seconds: the medians of F and B of each part by number, and the rest that stands round them."""
+    """Our step, whose note are seconds: the means of F and B of each part by number, and the rest that stands round them."""
     engine, batches = _engine(rank, size, workload, store, schedule, micros)
     player, anatomy = engine.player, engine.plan.anatomy
     if anatomy.borders is None:
@@ -245,7 +245,7 @@ def _engine(rank: int, size: int, workload: str, store: str, schedule: str, micr
 
 
 def _sorted_out(spans: Sequence[Span], part_of: Mapping[str, int]) -> dict[str, Any]:
-    """Medians of F and B by part, and the sum of all that is neither, nor waiting."""
+    """Means of F and B by part, and the sum of all that is neither, nor waiting."""
     took: dict[str, dict[int, dict[int | None, float]]] = {"F": defaultdict(dict), "B": defaultdict(dict)}
     last, rest = max(part_of.values()), 0.0
     for span in spans:
@@ -260,5 +260,5 @@ def _sorted_out(spans: Sequence[Span], part_of: Mapping[str, int]) -> dict[str, 
             back[action.micro] = back.get(action.micro, 0.0) + seconds
         else:
             rest += seconds
-    found: dict[str, Any] = {kind: {part: median(each.values()) for part, each in parts.items()} for kind, parts in took.items()}
+    found: dict[str, Any] = {kind: {part: fmean(each.values()) for part, each in parts.items()} for kind, parts in took.items()}
     return found | {"rest": rest}

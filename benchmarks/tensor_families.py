@@ -89,12 +89,12 @@ def reading_of(name: str, *, even: bool = False) -> Reading:
     return read(lambda: model_of(family, even=even), batches(family, 1, 2)[0], loss=loss_of(family))
 
 
-def batches(family: Family, count: int, rows: int) -> list[dict[str, torch.Tensor]]:
-    """Global batches of random numbers, `rows` samples each."""
+def batches(family: Family, count: int, rows: int, length: int = TOKENS) -> list[dict[str, torch.Tensor]]:
+    """Global batches of random numbers, `rows` samples of so many tokens each."""
     generator = torch.Generator().manual_seed(0)
 
     def tokens() -> torch.Tensor:
-        return torch.randint(3, ODD["words"], (rows, TOKENS), generator=generator)
+        return torch.randint(3, ODD["words"], (rows, length), generator=generator)
 
     def batch() -> dict[str, torch.Tensor]:
         if family.name == "vit":

@@ -1,6 +1,6 @@
 """Writes the pages that follow from the source: one per technique and algorithm, indices, tables of kinds and collectives.
 
-    python -m docs.generate          writes docs/{techniques,algorithms}/*.md, docs/{actions,collectives,models}.md
+    python -m docs.generate          writes docs/{techniques,algorithms}/*.md, docs/{actions,collectives,models,combinations}.md
     python -m docs.generate --check  writes nothing; fails when a page is not up to date
 
 Nothing is imported, only read: a technique's page is the essay at the top of its file. An action kind is whatever stands
@@ -23,12 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from docs.algorithm_pages import algorithm_pages
+from docs.combination_page import combination_page
 from docs.essay import NOTE, PACKAGE, Essay, cell, markdown
 
 ROOT = Path(__file__).parents[1]
 # what the techniques of a family share: no technique itself
 SHARED = (
     *(f"pipeline/{name}" for name in ("counts", "crossing", "fill", "greedy", "order", "routes", "schedules", "spans")),
+    *(f"sequence/{name}" for name in ("asked", "circle", "dealt", "heads", "kernel", "plain", "rounds")),
     *(f"tensor/{name}" for name in ("booking", "joined", "overlap", "refusals", "ways")),
 )
 FOLDERS = ("docs/techniques", "docs/algorithms")
@@ -114,7 +116,7 @@ def pages(root: Path = ROOT) -> dict[str, str]:
             made["docs/collectives.md"] = _collectives_page(essay)
     if (root / COVERAGE).exists():
         made["docs/models.md"] = _models_page(root, modules)
-    return made
+    return made | combination_page(root)
 
 
 def _technique_page(essay: Essay) -> str:

@@ -51,6 +51,7 @@ from meshwright.strategies.data.batch import Batch as SplitBatch
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.data.zero import Zero
 from meshwright.strategies.pipeline.pipeline import Pipeline
+from meshwright.strategies.sequence.ring import Ring
 from meshwright.strategies.tensor.line import Line
 from meshwright.strategies.tensor.vocabulary import Vocabulary, divisible
 from meshwright.testing.spawn import on_threads
@@ -92,30 +93,38 @@ def make_plan(
     A `job` need not name a model and data that are handed over. Raises PlanError with every fault.
     """
     mesh, job = mesh or Mesh(), completed(job, reading.anatomy)
-    chosen = default_strategies(mesh, reading.anatomy) if strategies is None else strategies
-    anatomy = with_borders(reading, job, mesh)
+    chosen = default_strategies(mesh, reading.anatomy) if strategies is None else tuple(strategies)
+    anatomy = seen_by(reading, job, mesh, chosen)
     plan = Plan.make(job, mesh, anatomy, chosen, micro_batch, run)
     module = reading.blueprint.instance()
     raise_faults([*split_faults(plan, module), *buffer_faults(plan, module, reading.stateful)])
     return plan
 
 
-def with_borders(reading: Reading, job: Job, mesh: Mesh) -> Anatomy:
-    """The anatomy of the model, and, where the mesh puts parts of it on ranks of their own, what crosses their borders."""
+def seen_by(reading: Reading, job: Job, mesh: Mesh, strategies: Iterable[Strategy]) -> Anatomy:
+    """The anatomy of the model, with what is learnt only where somebody needs it.
+
+    That is what crosses the borders of parts that the mesh puts on ranks of their own, and, for strategies that ask, what the
+    model does with tokens.
+    """
     dtype, compute = (getattr(torch, each) for each in (job.precision.parameters, job.precision.compute))
-    return bordered(reading, dtype, compute).anatomy if mesh.pp > 1 else reading.anatomy
+    anatomy = bordered(reading, dtype, compute, dealt=mesh.cp > 1).anatomy if mesh.pp > 1 else reading.anatomy
+    return replace(anatomy, tokens=reading.tokens) if any(each.by_token for each in strategies) else anatomy
 
 
 def default_strategies(mesh: Mesh, anatomy: Anatomy) -> tuple[Strategy, ...]:
     """What a mesh gets when nothing is asked for: the batch split along the data axes, whole copies of the weights along
     dp_replicate, and shards of all that is kept along dp_shard; matrices divided along tp, and, where the model of `anatomy`
-    allows it, the vocabulary; runs of layers along pp.
+    allows it, the vocabulary; runs of layers along pp; the tokens of each sample in a ring along cp.
     """
     pairs: tuple[Strategy, ...] = (Pipeline(),) if mesh.pp > 1 else ()
     pairs += (Line(),) if mesh.tp > 1 else ()
     pairs += (Vocabulary(),) if mesh.tp > 1 and divisible(anatomy, mesh.tp) else ()
+    pairs += (Ring(),) if mesh.cp > 1 else ()
+    if mesh.dp_shard == mesh.dp_replicate == 1:
+        return (*pairs, Replicate(axis="cp")) if mesh.cp > 1 else pairs
     if mesh.dp_shard == 1:
-        return (*pairs, SplitBatch(), Replicate()) if mesh.dp_replicate > 1 else pairs
+        return (*pairs, SplitBatch(), Replicate())
     split = SplitBatch(axis="dp_shard")
     return (*pairs, SplitBatch(), split, Zero(across="dp_replicate")) if mesh.dp_replicate > 1 else (*pairs, split, Zero())
 
@@ -144,7 +153,7 @@ def build(
             "build got a model and no example batch", fix="pass example=batch, or the Reading that made the plan", where="build"
         )
     reading = read(model, example or {}, loss=loss, seed=plan.job.train.seed)
-    if reading.anatomy != replace(plan.anatomy, borders=None):
+    if reading.anatomy != replace(plan.anatomy, borders=None, tokens=None):
         text = f"the plan is for '{plan.anatomy.name}' and the model is '{reading.anatomy.name}', with other blocks or parameters"
         raise PlanError(text, fix="make the plan again from this model", where="build")
     check_loss(plan, loss)
@@ -228,7 +237,7 @@ def parity_case(reading: Reading, plan: Plan, loss: Loss, rows: Callable[[Plan, 
     """`plan` as parity runs it, and the same job on one device, both on the CPU; `rows` gives each rank its data."""
     check_loss(plan, loss)
     job = exact_job(plan.job)
-    made = job, plan.mesh, with_borders(reading, job, plan.mesh), plan.strategies, plan.micro_batch, plan.run
+    made = job, plan.mesh, seen_by(reading, job, plan.mesh, plan.strategies), plan.strategies, plan.micro_batch, plan.run
     exact = Plan.make(*made, cut_for=plan.job.optimizer)  # SGD, in shards as the plan's own optimizer has them
     one_device = make_plan(reading, alone_job(exact.job), Mesh(), (), 0, plan.run)
     raise_faults(prove(exact))
@@ -237,8 +246,10 @@ def parity_case(reading: Reading, plan: Plan, loss: Loss, rows: Callable[[Plan, 
         mine = rows(plan, rank)
         return lambda step: None if (batch := mine(step)) is None else _wide(batch)
 
+    courses = Courses(reading, torch.float64)  # of all ranks, which are threads: to learn one takes as long as some steps
+
     def wide_subject() -> Subject:
-        return make_subject(reading, torch.device("cpu"), torch.float64)
+        return replace(make_subject(reading, torch.device("cpu"), torch.float64), courses=courses)
 
     loss = loss.within(widened)
     return Case(exact, one_device, loss, wide_subject, lambda: make_dice(reading, exact), wide_rows)

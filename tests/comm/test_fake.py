@@ -17,6 +17,9 @@ def test_results_are_those_of_equal_peers() -> None:
     group.reduce_scatter(mine, tensor).wait()
     group.all_to_all(arrived, tensor).wait()
     group.broadcast(tensor, source=2).wait()
+    passed = torch.empty(6)
+    group.shift(passed, tensor, by=-1).wait()
+    assert torch.equal(passed, tensor)
     assert torch.equal(total, 3 * tensor)
     assert torch.equal(gathered, tensor.repeat(3))
     assert torch.equal(mine, 3 * tensor[2:4])
@@ -31,7 +34,8 @@ def test_meta_tensors_pass_through_every_collective() -> None:
     group.all_gather(tensor.new_empty(18), tensor).wait()
     group.reduce_scatter(tensor.new_empty(2), tensor).wait()
     group.all_to_all(torch.empty_like(tensor), tensor).wait()
-    assert group.ledger.sent[""] == (2 * 24 + 3 * 24 + 24 + 24) * 2 / 3
+    group.shift(torch.empty_like(tensor), tensor).wait()
+    assert group.ledger.sent[""] == (2 * 24 + 3 * 24 + 24 + 24) * 2 / 3 + 24
 
 
 def test_a_rank_of_a_hundred_thousand_sees_its_peers_by_arithmetic() -> None:

@@ -12,7 +12,7 @@ from meshwright.comm.group import Group, World
 from meshwright.core.mesh import Mesh
 from meshwright.testing.spawn import ProcessPool, on_threads
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "gather", "reduce")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "shift", "scatter", "gather", "reduce")
 WHOLE = ("reduce_scatter", "all_to_all", "scatter")  # the operand holds a piece for every rank
 NOTHING = torch.empty(0)
 
@@ -65,6 +65,7 @@ def expected(collective: str, operands: list[torch.Tensor], index: int) -> torch
         "reduce_scatter": lambda: torch.stack([piece[index] for piece in pieces]).double().sum(0).to(operands[0].dtype),
         "all_to_all": lambda: torch.cat([piece[index] for piece in pieces]),
         "broadcast": lambda: operands[-1],
+        "shift": lambda: operands[index - 1],
         "scatter": lambda: pieces[-1][index],
         "gather": lambda: torch.cat(operands) if last else NOTHING.to(operands[0].dtype),
         "reduce": lambda: torch.stack(operands).double().sum(0).to(operands[0].dtype) if last else NOTHING.to(operands[0].dtype),
@@ -184,6 +185,7 @@ def test_all_bodies_book_the_same_bytes_by_the_formula(process_pool: ProcessPool
         ("TEST", "reduce_scatter", ("dp_shard",), 3, 42, 28),
         ("TEST", "all_to_all", ("dp_shard",), 3, 42, 28),
         ("TEST", "broadcast", ("dp_shard",), 3, 14, 14),
+        ("TEST", "shift", ("dp_shard",), 3, 14, 14),
         ("TEST", "scatter", ("dp_shard",), 3, 14, 28),
         ("TEST", "gather", ("dp_shard",), 3, 14, 0),
         ("TEST", "reduce", ("dp_shard",), 3, 14, 0),

@@ -144,7 +144,9 @@ def test_an_algorithm_is_refused_with_group_and_repair() -> None:
 def alone(world: World) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """What a group of one rank gives, and what it says was sent."""
     group, mine = world.group(["tp"]), operand(world.rank, 4)
-    outputs = {name: torch.empty_like(mine) for name in ("all_gather", "reduce_scatter", "all_to_all", "scatter", "gather")}
+    outputs = {
+        name: torch.empty_like(mine) for name in ("all_gather", "reduce_scatter", "all_to_all", "shift", "scatter", "gather")
+    }
     for algorithm in ("backend", "ring", "hierarchical/2"):
         group.all_reduce(mine, action="ALONE", algorithm=algorithm).wait()
     group.reduce(mine, action="ALONE").wait()

@@ -42,16 +42,20 @@ def moves(group: Group, rank: int, numel: int, dtype: torch.dtype) -> list[Calla
     size, index, last = group.size, group.index, group.size - 1
     one, whole = partial(operand, rank, numel, dtype), partial(operand, rank, numel * size, dtype)
 
-    def shift() -> Started:
+    def send() -> Started:
         arrived = torch.empty_like(one())
         return (
-            "shift",
+            "send",
             [
                 group.send(one(), target=(index + 1) % size),
                 group.receive(arrived, source=(index - 1) % size),
             ],
             arrived,
         )
+
+    def shift() -> Started:
+        arrived = torch.empty_like(one())
+        return "shift", [group.shift(arrived, one(), by=-1)], arrived
 
     def broadcast() -> Started:
         tensor = one()
@@ -73,7 +77,7 @@ def moves(group: Group, rank: int, numel: int, dtype: torch.dtype) -> list[Calla
         output = torch.empty_like(whole())
         return "all_to_all", [group.all_to_all(output, whole())], output
 
-    return [shift, broadcast, scatter, gather, all_gather, all_to_all]
+    return [send, shift, broadcast, scatter, gather, all_gather, all_to_all]
 
 
 def sums(group: Group, rank: int, numel: int, dtype: torch.dtype) -> list[Callable[[], Started]]:
@@ -136,7 +140,8 @@ def right(ranks: tuple[int, ...], index: int, numel: int, dtype: torch.dtype) ->
     pieces = [operand(rank, numel * size, dtype).view(size, numel) for rank in ranks]
     none = torch.empty(0, dtype=dtype)
     found = {
-        "shift": ones[index - 1],
+        "send": ones[index - 1],
+        "shift": ones[(index + 1) % size],
         "broadcast": ones[-1],
         "scatter": pieces[-1][index],
         "gather": torch.cat(ones) if last else none,
@@ -199,6 +204,8 @@ def test_a_fake_rank_holds_what_it_would_if_all_ranks_were_equal(dtype: torch.dt
     assert torch.equal(total, mine * 3)
     group.reduce(total.copy_(mine), target=2).wait()
     assert torch.equal(total, mine * 3)
+    group.shift(total.zero_(), mine).wait()
+    assert torch.equal(total, mine)
     for filled in (group.all_gather(whole.zero_(), mine), group.gather(whole.zero_(), mine, target=2)):
         filled.wait()
     assert torch.equal(whole, mine.repeat(3))

@@ -38,7 +38,7 @@ def test_every_collective_of_one_rank_gives_back_what_it_put_in(group: TorchGrou
     for work in (group.all_reduce(mine), group.reduce(mine), group.broadcast(mine), group.all_reduce(mine, algorithm="ring")):
         work.wait()
     assert torch.equal(mine.cpu(), torch.arange(7).to(dtype))
-    for collective in (group.all_gather, group.reduce_scatter, group.all_to_all, group.scatter, group.gather):
+    for collective in (group.all_gather, group.reduce_scatter, group.all_to_all, group.shift, group.scatter, group.gather):
         output = torch.zeros_like(mine)
         collective(output, mine).wait()
         assert torch.equal(output, mine)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.api import make_plan
 from meshwright.core.errors import PlanError
 from meshwright.core.job import Job
 from meshwright.core.mesh import Mesh
@@ -15,6 +16,7 @@ from meshwright.strategies.data.master import Master
 from meshwright.strategies.data.naive import Naive
 from meshwright.strategies.data.replicate import Replicate
 from tests.engine.towers import reading_of_towers, towers_plan
+from tests.strategies.data.dealt import Dealt, by_token
 from tests.tiny import plan_of, reading_of, tiny_job
 
 KINDS = ("MEASURE", "NOISE", "ESTIMATE")
@@ -85,3 +87,12 @@ def test_a_rank_that_steps_for_others_is_refused():
 def test_a_loss_of_the_whole_batch_is_refused():
     with pytest.raises(PlanError, match="the gradient of a part is not that of a smaller batch"):
         towers_plan(reading_of_towers(), Mesh(dp_replicate=3), job=noisy())
+
+
+def test_ranks_with_some_of_the_tokens_of_a_sample_are_refused():
+    strategies = (Batch(), Dealt(), Replicate())
+    with pytest.raises(
+        PlanError, match=r"ranks along cp have some of the tokens.*: no rank has the gradient of a part of the batch"
+    ):
+        make_plan(by_token(READING), noisy(), Mesh(dp_replicate=2, cp=2), strategies)
+    make_plan(by_token(READING), noisy(), Mesh(dp_replicate=2), strategies)

@@ -80,7 +80,10 @@ def test_weights_that_are_summed_over_other_axes_travel_apart():
 
 def test_data_axes_are_outermost_first_whatever_the_order_in_which_they_were_split():
     space = SPACE.with_tokens("dp_shard", S(0)).with_tokens("dp_replicate", S(0)).with_tokens("cp", S(1))
-    assert space.data_axes == ("dp_replicate", "dp_shard", "cp")
+    assert space.data_axes == ("dp_replicate", "dp_shard")
+    assert space.token_axes == ("cp",)
+    assert space.summed_axes == ("dp_replicate", "dp_shard", "cp")
+    assert space.with_theirs("dp_shard") == ("dp_shard", "cp")
 
 
 @settings(deadline=None)

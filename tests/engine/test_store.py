@@ -146,7 +146,7 @@ class Noted(Group):
     def send(self, *others: object, **more: object) -> Work:
         raise NotImplementedError("no shard is sent so")
 
-    receive = all_to_all = broadcast = scatter = gather = reduce = barrier = send
+    receive = all_to_all = shift = broadcast = scatter = gather = reduce = barrier = send
 
 
 class NotedWorld(World):

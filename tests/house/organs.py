@@ -21,6 +21,7 @@ ORDINARY = {
     "line": "a line of text or source",
     "master": "the host and port where processes meet, as torch and its MASTER_ADDR have it",
     "replicate": "half of the name of the mesh axis dp_replicate",
+    "ring": "the slots in which a rank notes its last collectives, the newest over the oldest",
     "vocabulary": "the words that a tokenizer and a model know",
     "sequence": "the tokens of a sample, job.data.sequence",
 }

@@ -9,6 +9,8 @@ from torch import nn
 import meshwright as mw
 from meshwright.core.errors import PlanError
 from meshwright.model.norms import mixing_norms
+from meshwright.strategies.data.replicate import Replicate
+from tests.strategies.data.dealt import Dealt
 from tests.tiny import tiny_job
 
 
@@ -61,6 +63,12 @@ def test_a_norm_that_would_see_a_part_of_the_batch_is_refused_with_what_to_do(bu
         assert "1 batch norms (norm...) would take statistics of a part of the global batch" in str(caught.value)
         assert said in str(caught.value)
     assert mw.make_plan(reading, tiny_job()).num_micro == 1  # on one device at once it is what it always was
+
+
+def test_a_norm_that_would_see_some_of_the_tokens_is_refused():
+    strategies = (Dealt(), Replicate(axis="cp"))
+    with pytest.raises(PlanError, match=r"take statistics of a part of the global batch \(3 ranks x 1 micro-batches\)"):
+        mw.make_plan(reading_of(lambda: Normed(nn.BatchNorm1d(6))), tiny_job(), mw.Mesh(cp=3), strategies)
 
 
 def test_frozen_statistics_equal_one_device():

@@ -120,13 +120,14 @@ def test_every_strategy_stands_with_its_fields(store: Strategy):
 
 @cache
 def divided_programs() -> tuple[Plan, ...]:
-    """Of a small Llama: the stream in slices of tokens, and over a square, squares and a cube of ranks."""
+    """Of a small Llama: the stream in slices of tokens, over a square, squares and a cube of ranks, and its tokens dealt."""
     rows = Batch(axis="dp_shard")
     ways = {
-        Mesh(tp=3): (Line(), Vocabulary(), Sequence()),
+        Mesh(tp=3): (Line(), Vocabulary(), Sequence(), STRATEGIES["tiles"](loss=2)),
         Mesh(dp_shard=2, tp=2): (Grid(), rows, Zero()),
         Mesh(dp_replicate=2, dp_shard=2, tp=2): (Grid25(), Batch(), rows, Zero(across="dp_replicate")),
         Mesh(dp_shard=2, tp_depth=2, tp=2): (Cube(), rows, Zero(gather="micro")),
+        **{Mesh(cp=n): (STRATEGIES[name](), Replicate(axis="cp")) for n, name in {3: "ring", 2: "ulysses", 4: "hybrid"}.items()},
     }
     return tuple(planned(even_llama(num_hidden_layers=1), mesh, strategies)[1] for mesh, strategies in ways.items())
 

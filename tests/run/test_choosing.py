@@ -111,3 +111,10 @@ def test_ranks_of_one_host_are_priced_as_such_and_ranks_of_several_as_theirs(tmp
     assert "hierarchical/2" in Rule.parse(rule_of(strategies)).names
     strategies, notes = chosen(AUTO, Mesh(dp_replicate=2), str(path), tmp_path)
     assert "64 MiB takes 3.03 ms" in notes[-1]  # as inside a host; between hosts it would be half a second and more
+
+
+def test_ranks_with_other_tokens_of_the_same_samples_count(file: str, tmp_path: Path):
+    found, _ = chosen((Replicate(algorithm="auto"),), Mesh(dp_replicate=2, cp=3), file, tmp_path)
+    assert rule_of(found) == str(choose(CLUSTER, 6, 1).rule)
+    _, notes = chosen((Replicate(axis="cp", algorithm="auto"),), Mesh(cp=3), file, tmp_path)
+    assert notes[-1] == str(choose(CLUSTER, 3, 1))

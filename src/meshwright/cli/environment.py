@@ -12,6 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from meshwright.core.errors import PlanError
+from meshwright.run.interrupt import raise_if_told
 from meshwright.run.launchers import Place, Ranked, place_in
 from meshwright.run.network import interface_towards, loopback, resolved
 
@@ -91,6 +92,7 @@ def stop_flag(received: list[int]) -> Iterator[Callable[[], bool]]:
     def note(number: int, frame: FrameType | None) -> None:
         received.append(signal.SIGTERM if number == signal.SIGUSR1 else number)
 
+    raise_if_told()
     before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
         yield lambda: bool(received)

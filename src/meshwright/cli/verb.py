@@ -6,11 +6,14 @@ from importlib import import_module
 from types import FrameType
 from typing import Any
 
+from meshwright.run.interrupt import Interrupt
+
 
 def behind(word: str) -> Any:
     """The module of `meshwright.verbs` that does what `word` says. Ctrl-C meanwhile ends the process, with 130.
 
-    As an exception it can be lost: code that runs while a package is imported (callbacks of weak references) swallows it.
+    As an exception it can be lost: code that runs while a package is imported (callbacks of weak references) swallows it. From
+    then on it is one that is remembered.
     """
     usual = signal.getsignal(signal.SIGINT)
     if usual is signal.default_int_handler:
@@ -19,7 +22,7 @@ def behind(word: str) -> Any:
         return import_module(f"meshwright.verbs.{word}")
     finally:
         if usual is signal.default_int_handler:
-            signal.signal(signal.SIGINT, usual)
+            signal.signal(signal.SIGINT, Interrupt())
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -37,7 +37,7 @@ class Call:
     collective: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    source: int | None = None  # of a gather, a reduce or a send: the target
+    source: int | None = None  # of a gather, a reduce or a send: the target; of a shift: by how many places
     algorithm: str = BACKEND
     action: str = field(default="", compare=False)
 
@@ -45,7 +45,9 @@ class Call:
         what = self.collective
         if self.collective != "barrier":
             what += f" of {str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
-        if self.source is not None:
+        if self.collective == "shift":
+            what += f" by {self.source}"
+        elif self.source is not None:
             what += f" {'to' if self.collective in (*TO_ONE, 'send') else 'from'} index {self.source}"
         if self.algorithm != BACKEND:
             what += f" ({self.algorithm})"
@@ -97,7 +99,7 @@ def sent_bytes(collective: str, nbytes: int, size: int) -> float:
             return nbytes * others / size
         case "scatter":
             return float(nbytes * others)
-        case "broadcast" | "gather" | "reduce" | "send":
+        case "broadcast" | "gather" | "reduce" | "send" | "shift":
             return float(nbytes if others else 0)
         case _:
             return 0.0
@@ -171,7 +173,7 @@ def _announcement(
     refusal = _refusal(call, size, index, given)
     name, numel = str(dtype).removeprefix("torch."), prod(shape)
     nbytes, sent = numel * dtype.itemsize, 0.0
-    if refusal is not None:
+    if refusal is not None or (collective == "shift" and not source):
         pass
     elif algorithm != BACKEND:
         sent = float(sent_elements(named(algorithm), size, index, numel) * dtype.itemsize) if size > 1 else 0.0
@@ -204,7 +206,7 @@ def _refusal(call: Call, size: int, index: int, given: tuple[tuple[int, ...], to
     shape, dtype = given
     if dtype != call.dtype:
         return f"the output is {dtype}; needed is {call.dtype}. Make it with tensor.new_empty"
-    needed = {"reduce_scatter": numel // size, "all_to_all": numel}.get(call.collective, numel * size)
+    needed = {"reduce_scatter": numel // size, "all_to_all": numel, "shift": numel}.get(call.collective, numel * size)
     if prod(shape) != needed:
         text = f"the output has {prod(shape)} elements; needed for {size} ranks are {needed}"
         return f"{text}. Make it with tensor.new_empty({needed})"
@@ -217,7 +219,7 @@ def _memory_refusal(index: int, size: int, collective: str, tensor: torch.Tensor
         return "a tensor is not contiguous; collectives move flat memory. Pass tensor.contiguous()"
     if output is None or not overlap(tensor, output):
         return None
-    if collective == "all_to_all":
+    if collective in ("all_to_all", "shift"):
         return "the output shares memory with the operand, and would be overwritten while it is read. Pass another"
     whole, piece = (tensor, output) if collective == "reduce_scatter" else (output, tensor)
     if piece.storage_offset() == whole.storage_offset() + index * (whole.numel() // size):

@@ -76,6 +76,11 @@ class FakeGroup(Group):
             output.view(self.size, tensor.numel() // self.size).copy_(slices(tensor, self.size)[self.index])
         return Done()
 
+    def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, by: int = 1, action: str = "") -> Work:
+        """Fill `output` with this rank's `tensor`: what the equal peer would send here."""
+        announce(self, "shift", tensor, output, action=action, source=by % self.size)
+        return kept(output, tensor)
+
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:
         """Leave `tensor` as it is: the source holds the same."""
         announce(self, "broadcast", tensor, action=action, source=source)
@@ -108,6 +113,13 @@ class FakeGroup(Group):
     def barrier(self, *, action: str = "") -> None:
         """Return at once."""
         announce(self, "barrier", torch.empty(0), action=action)
+
+
+@torch.no_grad()
+def kept(output: torch.Tensor, tensor: torch.Tensor) -> Work:
+    """The work that has filled `output` with this rank's own `tensor`, of as many elements."""
+    output.view(-1).copy_(tensor.view(-1))
+    return Done()
 
 
 def _repeat(tensor: torch.Tensor, output: torch.Tensor, size: int) -> None:

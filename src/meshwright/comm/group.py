@@ -28,8 +28,8 @@ class Entry:
 
     `nbytes` is the operand; `sent` is what leaves this rank by the algorithm's formula (n ranks, operand of S bytes):
     all_reduce 2 S (n-1)/n, or what the rounds of its algorithm say, all_gather S (n-1), reduce_scatter and all_to_all
-    S (n-1)/n, broadcast S from its source, send S. Of scatter and gather S is the piece of one rank: scatter S (n-1) from its
-    source, gather and reduce S from all but the target, which sends nothing.
+    S (n-1)/n, broadcast S from its source, send and shift S. Of scatter and gather S is the piece of one rank: scatter S (n-1)
+    from its source, gather and reduce S from all but the target, which sends nothing.
     """
 
     action: str
@@ -111,6 +111,7 @@ class Group(ABC):
         all_gather(output, tensor)         S                    output: all, n S                 S (n-1)
         reduce_scatter(output, tensor)     S                    output: own slice of sum, S/n    S (n-1)/n
         all_to_all(output, tensor)         S                    output: slice i from rank i, S   S (n-1)/n
+        shift(output, tensor, by=k)        S                    output: S of index - k, round    S
         barrier()                                                                                0
 
         S bytes; "all" and slices are flat, in rank order.      (*) another algorithm than the backend's: what its rounds say
@@ -174,6 +175,13 @@ class Group(ABC):
     @abstractmethod
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
         """Send slice i of `tensor` to rank i; slice i of `output` comes from rank i."""
+
+    @abstractmethod
+    def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, by: int = 1, action: str = "") -> Work:
+        """Send `tensor` to the rank at index (own + `by`) mod size; `output`, as large, comes from the one at (own - `by`).
+
+        Every rank of the group calls it with the same `by`; a multiple of the size copies, and sends nothing.
+        """
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:

@@ -196,6 +196,8 @@ def _results(call: Call, operands: list[torch.Tensor]) -> Iterable[torch.Tensor]
             return (ordered_sum(pieces) for pieces in zip(*(slices(operand, size) for operand in operands), strict=True))
         case "all_to_all":
             return (torch.cat(pieces) for pieces in zip(*(slices(operand, size) for operand in operands), strict=True))
+        case "shift":
+            return [operands[(index - one) % size] for index in range(size)]
         case "broadcast":
             return [operands[one]] * size
         case "scatter":

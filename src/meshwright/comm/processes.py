@@ -22,7 +22,7 @@ from meshwright.comm.algorithms import BACKEND, named
 from meshwright.comm.arrivals import Arrivals, sum_into
 from meshwright.comm.asked import Asked
 from meshwright.comm.collective import PAIRWISE, Call, announce, slices
-from meshwright.comm.fake import Done
+from meshwright.comm.fake import Done, kept
 from meshwright.comm.group import Group, Work, World
 from meshwright.comm.handed import Issued, hand_out
 from meshwright.comm.lane import Lane
@@ -140,6 +140,16 @@ class TorchGroup(Group):
         """Send slice i of `tensor` to rank i; slice i of `output` comes from rank i."""
         call = announce(self, "all_to_all", tensor, output, action=action)
         return self._issue(call, partial(dist.all_to_all_single, _flat(output), _flat(tensor)), keep=(output, tensor))
+
+    def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, by: int = 1, action: str = "") -> Work:
+        """Send `tensor` to the rank `by` places on, round the group; `output` comes from the rank as far behind."""
+        call = announce(self, "shift", tensor, output, action=action, source=by % self.size)
+        if not call.source:
+            return kept(output, tensor)
+        flat, there, here = _flat(tensor), [0] * self.size, [0] * self.size
+        there[(self.index + by) % self.size] = here[(self.index - by) % self.size] = flat.numel()
+        start = partial(dist.all_to_all_single, _flat(output), flat, here, there)  # NCCL too starts both sides of it together
+        return self._issue(call, start, keep=(output, tensor))
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:
         """Overwrite `tensor` with that of the rank at index `source` of the group."""

@@ -82,6 +82,10 @@ class ThreadGroup(Group):
         """Send slice i of `tensor` to rank i; slice i of `output` comes from rank i."""
         return self._post(announce(self, "all_to_all", tensor, output, action=action), tensor, output)
 
+    def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, by: int = 1, action: str = "") -> Work:
+        """Send `tensor` to the rank `by` places on, round the group; `output` comes from the rank as far behind."""
+        return self._post(announce(self, "shift", tensor, output, action=action, source=by % self.size), tensor, output)
+
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:
         """Overwrite `tensor` with that of the rank at index `source` of the group."""
         return self._post(announce(self, "broadcast", tensor, action=action, source=source), tensor, tensor)

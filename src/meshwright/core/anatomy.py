@@ -14,6 +14,7 @@ from meshwright.core.borders import Borders
 from meshwright.core.calls import Call, Logits, Number, Passage, Portion
 from meshwright.core.cut import Cut
 from meshwright.core.errors import Fault
+from meshwright.core.tokens import Tokens
 
 ROOT = "(root)"  # parameters that glue between blocks uses directly: complete after the last backward
 NBYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -141,7 +142,8 @@ class Anatomy:
     `calls` are those of layers that can be divided, in order. `logits` are those of a head that can be; None where there is none.
     `numbers` and `portions` are what modules hold and blocks are given of what lies between columns and rows. `passages` are
     those of the stream, in the order of the visits that it goes through. `loss_numel`: the elements per sample that the loss
-    keeps of its own, until its backward. `borders` are the values between blocks; None where nobody has asked for them.
+    keeps of its own, until its backward. `borders` are the values between blocks; None where nobody has asked for them. `tokens`
+    are how those of a sample go through it; likewise.
     """
 
     name: str
@@ -165,6 +167,7 @@ class Anatomy:
     passages: tuple[Passage, ...] = ()
     loss_numel: int = 0
     borders: Borders | None = None
+    tokens: Tokens | None = None
 
     @property
     def trainable(self) -> tuple[Weight, ...]:

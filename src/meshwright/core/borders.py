@@ -33,7 +33,8 @@ class Value:
 
     What the outputs of the model need is used by the last visit. `dims` are pairs: a dim has first + second * rows elements.
     `needed` tells whether its gradient is needed. `op` is the operation of glue that made it, and `where` the line of the model's
-    code; empty for what a visit gives out.
+    code; empty for what a visit gives out. `along` is the dim that is tokens, of which a rank has its own where those are
+    dealt to ranks; None: each has all there is.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Value:
     needed: bool = True
     op: str = ""
     where: str = ""
+    along: int | None = None
 
     def __str__(self) -> str:
         return f"{self.name} ({self.op} at {self.where})" if self.op else self.name

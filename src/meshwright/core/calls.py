@@ -118,7 +118,8 @@ class Logits:
     """What a head gives out and the loss takes, where the loss can take it divided by words.
 
     `layer` is the head and `weight` what it multiplies with, by logical name; `words` are how many there are, `tokens` how many
-    rows of logits a sample has. Of each of those the ranks tell each other so many `numbers`.
+    rows of logits a sample has. Of each of those the ranks tell each other so many `numbers`. `changed` is the first operation
+    between the head and the loss that changes them; empty: there is none.
     """
 
     layer: str
@@ -126,3 +127,4 @@ class Logits:
     words: int
     tokens: int
     numbers: int
+    changed: str = ""

@@ -4,6 +4,7 @@
     the stream, in slices of the width                       what is as wide as the stream, whoever made it
     tables by head, 4-dim                                    the rank's heads, where a visit that computes with those made them
     all else                                                 whole, and the same on all ranks that have slices of weights
+    tokens that are dealt to ranks                           the rank's own (core/tokens.py), and of those the slice, if any
 
 A slice goes from each rank to the one at the same place in the next part, and so does its gradient: nobody puts a value together
 for that. Where two values look like the stream, or one could be a slice of something else, nothing is guessed: the cut is
@@ -34,9 +35,25 @@ class Crossed:
 
     def shape(self, value: Value, rows: int) -> tuple[int, ...]:
         """The shape of what this rank has of `value`, for a micro-batch of so many rows."""
-        shape, mesh = value.shape(rows), self._space.mesh
+        space, mesh, shape = self._space, self._space.mesh, value.shape(rows)
+        coordinate = dict(space.coordinate)
+        if space.deal is not None and value.along is not None:
+            own = space.deal.run(shape[value.along], mesh.index(coordinate, space.token_axes))
+            shape = (*shape[: value.along], own, *shape[value.along + 1 :])
         for axes, cut in self._cuts.get(value.name, ()):
-            side = Side(axes, cut, mesh.extent(axes), mesh.index(dict(self._space.coordinate), axes))
+            cut = Cut(cut.dim, shape[cut.dim], (shape[cut.dim],)) if cut.dim == value.along else cut
+            side = Side(axes, cut, mesh.extent(axes), mesh.index(coordinate, axes))
+            shape = side.cut.local(shape, side.index, side.ranks)
+        return shape
+
+    def looks(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that a value of `shape` has for glue on this rank: where the width goes in slices, that of its own."""
+        places = _places(self._space)
+        if not places or self._space.through or (*shape[-1:], 0) not in _widths(self._space):
+            return shape
+        coordinate = dict(self._space.coordinate)
+        for axes, cut in _by_dim(places, tuple((each, 0) for each in shape)):
+            side = Side(axes, cut, self._space.mesh.extent(axes), self._space.mesh.index(coordinate, axes))
             shape = side.cut.local(shape, side.index, side.ranks)
         return shape
 

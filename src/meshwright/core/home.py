@@ -62,13 +62,14 @@ class Bundle:
 
     `last` is the visit whose backward completes them; None means the last backward of the step. Tied weights, used by
     several visits, are a bundle of their own. `homes` are all alike but for the weight. `sharing` are the indices along pp of the
-    ranks that have a part of their gradient each; none where one rank has it all.
+    ranks that have a part of their gradient each; none where one rank has it all. `uneven`: ranks have slices of unlike sizes.
     """
 
     name: str
     homes: tuple[Home, ...]
     last: str | None
     sharing: tuple[int, ...] = ()
+    uneven: bool = False
 
     @property
     def weights(self) -> tuple[Weight, ...]:

@@ -42,6 +42,10 @@ def noise_faults(job: Job, space: Space, micro_batch: int) -> Iterator[Fault]:
             "one rank takes the loss and the gradients of the others' rows belong to it: no rank has a gradient of its own part"
         )
         yield Fault(text, 'use the strategy "replicate", or set train.noise_scale = false', WHERE)
+    elif space.mesh.extent(space.token_axes) > 1:
+        text = f"ranks along {' and '.join(space.token_axes)} have some of the tokens of a sample each"
+        text += ": no rank has the gradient of a part of the batch"
+        yield Fault(text, "set train.noise_scale = false", WHERE)
     elif space.anatomy.whole_batch:
         text = "the loss compares the rows of the whole batch, so the gradient of a part is not that of a smaller batch"
         yield Fault(text, "set train.noise_scale = false", WHERE)

@@ -80,7 +80,7 @@ class Plan:
     def at(self, rank: int) -> "Plan":
         """This plan as `rank` plays it, with its own weights, slices of them and list where ranks differ in those."""
         space = self.space.at(self.mesh.coordinate(rank))
-        if space.homes == self.space.homes:
+        if space.homes == self.space.homes and space.own_tokens == self.space.own_tokens:
             return replace(self, space=space)
         return replace(self, space=space, program=_program(self.job, space, self.strategies, self.micro_batch))
 

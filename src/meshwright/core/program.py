@@ -33,7 +33,8 @@ class Transfer:
 
     Of those within an action, `at` says their order. `peer` is, of a send, the index along the axis of the rank that receives,
     and of a receive that of the one that sends. Ranks along the axes `over` have the same to send, and send a piece of it each.
-    Of the ranks along the axes those at the indices `among` take part; empty: all.
+    Of the ranks along the axes those at the indices `among` take part; empty: all. With `near`, they meet in groups of so many
+    neighbours.
     """
 
     collective: str
@@ -41,14 +42,27 @@ class Transfer:
     nbytes: int
     algorithm: str = "backend"
     dtype: str = "float32"
-    at: int = field(default=0, compare=False)
+    at: float = field(default=0, compare=False)
     peer: int | None = None
     over: tuple[str, ...] = ()
     among: tuple[int, ...] = ()
+    near: int = 0
 
     def ranks(self, mesh: Mesh) -> int:
         """How many ranks of `mesh` meet in it."""
-        return len(self.among) or mesh.extent(self.axes)
+        return self.near or len(self.among) or mesh.extent(self.axes)
+
+    def parties(self, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+        """The indices along the axes of the ranks that meet, for each group of them; one that is empty: all that there are."""
+        if not self.near:
+            return (self.among,)
+        return tuple(neighbours(first, self.near) for first in range(0, mesh.extent(self.axes), self.near))
+
+
+def neighbours(index: int, near: int) -> tuple[int, ...]:
+    """The indices along an axis of the `near` ranks that the one at `index` meets; 0: of all, which is written ()."""
+    first = index - index % near if near else 0
+    return tuple(range(first, first + near))
 
 
 @dataclass(frozen=True)

@@ -48,13 +48,17 @@ WHOLE = _Held(ALL, frozenset())
 def shares(space: Space) -> dict[str, Share]:
     """What of each visit falls to the rank that sees `space`."""
     anatomy, held = space.anatomy, _held(space)
-    calls, learnt = _calls(anatomy), weight_flops(anatomy)
+    calls, learnt = _calls(anatomy), list(weight_flops(anatomy))
     head = anatomy.logits.layer if anatomy.logits is not None and space.logits.axes("S") else None
+    later = head_in_pieces(space)
     inside = anatomy.inside_numel or (0,) * len(anatomy.visits)
     found = {}
     for at, visit in enumerate(anatomy.visits):
         flops, within, numel = anatomy.flops[at], inside[at], anatomy.stream_numel[at]
-        mine = [(call, held.get(call.name, WHOLE)) for call in calls[visit]]
+        mine = [(call, held.get(call.name, WHOLE)) for call in calls[visit] if call is not later]
+        if later is not None and later in calls[visit]:  # LOSS does it
+            flops, numel = flops - later.flops, numel - later.out
+            learnt[at] = min(learnt[at], flops)
         kept = _divided(space, visit, within, [(weight, call.inside) for call, weight in mine])
         on = _divided(space, visit, numel, [(weight, call.out) for call, weight in mine if call.name == head])
         apart = [(weight, call.out) for call, weight in mine if call.role not in ("rows", "norm")]
@@ -62,6 +66,19 @@ def shares(space: Space) -> dict[str, Share]:
         done = _divided(space, visit, flops, [(weight, call.flops) for call, weight in mine])
         found[visit] = Share(done, kept, on, max(on, owed), round(Fraction(learnt[at], flops or 1) * done))
     return found
+
+
+def head_in_pieces(space: Space) -> Call | None:
+    """The call of the head that LOSS makes in the place of its visit, in pieces; None where the visit does."""
+    logits = space.anatomy.logits
+    if space.pieces < 2 or logits is None:
+        return None
+    return next((call for call in space.anatomy.calls if call.name == logits.layer and call.role == "head"), None)
+
+
+def flops_of(space: Space, call: Call) -> int:
+    """The operations of a forward of `call`, per sample, on the rank that sees `space`."""
+    return _divided(space, call.visit, call.flops, [(_held(space).get(call.name, WHOLE), call.flops)])
 
 
 def weight_flops(anatomy: Anatomy) -> tuple[int, ...]:
@@ -108,5 +125,5 @@ def _divided(space: Space, visit: str, whole: int, parts: list[tuple[_Held, int]
 def _slice(space: Space, visit: str, but: frozenset[str] = frozenset()) -> Fraction:
     """The share of the stream that goes through `visit`; along the axes `but` it does not count."""
     if space.through and visit not in space.through:
-        return ALL
-    return Fraction(1, space.mesh.extent(axis for axis in space.stream.axes("S") if axis not in but))
+        return space.own_tokens
+    return space.own_tokens / space.mesh.extent(axis for axis in space.stream.axes("S") if axis not in but)

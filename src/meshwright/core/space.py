@@ -9,6 +9,7 @@ dim of theirs have the shape of its slice, and all sizes that follow are its own
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 
 from meshwright.core.anatomy import Anatomy, Weight
 from meshwright.core.arena import Arena
@@ -18,6 +19,7 @@ from meshwright.core.cut import Side
 from meshwright.core.home import Bundle, Home
 from meshwright.core.layout import I, Layout, Place, R
 from meshwright.core.mesh import AXES, Mesh
+from meshwright.core.tokens import Deal
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Space:
     Where the stream goes in slices of tokens, it does so `through` the visits that are named. Along the axes `led`, the rank at
     index 0 reads the samples, takes the loss and steps for all the others. Along pp, the rank at each index runs the visits that
     `stages` name for it, and holds their weights; empty: all of them. The parts that they consist of begin with `cuts`, but for
-    the first one. `whole` is the space of all ranks, where this one is that of a coordinate (`at`).
+    the first one. `whole` is the space of all ranks, where this one is that of a coordinate (`at`). Where ranks have some of the
+    tokens of a sample each, those are dealt as `deal` says. LOSS makes logits, and looks at them, in so many `pieces` of tokens.
     """
 
     mesh: Mesh
@@ -41,6 +44,8 @@ class Space:
     led: tuple[str, ...] = ()
     stages: tuple[tuple[str, ...], ...] = ()
     cuts: tuple[str, ...] = ()
+    deal: Deal | None = None
+    pieces: int = 1
     whole: "Space | None" = None
     coordinate: tuple[tuple[str, int], ...] = field(default=(), compare=False)
 
@@ -123,8 +128,29 @@ class Space:
     @property
     def data_axes(self) -> tuple[str, ...]:
         """The axes along which ranks hold different samples, outermost first."""
-        split = self.tokens.axes("S")
-        return tuple(axis for axis in AXES if axis in split)
+        return tuple(axis for axis in AXES if self.tokens.place(axis).dim == 0)
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks hold different tokens of the same samples, outermost first."""
+        return tuple(axis for axis in AXES if self.tokens.place(axis).dim == 1)
+
+    def with_theirs(self, *axes: str) -> tuple[str, ...]:
+        """Where gradients are summed along `axes`: what ranks have of the tokens of a sample adds up like samples do."""
+        return tuple(axis for axis in AXES if axis in axes or axis in self.token_axes)
+
+    @property
+    def summed_axes(self) -> tuple[str, ...]:
+        """The axes along which gradients are summands, for ranks have other samples, or other tokens of them."""
+        return self.with_theirs(*self.data_axes)
+
+    @property
+    def own_tokens(self) -> Fraction:
+        """The share of the tokens of a sample that the rank at this coordinate runs."""
+        known = (self.whole or self).anatomy.tokens
+        if self.deal is None or known is None:
+            return Fraction(1)
+        return Fraction(self.deal.run(known.length, self.mesh.index(dict(self.coordinate), self.token_axes)), known.length)
 
     @property
     def norm_axes(self) -> tuple[str, ...]:
@@ -243,25 +269,30 @@ class Space:
         return (home for home in self.homes if home.weight.trainable and home.grad.axes("P"))
 
     def _uneven(self, home: Home) -> bool:
-        """Whether ranks keep slices of unlike sizes in an arena: one of their own, so that what is whole lies alike on all.
+        """Whether ranks keep slices of unlike sizes in an arena, or sum them in a bucket: one of their own.
 
-        Where it lies decides the last bit of products and steps, and copies must stay equal to the bit. Owners step whole ones.
+        So what is whole lies alike on all. Where it lies decides the last bit of products, sums and steps, and copies must stay
+        equal to the bit. Owners step whole ones.
         """
         sizes = {axis: home.weight.cut(dim).units for axis, dim in home.cut.items()}
-        return bool(home.flat) and not home.apart and any(units % self.mesh.size(axis) for axis, units in sizes.items())
+        return (
+            bool(home.flat or home.moves())
+            and not home.apart
+            and any(units % self.mesh.size(axis) for axis, units in sizes.items())
+        )
 
     def _bundle(self, homes: list[Home], visits: tuple[str, ...], users: tuple[int, ...], *, uneven: bool) -> Bundle:
         first = homes[0]
         name = "+".join(visits) + ("" if first.weight.trainable else " frozen")
         name += f" {first.weight.dtype}" if first.weight.dtype else ""
-        apart = [axis for axis in first.moves() if axis not in self.data_axes]
+        apart = [axis for axis in first.moves() if axis not in self.summed_axes]
         apart = [f"pp {'+'.join(map(str, users))}" if axis == "pp" else axis for axis in apart]
         name += f" over {' '.join(apart)}" if apart else ""
         name += " in uneven slices" if uneven else ""
         if first.flat and first.grain != "element":
             name += f" by owner along {' '.join(first.apart)}" if first.apart else f" by {first.grain}"
         weights = [home.weight for home in homes]
-        return Bundle(name, tuple(homes), self.anatomy.last_backward(weights), users)
+        return Bundle(name, tuple(homes), self.anatomy.last_backward(weights), users, uneven)
 
     def _completion(self, bundle: Bundle) -> int:
         visits = self.anatomy.visits

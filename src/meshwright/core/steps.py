@@ -17,11 +17,13 @@ the job asks for the noise of the gradient, `core.noise` adds what measures it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from meshwright.core.anatomy import NBYTES, ROOT
 from meshwright.core.home import Bundle
 from meshwright.core.job import Job
+from meshwright.core.pieces import cost
 from meshwright.core.program import Action, Hold, Program, Transfer, with_waits
 from meshwright.core.shares import shares
 from meshwright.core.space import Space
@@ -34,6 +36,7 @@ COMPLETING = ("B", "W")  # kinds that leave the gradients of a visit's weights, 
 USES = (*FORWARDS, "RERUN", "B", "I", "W")  # kinds that need the weights of their block
 FACTS = "facts"  # the subject of the GATHER that tells how many rows each rank has, and sums of what is the same on all
 COUNT_NBYTES = 32  # weight, wishes to stop, rows, tokens: float64
+TOTALS = {"COUNT": COUNT_NBYTES, "TALLY": 8}  # numbers of a step that ranks add up, and their bytes: float64
 SCRATCH = (
     "scratch"  # what LOSS and each B hold for themselves alone: what the loss keeps, a gradient until it is added to another
 )
@@ -119,6 +122,19 @@ def awaiting(actions: Iterable[Action], names: Iterable[str], micro: int | None 
     return [with_waits(action, names) if reads_sums(action) and action.micro == micro else action for action in actions]
 
 
+def added_along(program: Program, axis: str, kinds: Iterable[str] = tuple(TOTALS)) -> Program:
+    """`program` with these numbers of a step, of TOTALS, added up along `axis` too; once, whoever else asks for it."""
+
+    def along(action: Action) -> Action:
+        if action.kind not in kinds:
+            return action
+        before = action.transfer.axes if action.transfer else ()
+        axes = before if axis in before else (*before, axis)
+        return replace(action, lane="wire", transfer=Transfer("all_reduce", axes, TOTALS[action.kind], dtype="float64"))
+
+    return program.edit(lambda actions: [along(action) for action in actions])
+
+
 def gradient(bundle: Bundle) -> str:
     """The name under which the gradients of `bundle` are held."""
     return f"gradient({bundle.name})"
@@ -154,7 +170,7 @@ class _Turns:
 
     def __init__(self, space: Space, job: Job, micro_batch: int) -> None:
         self._space, self._job, self._micro_batch = space, job, micro_batch
-        self._mine = shares(space)
+        self._mine, self._pieces = shares(space), cost(space, job, micro_batch)
         self._using: dict[str, list[Bundle]] = {visit: [] for visit in (*space.anatomy.visits, ROOT)}
         for bundle in space.bundles():
             for visit in bundle.visits:
@@ -197,12 +213,18 @@ class _Turns:
     def _loss(self, micro: int) -> Action:
         space, anatomy, width = self._space, self._space.anatomy, NBYTES[self._job.precision.compute]
         last = anatomy.visits[-1]
+        waits = f"F({last}, {micro})", "COUNT()"
+        if self._pieces is not None:
+            held = Hold(returned(last, micro), self._pieces.returned), Hold(SCRATCH, self._pieces.scratch)
+            frees, self.left = self.left, (SCRATCH,)
+            how = {"waits": waits, "tensors": self._pieces.weights, "flops": self._pieces.flops, "takes": held, "frees": frees}
+            return Action("LOSS", micro=micro, **how)
         logits = self._mine[last].hands_on * self._micro_batch
         kept = min(logits, PIECE) if space.logits.axes("S") else anatomy.loss_numel * self._micro_batch
         takes = [Hold(returned(last, micro), logits * width)]
         takes.append(Hold(SCRATCH, (kept if anatomy.loss_numel else 0) * max(width, NBYTES["float32"])))  # in that at least
         frees, self.left = self.left, (SCRATCH,)
-        return Action("LOSS", micro=micro, waits=(f"F({last}, {micro})", "COUNT()"), takes=tuple(takes), frees=frees)
+        return Action("LOSS", micro=micro, waits=waits, takes=tuple(takes), frees=frees)
 
     def _inputs(self, visit: str, micro: int, waits: tuple[str, ...]) -> Action:
         """The first half of a backward. What the forward kept stays until the second, and what comes to the weights with it."""
@@ -218,7 +240,9 @@ class _Turns:
         anatomy, width = self._space.anatomy, NBYTES[self._job.precision.parameters]
         using = self._using[visit]
         # gradients that go into shards are packed after each backward, or are added up there
-        added = [weight.numel for each in using if each.name in self._there and not each.homes[0].flat for weight in each.weights]
+        later = () if self._pieces is None else self._pieces.weights  # LOSS has done these
+        summed = (each for each in using if each.name in self._there and not each.homes[0].flat)
+        added = [weight.numel for each in summed for weight in each.weights if weight.name not in later]
         new = {each.name: each for each in (*using, *self._using[ROOT]) if each.name not in self._there}
         self._there |= new.keys()
         held = [Hold(SCRATCH, max(added, default=0) * width)]

@@ -50,14 +50,25 @@ class Runtime(Protocol):
     def wrap(self, name: str, around: Callable[..., Any]) -> None:
         """Have the module `name` of the model compute `around(what it computes otherwise, *its arguments)`."""
 
-    def move(self, tensor: Any, axis: str, src: Place, dst: Place, meanwhile: Callable[[], None] | None = None) -> Any:
+    def move(
+        self, tensor: Any, axis: str, src: Place, dst: Place, meanwhile: Callable[[], None] | None = None, *, near: int = 0
+    ) -> Any:
         """`tensor` moved along `axis` for the action under way; the same tensor is moved once in a block.
 
-        `meanwhile()` is called while it is under way.
+        `meanwhile()` is called while it is under way. With `near` it is so among so many neighbours along the axis.
         """
 
     def again(self, tensor: Any, axis: str, src: Place, dst: Place) -> AbstractContextManager[Any]:
         """While it lasts, autograd keeps nothing of what `tensor` became by this move: backward moves it once more."""
+
+    def attend(self, answer: Callable[[Any], Any]) -> None:
+        """Have attention within blocks, asked for with the tokens of this rank, be what `answer` says (model/attend.py)."""
+
+    def shift(self, output: Any, tensor: Any, axis: str, by: int = 1) -> Any:
+        """Start sending `tensor` to the rank `by` places on, round `axis`, and filling `output` from the one as far behind.
+
+        What comes back has a `wait()`.
+        """
 
     def cross(self, action: Action) -> None:
         """Start sending the value of `action.tensors`, or its gradient, to the peer of the transfer, or receiving it from there.
@@ -79,6 +90,7 @@ class Strategy(ABC):
     name: ClassVar[str]
     phase: ClassVar[Phase]
     exact: ClassVar[bool] = True
+    by_token: ClassVar[bool] = False  # it needs to know what the model does with tokens: Anatomy.tokens
 
     def check(self, job: Job, space: Space) -> Iterator[Fault]:
         """What is wrong with this technique on this job and mesh."""

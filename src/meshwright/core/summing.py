@@ -35,10 +35,10 @@ class _Buffer:
 
 
 class Sums:
-    """Sums over `axis` into shards, and of shards over `across`; `every` micro-batch, or once per step."""
+    """Sums over `axes` into shards, and of shards over `across`; `every` micro-batch, or once per step."""
 
-    def __init__(self, space: Space, job: Job, axis: str, across: str, *, every: bool) -> None:
-        self.axis, self.across, self.every = axis, across, every
+    def __init__(self, space: Space, job: Job, axes: tuple[str, ...], across: str, *, every: bool) -> None:
+        self.axes, self.across, self.every = axes, across, every
         self.bundles, self.arenas, self.visits = space.bundles(), space.arenas(), space.anatomy.visits
         self._using = {visit: [each for each in self.bundles if visit in users(each, self.visits)] for visit in self.visits}
         precision = job.precision.resolved
@@ -60,7 +60,7 @@ class Sums:
         return not self.every and self.wire == self.kept == self.dtype
 
     def _reduce(self, bundle: Bundle, micro: int | None, waits: Sequence[str]) -> Action:
-        transfer = Transfer("reduce_scatter", (self.axis,), self._nbytes(bundle), dtype=self.wire)
+        transfer = Transfer("reduce_scatter", self.axes, self._nbytes(bundle), dtype=self.wire)
         return Action("REDUCE", bundle.name, micro, "wire", tuple(waits), bundle.names, transfer)
 
     def _summed_across(self, actions: list[Action]) -> list[Action]:

@@ -10,7 +10,9 @@ from meshwright.core.mesh import AXES
 from meshwright.core.space import Space
 from meshwright.core.strategy import Strategy
 
-SUCH: Mapping[str, str] = MappingProxyType({"pp": 'for runs of layers: "pipeline"', "tp": 'for tensor parallelism: "line"'})
+SUCH: Mapping[str, str] = MappingProxyType(
+    {"pp": 'for runs of layers: "pipeline"', "cp": 'for tokens of a sample: "ring"', "tp": 'for tensor parallelism: "line"'}
+)
 
 
 def model_faults(anatomy: Anatomy) -> Iterator[Fault]:
@@ -36,6 +38,13 @@ def choice_faults(strategies: tuple[Strategy, ...]) -> Iterator[Fault]:
             )
     for name in sorted({str(strategy) for strategy in strategies if strategies.count(strategy) > 1}):
         yield Fault(f"{name} stands twice in the list", "remove one", "strategies")
+    shards: dict[tuple[str, str], set[str]] = {}
+    for strategy in (each for each in strategies if each.phase == "shard"):
+        shards.setdefault((strategy.name, strategy.as_dict().get("axis", "")), set()).add(str(strategy))
+    for (name, axis), said in shards.items():
+        if len(said) > 1:
+            text = f"{name} stands twice for {axis}, with other options: {'; '.join(sorted(said))}"
+            yield Fault(text, "keep one of them", "strategies")
 
 
 def space_faults(space: Space, strategies: tuple[Strategy, ...]) -> Iterator[Fault]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import isfinite
 
 import torch
@@ -13,6 +14,7 @@ from meshwright.engine.backward import Backward
 from meshwright.engine.buckets import Bucket, carriers
 from meshwright.engine.counting import Counting
 from meshwright.engine.crossing import Crossing
+from meshwright.engine.dealing import AllTokens
 from meshwright.engine.draws import Draws
 from meshwright.engine.evaluation import Evaluation, evaluate
 from meshwright.engine.exchange import Exchange
@@ -42,12 +44,13 @@ class Acts:
         inner: Inner,
         dice: Dice | None,
         crossing: Crossing | None,
+        dealing: AllTokens,
     ) -> None:
         self.plan, self.state, self.store, self.update, self._inner = plan, state, store, update, inner
         self.spikes = None if plan.job.guard.action == "off" else Spikes(plan.job.guard)
         self.spike: Spike | None = None
         self.overflow = False  # of this step
-        self._drive, self._dice, self._crossing = drive, dice, crossing
+        self._drive, self._dice, self._crossing, self._dealing = drive, dice, crossing, dealing
         self._step, self._checked, self._under_way, self._squared = 0, False, False, False
         self._counting = Counting(plan, state, self.start)
         self.totals = self._counting.totals
@@ -119,11 +122,12 @@ class Acts:
         """
         state = self.state
         inputs = state.loss.inputs(state.micros[micro])
-        with self._autocast(), self.draws.during(micro):
-            reached, call = self.draws.announcing(reach), lambda: state.subject.module(**inputs)
+        with self._autocast(), self.draws.during(micro), self._dealing.during(state.micros[micro]):
+            reached = self.draws.announcing(reach)
             if self._crossing is not None:
-                self._crossing.forward(first, micro, inputs, call, reached, leave, self.draws.passing)
+                self._crossing.forward(first, micro, inputs, reached, leave, self.draws.passing)
                 return
+            call = partial(self._dealing.call, state.subject.module, inputs)
             outputs, closing, state.passes[micro] = self._drive.forward(reached, call, leave)
             state.closings[micro] = outputs, closing
 
@@ -133,8 +137,9 @@ class Acts:
         if self._exchange is not None:
             self._loss_of_all(self._exchange, micro)
             return
+        state.seed = self._seed(micro)
         outputs, closing = state.closings.pop(micro)
-        total = state.loss.total(outputs, state.micros[micro])
+        total = self._dealing.total(outputs, state.micros[micro])
         if micro >= state.num_real:
             total = total * 0.0
         if not self._checked:
@@ -144,7 +149,7 @@ class Acts:
         del outputs
         with self.draws.none():
             if total.requires_grad:  # unless this forward passed no trained parameter
-                backward_from(total, self._seed(micro))
+                backward_from(total, state.seed)
             backward(closing)
 
     def _loss_of_all(self, exchange: Exchange, micro: int) -> None:
@@ -216,7 +221,8 @@ class Acts:
 
     def evaluate(self, batches: Iterable[Rows]) -> Evaluation:
         """The loss over `batches` of all ranks; see `engine.evaluation`."""
-        return evaluate(self.plan, self.state, self._drive, self._dice, self._autocast(), batches, together=self.store.together)
+        how = self._dice, self._dealing, self._autocast()
+        return evaluate(self.plan, self.state, self._drive, *how, batches, together=self.store.together)
 
     def _overflowed(self) -> bool:
         """Whether the gradients left the range of their dtype, as all ranks judge alike; the loss scale moves.
@@ -249,7 +255,7 @@ class Acts:
         return bool(reasons)
 
     def _replay(self, count: float) -> Replay:
-        seen = Seen(self.plan, self.state, count)
+        seen = Seen(self.plan, self.state, count, self._dealing.total)
         how = self.plan, self.state, seen, self.forward, self._fetch_again
         return Whole(*how) if self._crossing is None else Parts(*how, self._crossing, self._backward.whole)
 

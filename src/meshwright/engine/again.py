@@ -5,6 +5,7 @@ the graph that comes of it is looked through like that of any forward: a visit u
 """
 
 from meshwright.core.program import Action
+from meshwright.engine.dealing import AllTokens
 from meshwright.engine.draws import Draws
 from meshwright.engine.state import State
 from meshwright.model.drive import Drive, Pass, Visit
@@ -14,8 +15,8 @@ from meshwright.model.paths import pieces
 class Again:
     """The handler of RERUN over one rank's state."""
 
-    def __init__(self, state: State, drive: Drive, draws: Draws) -> None:
-        self._state, self._drive, self._draws = state, drive, draws
+    def __init__(self, state: State, drive: Drive, draws: Draws, dealing: AllTokens) -> None:
+        self._state, self._drive, self._draws, self._dealing = state, drive, draws, dealing
         self._looked_through: set[str] = set()
         self._known = {weight.name: weight.visits for weight in state.subject.anatomy.weights}
 
@@ -25,7 +26,7 @@ class Again:
         visit = self._state.passes[micro].visits.get(action.subject)
         if visit is None or visit.kept is None:
             return
-        with self._draws.again(micro, visit.name):
+        with self._draws.again(micro, visit.name), self._dealing.again(self._state.micros[micro]):
             self._drive.again(visit)
         if visit.name not in self._looked_through:
             self._looked_through.add(visit.name)

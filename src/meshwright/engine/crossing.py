@@ -10,8 +10,8 @@ where they have the same and send a piece each, JOIN puts what has come together
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 
@@ -21,6 +21,7 @@ from meshwright.core.crossed import Crossed, Dims
 from meshwright.core.errors import PlanError
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action, Transfer
+from meshwright.engine.dealing import AllTokens
 from meshwright.engine.groups import way
 from meshwright.engine.state import State
 from meshwright.model.course import Course
@@ -47,21 +48,23 @@ class _Held:
         return sum(rest, start=first)
 
 
-def crossing(plan: Plan, state: State, drive: Drive) -> "Crossing | None":
+def crossing(plan: Plan, state: State, drive: Drive, dealing: AllTokens) -> "Crossing | None":
     """What this rank's parts take and give; None where it runs the whole model."""
     if not plan.space.stages:
         return None
     parts, courses = plan.space.parts, state.subject.courses
     if not parts or courses is None:
         raise RuntimeError("a plan has stages, and nothing is known of the borders between them")
-    return Crossing(plan, state, drive, parts, courses)
+    return Crossing(plan, state, drive, dealing, parts, courses)
 
 
 class Crossing:
     """The values of the micro-batches that are under way on this rank, which runs `parts`."""
 
-    def __init__(self, plan: Plan, state: State, drive: Drive, parts: tuple[Part, ...], courses: Courses) -> None:
-        self._state, self._drive, self._courses, self._space = state, drive, courses, plan.space
+    def __init__(
+        self, plan: Plan, state: State, drive: Drive, dealing: AllTokens, parts: tuple[Part, ...], courses: Courses
+    ) -> None:
+        self._state, self._drive, self._courses, self._space, self._dealing = state, drive, courses, plan.space, dealing
         own = set(plan.space.anatomy.visits)
         mine = [part for part in parts if part.visits[0] in own]
         self._first = {part.visits[0]: part for part in mine}
@@ -87,7 +90,6 @@ class Crossing:
         first: str,
         micro: int,
         inputs: Mapping[str, torch.Tensor],
-        call: Callable[[], Any],
         reach: Reach,
         leave: Callable[[], None] | None,
         skip: Callable[[str], None] | None,
@@ -99,9 +101,11 @@ class Crossing:
         part, held = self._first[first], self._of(micro)
         course, rows = self._course(micro), len(next(iter(inputs.values())))
         given = {value.name: held.came[value.name] for value in part.takes}
-        device = self._state.world.device
-        scripts = self._scripts if skip is None else None  # what draws numbers draws them where the model's forward stands
-        how = {"scripts": scripts, "inputs": inputs.values()}
+        device, dealt = self._state.world.device, self._dealing.parts()
+        call = partial(self._state.subject.module, **self._dealing.inputs(inputs))
+        # what draws numbers draws them where the model's forward stands; and what stands for all tokens is made anew in each
+        scripts = self._scripts if skip is None and dealt is None else None
+        how = {"scripts": scripts, "inputs": inputs.values(), "looks": self._crossed.looks, "dealt": dealt}
         ran = run(call, self._drive, course, part, rows, given, device, reach=reach, leave=leave, skip=skip, **how)
         if ran.closing is None or ran.passed is None:
             raise RuntimeError("a part was run without gradients in a step")
@@ -221,7 +225,7 @@ class Crossing:
         if held.course is None:
             state = self._state
             inputs = state.loss.inputs(state.micros[micro])
-            held.course = self._courses.of(inputs)
+            held.course = self._courses.of(inputs, dealt=self._space.deal is not None)
             missing = sorted(self._values.keys() - held.course.dims.keys())
             if missing:
                 shapes = ", ".join(f"{key} {list(value.shape[1:])}" for key, value in inputs.items())

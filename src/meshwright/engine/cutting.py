@@ -16,7 +16,12 @@ def cuts_blocks(plan: Plan) -> bool:
     """Whether the graph of a forward is cut at the borders of blocks; a part is one where its backwards stand side by side."""
     actions = plan.actions
     kinds = {action.kind for action in actions}
-    if plan.num_data > 1 or LEAN in kinds or "B" not in kinds or any(action.inner for action in actions):
+    if (
+        plan.mesh.extent(plan.space.summed_axes) > 1
+        or LEAN in kinds
+        or "B" not in kinds
+        or any(action.inner for action in actions)
+    ):
         return True
     if not plan.space.stages:
         backwards = [i for i, action in enumerate(actions) if action.kind == "B"]

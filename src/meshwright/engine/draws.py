@@ -102,6 +102,8 @@ def divisions(plan: Plan, rank: int, sites: Sites) -> dict[str, tuple[Division, 
             mine.append(Division(space.mesh.size(axis), coordinate[axis], None if within else dim, inner.get(axis)))
         others = (axis for axis in space.cut_axes if axis not in inner and space.stream.place(axis).dim is None)
         mine += [Division(space.mesh.size(axis), coordinate[axis], meant=False) for axis in others]
+        if space.deal is not None:
+            mine.append(Division(space.deal.ranks, space.mesh.index(coordinate, space.token_axes), deal=space.deal))
         found[site] = tuple(mine)
     return found
 

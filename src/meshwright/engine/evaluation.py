@@ -22,6 +22,7 @@ from torch import nn
 from meshwright.core.errors import Fault, PlanError, raise_faults
 from meshwright.core.mesh import AXES
 from meshwright.core.plan import Plan
+from meshwright.engine.dealing import AllTokens
 from meshwright.engine.loss import Loss
 from meshwright.engine.relay import Micro, Relay
 from meshwright.engine.rows import Rows, micro_batches
@@ -60,6 +61,7 @@ def evaluate(
     state: State,
     drive: Drive,
     dice: Dice | None,
+    dealing: AllTokens,
     autocast: AbstractContextManager,
     batches: Iterable[Rows],
     *,
@@ -78,11 +80,14 @@ def evaluate(
     with torch.no_grad(), untouched(module), autocast, _no_draws(dice):
         module.eval()
         micros = _micros(_as_long_as_any(batches, state, plan) if together else batches, plan, state)
-        for micro, outputs in Relay(plan, state, drive, micros, ACTION).outputs() if parts else _outputs(micros, state):
+        for micro, outputs in (
+            Relay(plan, state, drive, dealing, micros, ACTION).outputs() if parts else _outputs(micros, state, dealing)
+        ):
             if micro.real:
-                sums[0] += state.loss.total(outputs, micro.batch)
-                sums[1:] += torch.tensor(state.loss.counted(micro.batch), dtype=torch.float64, device=sums.device)
-    axes = (*plan.space.data_axes, "pp") if parts else plan.space.data_axes
+                sums[0] += dealing.total(outputs, micro.batch)
+                counted = state.loss.counted(micro.batch) if dealing.first else (0.0, 0.0)
+                sums[1:] += torch.tensor(counted, dtype=torch.float64, device=sums.device)
+    axes = (*plan.space.data_axes, *plan.space.token_axes, *(("pp",) if parts else ()))
     state.world.group(axes).all_reduce(sums, action=ACTION).wait()
     total, count, tokens = sums.tolist()
     if not count > 0:
@@ -98,10 +103,12 @@ def _micros(batches: Iterable[Rows], plan: Plan, state: State) -> Iterator[Micro
         yield from (Micro(micro, real=index * plan.micro_batch < rows) for index, micro in enumerate(micros))
 
 
-def _outputs(micros: Iterable[Micro], state: State) -> Iterator[tuple[Micro, Any]]:
+def _outputs(micros: Iterable[Micro], state: State, dealing: AllTokens) -> Iterator[tuple[Micro, Any]]:
     """Each micro-batch with what the whole model gives out."""
     for micro in micros:
-        yield micro, state.subject.module(**state.loss.inputs(micro.batch))
+        with dealing.during(micro.batch):
+            outputs = dealing.call(state.subject.module, state.loss.inputs(micro.batch))
+        yield micro, outputs
 
 
 def _as_long_as_any(batches: Iterable[Rows], state: State, plan: Plan) -> Iterator[Rows]:

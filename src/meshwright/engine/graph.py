@@ -26,5 +26,8 @@ def check_paths(plan: Plan, state: State, loss: torch.Tensor, micro: int, output
     found = pieces(state.passes[micro], closing)
     found.refuse_unknown(subject.trainable, {weight.name: weight.visits for weight in subject.anatomy.weights})
     handed = {id(tensor) for tensor in tensors(outputs)}
-    found.refuse_loss(loss, {name: p for name, p in subject.parameters.items() if id(p) not in handed})
-    refuse_divided(loss, outputs, state.passes[micro], closing, plan.num_data * plan.num_micro)
+    used = {name for action in plan.actions if action.kind == "LOSS" for name in action.tensors}
+    unknown = {name: p for name, p in subject.parameters.items() if id(p) not in handed and name not in used}
+    found.refuse_loss(loss, unknown)
+    parts = plan.mesh.extent(plan.space.summed_axes) * plan.num_micro
+    refuse_divided(loss, outputs, state.passes[micro], closing, parts)

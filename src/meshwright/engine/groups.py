@@ -25,7 +25,7 @@ Place = tuple[tuple[str, ...], tuple[int, ...]]  # axes, and the indices of thos
 def meet(plan: Plan, world: World) -> None:
     """Have `world` make every group that any rank of `plan` needs in a step; all ranks call this, with the lists of all."""
     moves = (move for _, actions in plan.program.roles for action in actions for move in action.moves)
-    found = {(tuple(axis for axis in AXES if axis in move.axes), move.among) for move in moves}
+    found = {(tuple(axis for axis in AXES if axis in move.axes), among) for move in moves for among in move.parties(plan.mesh)}
     if world.directed:
         found |= set(_ways(plan))
     for axes, among in sorted(found):

@@ -18,10 +18,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.comm.moves import move
 from meshwright.core.layout import Place
+from meshwright.core.program import neighbours
 from meshwright.engine.state import State
 
 Meanwhile = Callable[[], None] | None  # what is done while a tensor is under way
-Key = tuple[int, int, str, Place, Place]  # a tensor and its version, the axis, from where, to where
+Key = tuple[int, int, str, Place, Place, int]  # a tensor and its version, the axis, from where, to where, near whom
 
 
 class Inner:
@@ -39,16 +40,19 @@ class Inner:
         self._moved.clear()
         self._anew.clear()
 
-    def move(self, tensor: torch.Tensor, axis: str, src: Place, dst: Place, meanwhile: Meanwhile = None) -> torch.Tensor:
+    def move(
+        self, tensor: torch.Tensor, axis: str, src: Place, dst: Place, meanwhile: Meanwhile = None, *, near: int = 0
+    ) -> torch.Tensor:
         """`tensor`, which is in `src` along `axis`, in `dst`; differentiable. `meanwhile()` is called while it is under way.
 
-        Under autocast it travels as products take it, unless it is a parameter.
+        With `near`, places are those among so many neighbours along the axis. Under autocast it travels as products take it,
+        unless it is a parameter.
         """
         if not torch.is_grad_enabled():  # no block begins, and nothing would ever be forgotten
-            return self._done(tensor, axis, src, dst, meanwhile)
-        key = (id(tensor), tensor._version, axis, src, dst)
+            return self._done(tensor, axis, src, dst, meanwhile, near)
+        key = (id(tensor), tensor._version, axis, src, dst, near)
         if key not in self._moved:
-            self._moved[key] = tensor, self._done(tensor, axis, src, dst, meanwhile)
+            self._moved[key] = tensor, self._done(tensor, axis, src, dst, meanwhile, near)
         elif meanwhile is not None:
             meanwhile()
         return self._moved[key][1]
@@ -57,14 +61,18 @@ class Inner:
         """While it lasts, autograd keeps nothing of what `tensor` became by this move: backward moves it once more."""
         if not torch.is_grad_enabled():
             return nullcontext()
-        key = (id(tensor), tensor._version, axis, src, dst)
+        key = (id(tensor), tensor._version, axis, src, dst, 0)
         if key not in self._anew:
             became, mine = self.move(tensor, axis, src, dst), _cast(tensor).detach()
             self._anew[key] = _Anew(_storage(became), lambda: self._done(mine, axis, src, dst))
         return saved_tensors_hooks(self._anew[key].pack, self._anew[key].unpack)
 
-    def _done(self, tensor: torch.Tensor, axis: str, src: Place, dst: Place, meanwhile: Meanwhile = None) -> torch.Tensor:
-        return move(_cast(tensor), self._state.world.group((axis,)), src, dst, lambda: self._state.acting, meanwhile)
+    def _done(
+        self, tensor: torch.Tensor, axis: str, src: Place, dst: Place, meanwhile: Meanwhile = None, near: int = 0
+    ) -> torch.Tensor:
+        world = self._state.world
+        group = world.group((axis,), neighbours(world.mesh.coordinate(world.rank)[axis], near))
+        return move(_cast(tensor), group, src, dst, lambda: self._state.acting, meanwhile)
 
 
 @dataclass(frozen=True)
@@ -105,7 +113,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _cast(tensor: torch.Tensor) -> torch.Tensor:
-    """As products take it under autocast, unless it is a parameter."""
+    """As products take it under autocast, unless it is a parameter, or no number."""
     kind = tensor.device.type
-    casts = torch.is_autocast_enabled(kind) and not isinstance(tensor, nn.Parameter)
+    casts = torch.is_autocast_enabled(kind) and tensor.is_floating_point() and not isinstance(tensor, nn.Parameter)
     return tensor.to(torch.get_autocast_dtype(kind)) if casts else tensor

@@ -52,8 +52,9 @@ class Loss:
     `targets` are the keys of the batch that are not passed to the model. `count` sees the batch before the forward, and is
     a sum over rows, whole numbers or not, never below 0. `tokens(batch)` is what metrics call tokens; None where that is
     the count. With `whole_batch`, `total` gets the outputs of all rows of the global batch, and of the batch its targets.
-    `split` is how it is taken on logits of some words; None: it needs those of all. `per_token`: it is the mean surprise of a
-    token, and its exponential a perplexity.
+    `split` is how it is taken on logits of some words; None: it needs those of all. `by_token`: what comes out for some of the
+    tokens, and the same of the targets, gives their part of it. `per_token`: it is the mean surprise of a token, and its
+    exponential a perplexity.
     """
 
     total: Callable[[Any, Batch], torch.Tensor]
@@ -62,6 +63,7 @@ class Loss:
     tokens: Callable[[Batch], torch.Tensor | None] = lambda batch: None
     whole_batch: bool = False
     split: Split | None = None
+    by_token: bool = False
     per_token: bool = False
 
     def within(self, wrap: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]) -> "Loss":
@@ -110,7 +112,7 @@ def token_cross_entropy(label_smoothing: float = 0.0) -> Loss:
     split = Split(logits_of, partial(_split_total, smoothing=label_smoothing), NUMBERS + smooth)
     total = partial(_token_total, smoothing=label_smoothing)
     targets = ("labels", WEIGHTS)
-    return Loss(total, _token_count, targets, _tokens_if_weighted, split=split, per_token=not smooth)
+    return Loss(total, _token_count, targets, _tokens_if_weighted, split=split, by_token=True, per_token=not smooth)
 
 
 def check_loss(plan: Plan, loss: Loss) -> None:

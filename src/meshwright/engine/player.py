@@ -9,13 +9,11 @@ actions are looked up in a table from kind to handler; strategies bring handlers
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 
 from meshwright.core.errors import PlanError
-from meshwright.core.layout import Place
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
 from meshwright.core.steps import FORWARDS, LEAN
@@ -25,12 +23,14 @@ from meshwright.engine.acts import Acts
 from meshwright.engine.again import Again
 from meshwright.engine.crossing import crossing
 from meshwright.engine.cutting import cuts_blocks
+from meshwright.engine.dealing import dealing
 from meshwright.engine.evaluation import Evaluation
 from meshwright.engine.groups import meet
 from meshwright.engine.heap import give_back
-from meshwright.engine.inner import Inner, Meanwhile
+from meshwright.engine.inner import Inner
 from meshwright.engine.noise import Noise
 from meshwright.engine.optimizers import MakeOptimizer, group_numbers, groups_of, make_optimizers
+from meshwright.engine.pieces import Pieces
 from meshwright.engine.rows import Rows
 from meshwright.engine.saved import Saved, model_tensors, moments, of_part, restore_model, restore_moments
 from meshwright.engine.schedule import factor
@@ -39,6 +39,7 @@ from meshwright.engine.sockets import Sockets
 from meshwright.engine.spread import spread
 from meshwright.engine.state import Metrics, State
 from meshwright.engine.store import Store
+from meshwright.engine.touched import Touched
 from meshwright.engine.update import Update
 from meshwright.engine.watch import GLUE, Entry, Watch, wait_for, watched
 from meshwright.engine.whole import whole
@@ -50,7 +51,7 @@ from meshwright.model.ondemand import under
 SETTLING = 2  # steps after which the heap is as large as it stays: moments are made in the first
 
 
-class Player:
+class Player(Touched):
     """One rank of a plan: `step(batch)` plays the list once. `extra` are handlers for kinds that a caller added."""
 
     def __init__(
@@ -75,17 +76,18 @@ class Player:
         self._base_lrs = [group["lr"] for group in groups_of(self.optimizers)]
         self._numbers = group_numbers(self.optimizers)
         self._inner = Inner(state)
-        self._sockets = Sockets(state.subject.module)
+        self._sockets, self._dealing = Sockets(state.subject.module), dealing(plan, state)
+        self._pieces = Pieces(plan, state, self._sockets)
         bound: dict[str, Handler] = {}
         for strategy in plan.strategies:  # before the blocks' own forwards are replaced: a block may be a socket itself
             bound |= strategy.bind(self)
         self._sockets.close()
         self._drive = Drive(state.subject.blocks, in_place=plan.space.anatomy.in_place, cut=cuts_blocks(plan))
         self._update = Update(plan, state, self.store, self.optimizers, made=optimizer is not None)
-        self._crossing = crossing(plan, state, self._drive)
+        self._crossing = crossing(plan, state, self._drive, self._dealing)
         self._abreast = Abreast(plan, state, self._drive)
-        self._acts = Acts(plan, state, self.store, self._update, self._drive, self._inner, dice, self._crossing)
-        self._noise, self._again = Noise(plan, state, self._acts), Again(state, self._drive, self._acts.draws)
+        self._acts = Acts(plan, state, self.store, self._update, self._drive, self._inner, dice, self._crossing, self._dealing)
+        self._noise, self._again = Noise(plan, state, self._acts), Again(state, self._drive, self._acts.draws, self._dealing)
         handlers: dict[str, Handler] = self._acts.handlers | self._noise.handlers | self.store.owners.handlers | bound
         handlers |= {kind: self._with_state(act) for kind, act in (extra or {}).items()}
         self._list = self._resolve(plan.actions, handlers)
@@ -135,49 +137,6 @@ class Player:
         with whole(self.state.subject, self.store, self._drive, "EVALUATE"):
             return self._acts.evaluate(batches)
 
-    def start(self, action: Action) -> None:
-        """Start the collective that `action.transfer` states on the flat tensor of `action.subject`."""
-        self._acts.start(action, self.state.tensor(action.subject))
-
-    def unshard(self, action: Action) -> None:
-        """Start gathering the weights of `action.tensors` from their shards."""
-        self.store.unshard(action)
-
-    def reduce(self, action: Action) -> None:
-        """Start summing the packed gradients of `action.tensors` into shards, or their shards over replicas."""
-        self.store.reduce(action)
-
-    def add(self, action: Action) -> None:
-        """Add the shard that REDUCE left for this micro-batch to the sum of those before."""
-        self.store.add(action)
-
-    def fill(self, name: str, forward: Callable[..., torch.Tensor]) -> None:
-        """Have the module `name` of the model compute `forward(module, *its arguments)`."""
-        self._sockets.fill(name, forward)
-
-    def wrap(self, name: str, around: Callable[..., Any]) -> None:
-        """Have the module `name` of the model compute `around(what it computes otherwise, *its arguments)`."""
-        self._sockets.wrap(name, around)
-
-    def move(self, tensor: torch.Tensor, axis: str, src: Place, dst: Place, meanwhile: Meanwhile = None) -> torch.Tensor:
-        """`tensor` moved along `axis` for the action under way; the same tensor is moved once in a block."""
-        return self._inner.move(tensor, axis, src, dst, meanwhile)
-
-    def again(self, tensor: torch.Tensor, axis: str, src: Place, dst: Place) -> AbstractContextManager[object]:
-        """While it lasts, autograd keeps nothing of what `tensor` became by this move: backward moves it once more."""
-        return self._inner.again(tensor, axis, src, dst)
-
-    def cross(self, action: Action) -> None:
-        """Start sending or receiving a value between parts of the model, or its gradient."""
-        if self._crossing is None:
-            raise RuntimeError(f"this rank runs the whole model, and a strategy has it do {action.name}")
-        self._crossing.cross(action)
-
-    def rerun(self, action: Action) -> None:
-        """Run a visit once more that kept only what it took in, so that its backward finds a graph."""
-        self._inner.begin(action.name)
-        self._again.rerun(action)
-
     def tensors(self) -> dict[str, Saved]:
         """All that must be saved, by full name: parameters, persistent buffers, optimizer state, and what lasts of the rest.
 
@@ -211,7 +170,7 @@ class Player:
         """Have the module's forward find its weights, and give whole outputs, outside of steps; all ranks run the same."""
         subject = self.state.subject
         joined, abreast = self._logits.joined(subject.module, action), self._abreast.forwards(action)
-        with whole(subject, self.store, self._drive, action), joined, abreast:
+        with whole(subject, self.store, self._drive, action), joined, abreast, self._pieces.joined():
             yield
 
     def parameters(self, *, keep: bool = True, exact: bool = False) -> dict[str, torch.Tensor]:
@@ -241,6 +200,7 @@ class Player:
     def close(self) -> None:
         """Give the user's module its own forwards back."""
         self._drive.detach()
+        self._dealing.detach()
         self._sockets.empty()
 
     def _set_lr(self) -> float:

@@ -31,6 +31,7 @@ from meshwright.core.errors import PlanError
 from meshwright.core.hops import Hop, hops
 from meshwright.core.plan import Plan
 from meshwright.core.space import Space
+from meshwright.engine.dealing import AllTokens
 from meshwright.engine.groups import way
 from meshwright.engine.loss import Batch
 from meshwright.engine.state import State
@@ -94,11 +95,11 @@ def turns(parts: Sequence[int], each: int, begins: Callable[[int], bool]) -> Ite
 class Relay:
     """The forwards of one rank's parts on one micro-batch after the other, and the values between them; sent for `action`."""
 
-    def __init__(self, plan: Plan, state: State, drive: Drive, micros: Iterator[Micro], action: str) -> None:
+    def __init__(self, plan: Plan, state: State, drive: Drive, dealing: AllTokens, micros: Iterator[Micro], action: str) -> None:
         if state.subject.courses is None:
             raise RuntimeError("a plan has stages, and nothing is known of the courses of its model")
         self._space, self._state, self._drive, self._action = plan.space, state, drive, action
-        self._courses, self._micros = state.subject.courses, micros
+        self._courses, self._micros, self._dealing = state.subject.courses, micros, dealing
         self._ranks, self._group = owners(plan.space), state.world.group(("pp",))
         self._round = max(map(self._ranks.count, self._ranks))
         self._forwards: dict[int, _Forward] = {}
@@ -134,7 +135,7 @@ class Relay:
 
     def _forward(self, micro: Micro) -> _Forward:
         inputs = self._state.loss.inputs(micro.batch)
-        course = self._courses.of(inputs, training=False)
+        course = self._courses.of(inputs, training=False, dealt=self._space.deal is not None)
         parts = course.borders.parts(self._space.cuts)
         for part, stage in zip(parts, (self._space.stages[rank] for rank in self._ranks), strict=True):
             missing = {block_of(visit) for visit in part.visits}.difference(map(block_of, stage))
@@ -179,8 +180,10 @@ class Relay:
             forward.coming[hop].wait()
         mine, module = forward.parts[part], self._state.subject.module
         given = {value.name: forward.came[value.name] for value in mine.takes}
-        call, device = partial(module, **forward.inputs), self._state.world.device
-        ran = run(call, self._drive, forward.course, mine, forward.rows, given, device, reach=lambda visit: None)
+        device, how = self._state.world.device, {"reach": lambda visit: None, "looks": forward.crossed.looks}
+        with self._dealing.during(forward.micro.batch):
+            call = partial(module, **self._dealing.inputs(forward.inputs))
+            ran = run(call, self._drive, forward.course, mine, forward.rows, given, device, dealt=self._dealing.parts(), **how)
         forward.came |= ran.given
         for hop in forward.hops:
             target = self._ranks[hop.target]

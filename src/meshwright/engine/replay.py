@@ -7,7 +7,7 @@ that several of them use is added up for each micro-batch.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -16,6 +16,7 @@ from meshwright.core.plan import Plan
 from meshwright.core.steps import BACKWARDS, FORWARDS
 from meshwright.core.strategy import Handler
 from meshwright.engine.crossing import Crossing
+from meshwright.engine.loss import Batch
 from meshwright.engine.spikes import Stage
 from meshwright.engine.state import State
 from meshwright.engine.whole import in_order
@@ -47,11 +48,12 @@ class Seen:
     """What was seen so far: the loss over `count`, squares of gradients, and where a number first was not finite.
 
     `first` is the micro-batch of that, with its stage and block. Squares are taken in float64 so as not to overflow, by name.
-    `shared` are the weights that several ranks along pp use, with the indices of those.
+    `total` takes the loss of what a forward gave out and its rows. `shared` are the weights that several ranks along pp use, with
+    the indices of those.
     """
 
-    def __init__(self, plan: Plan, state: State, count: float) -> None:
-        self._state, self._anatomy, self._count = state, plan.space.anatomy, count or 1.0
+    def __init__(self, plan: Plan, state: State, count: float, total: Callable[[Any, Batch], torch.Tensor]) -> None:
+        self._state, self._anatomy, self._count, self._total = state, plan.space.anatomy, count or 1.0, total
         self._completed: dict[str | None, list[str]] = defaultdict(list)  # by the visit whose backward completes them
         users = {home.weight.name: plan.space.users(home.weight) for home in plan.space.logical if home.weight.trainable}
         self.shared = {name: indices for name, indices in users.items() if len(indices) > 1}
@@ -70,7 +72,7 @@ class Seen:
     def take_loss(self, micro: int) -> None:
         """Take the loss of a micro-batch whose forward has ended, and its gradient down to the last blocks' outputs."""
         outputs, closing = self._state.closings.pop(micro)
-        total = self._state.loss.total(outputs, self._state.micros[micro])
+        total = self._total(outputs, self._state.micros[micro])
         if self.first is None and _odd(total):
             self.first = micro, "loss", ""
         self.loss += total.item() / self._count

@@ -89,6 +89,7 @@ class State:
     buckets: dict[str, Bucket] = field(default_factory=dict)
     works: dict[str, Work] = field(default_factory=dict)
     grad_norm: float = 0.0
+    seed: float = 1.0  # what the loss is multiplied by before its backward
     acting: str = ""  # the action under way: what collectives inside of a block are booked under
     squares: dict[str, torch.Tensor] = field(default_factory=dict)  # squared norms of gradients before they are summed
     noise_scale: float | None = None

@@ -62,7 +62,10 @@ class Op:
 
 @dataclass(frozen=True)
 class Seen:
-    """A value as one run showed it: the visit that made it, or behind which glue did; `base` is what it is a mere view of."""
+    """A value as one run showed it: the visit that made it, or behind which glue did; `base` is what it is a mere view of.
+
+    `along` is the dim of which a rank has its own tokens, where the run was one of those.
+    """
 
     made: str
     shape: tuple[int, ...]
@@ -71,6 +74,7 @@ class Seen:
     op: str = ""
     where: str = ""
     base: str = ""
+    along: int | None = None
 
 
 @dataclass
@@ -123,8 +127,11 @@ class Course:
         return self.seen[name].base
 
 
-def course(few: Record, more: Record, rows: tuple[int, int]) -> Course:
-    """The course that two runs show, on `rows` rows each. Raises PlanError when they took two ways."""
+def course(few: Record, more: Record, rows: tuple[int, int], dealt: Record | None = None) -> Course:
+    """The course that two runs show, on `rows` rows each, and one more where tokens are `dealt` to ranks.
+
+    Raises PlanError when they took two ways.
+    """
     if _way(few) != _way(more):
         text = (
             f"the forward takes another way on {rows[1]} rows than on {rows[0]}: other blocks, or other operations between them"
@@ -146,7 +153,12 @@ def course(few: Record, more: Record, rows: tuple[int, int]) -> Course:
                 what = f"'{name}', which is live there, has the shape {shapes}: it compares rows with each other"
                 few.spoils.append((seen.made, users[-1], what, "compare the rows of a batch in the loss"))
             dtype = str(seen.dtype).removeprefix("torch.")
-            values.append(Value(name, seen.made, tuple(users), dims[name], dtype, seen.needed, seen.op, seen.where))
+            told = seen if dealt is None else dealt.seen.get(name)
+            if told is None or len(told.shape) != len(seen.shape):
+                what = f"which tokens a rank has of '{name}', which is live there, is not known"
+                few.spoils.append((seen.made, users[-1], what, "write x = x + y for x += y between blocks"))
+            along = None if told is None else told.along
+            values.append(Value(name, seen.made, tuple(users), dims[name], dtype, seen.needed, seen.op, seen.where, along))
     roots = tuple((name, tuple(sorted(set(users), key=place.__getitem__))) for name, users in few.roots.items())
     borders = Borders(tuple(few.visits), tuple(values), tuple(few.closed()), roots)
     rewritten = frozenset(old for ops in few.ops.values() for op in ops for old, _ in op.renamed)

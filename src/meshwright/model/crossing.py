@@ -20,6 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from meshwright.model.apart import Apart, Dealt
 from meshwright.model.captured import marks
 from meshwright.model.course import Op, Place, Record, Seen, Stub, template
 from meshwright.model.drive import LARGER, Drive
@@ -42,15 +43,15 @@ def record(
     enter: Callable[[str], None],
     drawn: Callable[[], int] = lambda: 0,
     needed: Container[int] | None = None,
+    dealt: Dealt | None = None,
 ) -> Record:
     """What one forward of `module`, run by `call()`, shows of the values between its `blocks`; `enter` hears of each visit.
 
     In the mode of gradients in which it is called: without, every call of a block is a visit. `drawn` counts the draws of random
-    numbers since the last visit was entered; `needed` are the places of the outputs that somebody takes (None: all).
+    numbers since the last visit was entered; `needed` are the places of the outputs that somebody takes (None: all). With `dealt`
+    the forward runs as it does where a rank has some of the tokens.
     """
-    drive = Drive(blocks, cut=False)
-    buffers = {id(buffer): name for name, buffer in module.named_buffers()}
-    following = _Following({id(parameter): name for name, parameter in module.named_parameters()}, buffers, enter, drawn)
+    drive, following = Drive(blocks, cut=False), _Following(module, enter, drawn, dealt)
     enter("")
     try:
         with following, drive.guided(following.block):
@@ -63,12 +64,12 @@ def record(
 class _Following(TorchFunctionMode):
     """Follows a forward; `record` is what it shows."""
 
-    def __init__(
-        self, parameters: Mapping[int, str], buffers: Mapping[int, str], enter: Callable[[str], None], drawn: Callable[[], int]
-    ) -> None:
+    def __init__(self, module: nn.Module, enter: Callable[[str], None], drawn: Callable[[], int], dealt: Dealt | None) -> None:
         super().__init__()
         self.record = Record()
-        self._parameters, self._buffers, self._enter, self._drawn = parameters, buffers, enter, drawn
+        self._parameters = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._buffers = {id(buffer): name for name, buffer in module.named_buffers()}
+        self._enter, self._drawn, self._dealt = enter, drawn, dealt
         self._drew = "", ""  # the visit that drew random numbers last, or behind which glue drew them for values; and who did
         self._grad = torch.is_grad_enabled()
         self._calls: dict[str, int] = {}
@@ -89,9 +90,11 @@ class _Following(TorchFunctionMode):
         visit = name if self._calls[name] == 1 else f"{name}#{self._calls[name]}"
         self.record.visits.append(visit)
         self._visit = visit
-        given = tensors((args, kwargs))
-        for tensor in given:
+        for tensor in tensors((args, kwargs)):
             self._use(tensor)
+        if self._dealt is not None:
+            args, kwargs = self._dealt.enter(visit, (args, kwargs))
+        given = tensors((args, kwargs))
         everything = leaves((args, kwargs))
         versions = [tensor._version for tensor in given]
         capturing = marks()
@@ -104,6 +107,7 @@ class _Following(TorchFunctionMode):
             self._spoil(visit, None, f"'{visit}' writes into a tensor that it is given, which other parts have too", ALIASES)
         if [id(tensor) for tensor in tensors((args, kwargs))] != [id(tensor) for tensor in given]:
             self._spoil(visit, None, f"'{visit}' writes into a list or dict that it is given", "return what it adds")
+        outputs = outputs if self._dealt is None else self._dealt.leave(outputs)
         self._gives(visit, outputs, everything, [(mark.channel, mark.added) for mark in capturing])
         self._busy = False
         return outputs
@@ -243,7 +247,8 @@ class _Following(TorchFunctionMode):
     def _name(self, tensor: torch.Tensor, name: str, op: str = "", line: str = "", base: str = "") -> None:
         self._names[tensor] = name
         needed = tensor.requires_grad and torch.is_grad_enabled()
-        self.record.seen[name] = Seen(self._visit, tuple(tensor.shape), tensor.dtype, needed, op, line, base)
+        along = tensor.along if type(tensor) is Apart else None
+        self.record.seen[name] = Seen(self._visit, tuple(tensor.shape), tensor.dtype, needed, op, line, base, along)
 
     def _base(self, func: str, values: Sequence[torch.Tensor], tensor: torch.Tensor) -> str:
         """The value of which `tensor` is a view that has no fewer elements; "" where it is no such view."""

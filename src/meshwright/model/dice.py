@@ -30,7 +30,7 @@ import torch
 
 from meshwright.core.errors import PlanError
 from meshwright.model.random import CHUNK, bits, key, top53
-from meshwright.model.sliced import Division, Slice, slice_of
+from meshwright.model.sliced import Division, Part, Slice, Within, slice_of, within
 
 Kind = Literal["first", "second", "rows", "shared"]
 KINDS: tuple[Kind, ...] = ("first", "second", "rows", "shared")
@@ -153,7 +153,19 @@ class Dice:
         half = torch.full((), 0.5, dtype=dtype, device=device)
         return self._draw(torch.Size(shape), lambda k: (k >> (53 - digits)).double().mul_(2.0**-digits), half)
 
-    def _draw(self, size: torch.Size, convert: Callable[[torch.Tensor], torch.Tensor], on_trial: torch.Tensor) -> torch.Tensor:
+    def keep_part(self, part: Part, p: float, device: torch.device) -> torch.Tensor:
+        """A bool mask like that of `keep`, of a part of what the next site draws."""
+        threshold = round(p * 2**53)
+        on_trial = torch.ones((), dtype=torch.bool, device=device)
+        return self._draw(torch.Size(part.shape), lambda k: k >= threshold, on_trial, part)
+
+    def _draw(
+        self,
+        size: torch.Size,
+        convert: Callable[[torch.Tensor], torch.Tensor],
+        on_trial: torch.Tensor,
+        part: Part | None = None,
+    ) -> torch.Tensor:
         site = f"{self._visit}/{self._count}"
         self._count += 1
         if self._trial_batch is not None:
@@ -167,12 +179,33 @@ class Dice:
             self._check(site, kind, size)
             keys = bits(key_of_site, samples)
             order = torch.Size((size[1], size[0], *size[2:])) if kind == "second" else size
+        if part is not None:
+            return self._part(site, kind, part, keys, convert, on_trial)
         drawn, mine = on_trial.new_empty(order), None
         if site in self._divisions:
             local = per_sample(kind, size, len(samples))
             mine = slice_of(self.sites.whole(site), local, self._divisions[site], site) if drawn.numel() else None
         _fill(drawn.view(len(keys), order.numel() // max(len(keys), 1)), keys, convert, mine)
         return drawn.transpose(0, 1) if kind == "second" else drawn
+
+    def _part(
+        self,
+        site: str,
+        kind: Kind,
+        part: Part,
+        keys: torch.Tensor,
+        convert: Callable[[torch.Tensor], torch.Tensor],
+        on_trial: torch.Tensor,
+    ) -> torch.Tensor:
+        local = per_sample(kind, torch.Size(part.shape), len(self._samples))
+        if kind == "second" or any(-dim > len(local) - (kind == "rows") for dim, _ in part.spans):
+            what = f"a part of a tensor of {part.shape} is drawn, and in the trial run its kind was '{kind}'"
+            raise PlanError(what, fix="put samples first: [rows, heads, tokens, width]; or set the dropout to 0", where=site)
+        drawn = on_trial.new_empty(part.size)
+        mine = within(part, self.sites.whole(site), local, self._divisions.get(site, ()), site)
+        if drawn.numel():
+            _fill(drawn.view(len(keys), -1), keys, convert, mine)
+        return drawn
 
     def _check(self, site: str, kind: Kind, size: torch.Size) -> None:
         dim, batch = 1 if kind == "second" else 0, len(self._samples)
@@ -183,7 +216,10 @@ class Dice:
 
 
 def _fill(
-    drawn: torch.Tensor, keys: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor], mine: Slice | None = None
+    drawn: torch.Tensor,
+    keys: torch.Tensor,
+    convert: Callable[[torch.Tensor], torch.Tensor],
+    mine: Slice | Within | None = None,
 ) -> None:
     """Fill `drawn` (samples, elements of one sample), a chunk at a time; where they are a slice, with the numbers of `mine`."""
     num_samples, width = drawn.shape

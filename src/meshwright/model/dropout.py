@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.core.errors import PlanError
 from meshwright.model.dice import Dice
+from meshwright.model.sliced import Part
 
 REPAIR = "use F.dropout or torch.rand, which draw by sample, or draw when the data is made"
 _UNMASKED = "use F.dropout, or set its probability to 0"
@@ -52,6 +53,16 @@ REFUSED: dict[Any, str] = {
     **dict.fromkeys((torch.Tensor.cauchy_, torch.Tensor.log_normal_), REPAIR),
 }
 MAY_BE_OFF = (F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu, torch.rrelu)
+
+
+def kept(like: torch.Tensor, part: Part, p: float) -> torch.Tensor:
+    """What dropout with probability `p` keeps of `part`, a bool mask on the device of `like`; False with probability `p`.
+
+    While `StatelessDropout` is active, it is that part of what one device draws at once.
+    """
+    if has_torch_function_unary(like):
+        return handle_torch_function(kept, (like,), like, part, p)
+    return torch.rand(part.size, device=like.device) >= p
 
 
 @contextmanager
@@ -79,6 +90,7 @@ class StatelessDropout(TorchFunctionMode):
             torch.dropout: self._dropout,
             torch.dropout_: self._dropout_,
             F.scaled_dot_product_attention: self._attention,
+            kept: self._kept,
             torch.rand: self._rand,
             torch.rand_like: self._rand_like,
             F.multi_head_attention_forward: self._inside(F.multi_head_attention_forward),
@@ -105,6 +117,9 @@ class StatelessDropout(TorchFunctionMode):
 
     def _dropout_(self, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         return self._dropout(input, p, train, inplace=True)
+
+    def _kept(self, like: torch.Tensor, part: Part, p: float) -> torch.Tensor:
+        return self._dice.keep_part(part, p, like.device)
 
     def _rand(self, *size: Any, generator: object = None, **kwargs: Any) -> torch.Tensor:
         size = kwargs.pop("size", size[0] if len(size) == 1 and not isinstance(size[0], int) else size)

@@ -1,9 +1,11 @@
 """What can be said of one operation of glue, before and after it runs: its title, whether it reads a number, where it stands."""
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.model.values import tensors
@@ -32,6 +34,17 @@ def where() -> str:
 def is_plain(leaf: Any) -> bool:
     """Whether a leaf is no tensor and no object: it is the same in every run."""
     return leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type))
+
+
+class Glue(TorchFunctionMode):
+    """While active, and not `quiet`, what is called is what `hear(func, args, kwargs)` makes of it."""
+
+    def __init__(self, hear: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()
+        self.quiet, self._hear = False, hear
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {})) if self.quiet else self._hear(func, args, kwargs or {})
 
 
 class Reads(TorchDispatchMode):

@@ -28,10 +28,10 @@ def mixing_norms(module: nn.Module) -> dict[str, _BatchNorm]:
 
 def split_faults(plan: Plan, module: nn.Module) -> Iterator[Fault]:
     """What is wrong with splitting the rows of `plan` for `module`, as its factory returns it."""
-    norms = mixing_norms(module)
-    if not norms or (plan.num_data == 1 and plan.num_micro == 1):
+    norms, ranks = mixing_norms(module), plan.mesh.extent(plan.space.summed_axes)
+    if not norms or (ranks == 1 and plan.num_micro == 1):
         return
-    parts = f"{plan.num_data} ranks x {plan.num_micro} micro-batches"
+    parts = f"{ranks} ranks x {plan.num_micro} micro-batches"
     text = f"{len(norms)} batch norms ({next(iter(norms))}...) would take statistics of a part of the global batch ({parts})"
     if any(isinstance(norm, nn.SyncBatchNorm) for norm in norms.values()):
         text += "; SyncBatchNorm joins ranks behind the plan's back, and not micro-batches"

@@ -28,11 +28,13 @@ from meshwright.core.anatomy import block_of
 from meshwright.core.borders import Part
 from meshwright.core.errors import PlanError
 from meshwright.model.alias import Alias, leaf_of
+from meshwright.model.apart import Apart, Dealt
 from meshwright.model.captured import marks
 from meshwright.model.course import Course, Place, Stub
 from meshwright.model.drive import Drive, Pass, Reach, Visit
+from meshwright.model.glue import Glue
 from meshwright.model.script import Script
-from meshwright.model.standing import ANOTHER_WAY, Standing
+from meshwright.model.standing import ANOTHER_WAY, Looks, Standing
 from meshwright.model.values import leaves, tensors
 from meshwright.model.writer import Scripts, Writer
 
@@ -73,11 +75,15 @@ def run(
     skip: Heard | None = None,
     scripts: Scripts | None = None,
     inputs: Iterable[torch.Tensor] = (),
+    dealt: Dealt | None = None,
+    looks: Looks = tuple,
 ) -> Ran:
     """Run `part` of the model whose forward `call()` runs on so many `rows`; `received` are the values that it takes, by name.
 
     `reach` and `leave` hear of the part's own visits, as in `Drive.forward`; `skip` of those of earlier parts, in their order.
     With `scripts` the model's forward runs on the first of equal `inputs`, and its script on those that follow (model/script.py).
+    Where ranks have slices of the width, `looks` says the shape of values that are not there, for glue that asks them for it.
+    Where a rank has some of the tokens, `dealt` says what is done round blocks: values are taken and given by their own tokens.
     Without gradients switched on it is an evaluation, by the course of one. Raises PlanError where something that the part needs
     was not received, and where the forward takes another way than its course.
     """
@@ -93,13 +99,15 @@ def run(
         copy = taken[name].detach().clone()
         payload[name] = Alias.apply(taken[name], copy) if name in needed else copy
     received = {name: taken[name] for name in needed}
+    if dealt is not None:
+        payload |= {each.name: dealt.apart(payload[each.name], each.along) for each in part.takes if each.along is not None}
     seeds, key = (*(payload[value.name] for value in part.takes), *inputs), (part.visits[0], rows, id(course))
     script = scripts.find(key) if scripts is not None and grad else None
     if script is not None:
         return _ran(drive, part, received, *drive.forward(reach, partial(_again, drive, script, seeds), leave))
     writer = scripts.writer(key, seeds) if scripts is not None and grad else None
-    standing = Standing(course, part, rows, torch.device(device), payload, _plainly if writer is None else writer.call)
-    under_way = _Run(drive, course, part, standing, skip, writer)
+    standing = Standing(course, part, rows, torch.device(device), payload, _plainly if writer is None else writer.call, looks)
+    under_way = _Run(drive, course, part, standing, skip, writer, dealt)
 
     def whole() -> Any:
         outputs = under_way.play(call)
@@ -136,10 +144,17 @@ class _Run:
     """A run of a part that is under way."""
 
     def __init__(
-        self, drive: Drive, course: Course, part: Part, standing: Standing, skip: Heard | None, writer: Writer | None
+        self,
+        drive: Drive,
+        course: Course,
+        part: Part,
+        standing: Standing,
+        skip: Heard | None,
+        writer: Writer | None,
+        dealt: Dealt | None,
     ) -> None:
         self._drive, self._course, self._part, self._standing, self._skip = drive, course, part, standing, skip
-        self._writer = writer
+        self._writer, self._dealt = writer, dealt
         self._place = course.borders.place
         self._first, self._last = self._place[part.visits[0]], self._place[part.visits[-1]]
         self._missing = {value.name for value in part.gives}
@@ -152,7 +167,7 @@ class _Run:
         self._at, self._left = -1, False
         before = course.borders.visits[: self._first]
         follows = writer is not None or self._counting or any(course.ops[visit] for visit in before)
-        self._mode = _Glue(self) if follows else None
+        self._mode = Glue(self.glue) if follows else None
 
     def play(self, call: Callable[[], Any]) -> Any:
         """The outputs of the forward, or, where it is left, the values that the part gives, by name."""
@@ -161,7 +176,10 @@ class _Run:
                 outputs = call()
         except Left:
             return self._made
-        return self._standing.known(outputs) if self._part.last else self._made  # else somebody has caught what left it
+        if not self._part.last:
+            return self._made  # somebody has caught what left it
+        outputs = self._standing.known(outputs)
+        return outputs if self._dealt is None else self._dealt.here(outputs)
 
     def end(self) -> None:
         """The forward has ended. Raises PlanError when values are missing that the part was to give."""
@@ -209,13 +227,14 @@ class _Run:
 
     def _own(self, visit: str, run: Callable[..., Any], given: Any) -> Any:
         """A visit of this part runs itself, on what was received for each Foreign that it is given."""
-        args, kwargs = self._standing.real(given, f"the block '{visit}' takes in")
-        capturing = marks()
+        given, dealt, capturing = self._standing.real(given, f"the block '{visit}' takes in"), self._dealt, marks()
         if self._writer is not None:
             name, captured = block_of(visit), lambda: [each for mark in capturing for each in mark.added]
             run = partial(self._writer.visit, name, run, captured, self._above())
         with self._apart():
+            args, kwargs = given if dealt is None else dealt.enter(visit, given)
             outputs = run(*args, **kwargs)
+            outputs = outputs if dealt is None else dealt.leave(outputs)
         self._bind(self._course.stubs[visit].places, tensors([outputs, *(mark.added for mark in capturing)]))
         return outputs
 
@@ -257,7 +276,7 @@ class _Run:
             self._alive[id(tensor)] = self._objects[name] = tensor
         if name in self._missing:
             self._missing.remove(name)
-            self._made[name] = tensor
+            self._made[name] = tensor.local if type(tensor) is Apart else tensor
 
     def _above(self) -> tuple[TorchFunctionMode, ...]:
         """The modes that the model has entered."""
@@ -279,16 +298,3 @@ class _Run:
                 self._mode.quiet = False
         else:
             yield
-
-
-class _Glue(TorchFunctionMode):
-    """Follows what glue calls while a part runs."""
-
-    def __init__(self, run: _Run) -> None:
-        super().__init__()
-        self.quiet, self._run = False, run
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if self.quiet:
-            return func(*args, **(kwargs or {}))
-        return self._run.glue(func, args, kwargs or {})

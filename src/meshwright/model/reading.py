@@ -7,9 +7,8 @@ A model is run in training mode. One that comes in training mode keeps what it s
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,24 +16,21 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.core.anatomy import ROOT, Anatomy, Column, Weight, block_of
-from meshwright.core.calls import Number
 from meshwright.core.errors import PlanError
+from meshwright.core.tokens import Tokens
 from meshwright.model.anatomy import WHOLE, find_blocks, owners
 from meshwright.model.blueprint import Blueprint
 from meshwright.model.configs import use_experts_on_trial, use_plain_experts
 from meshwright.model.dice import Dice, Sites
 from meshwright.model.dropout import trial
+from meshwright.model.further import blocks_of, dealt, in_training, on_trial, rows_of, streamed, tried_on
 from meshwright.model.handed import Judge, columns, handed, kept
-from meshwright.model.layers import Propose, layers, noted
+from meshwright.model.layers import layers, noted
 from meshwright.model.linears import UNKNOWN
-from meshwright.model.proposed import Proposal
 from meshwright.model.sliced import between
 from meshwright.model.sockets import find_sockets, hidden_matrices
 from meshwright.model.sources import Loaded
-from meshwright.model.streaming import followed
-from meshwright.model.summands import Summands
 from meshwright.model.trial import PROBE_BATCH, Findings, depends_on_values, fake_copy, observe, visits_of
-from meshwright.model.trying import tried
 from meshwright.model.wide import widen
 
 Example = Mapping[str, torch.Tensor]
@@ -47,9 +43,9 @@ Look = Callable[[Any, Any], tuple[Column, ...]]
 class Reading:
     """A model that can be made: `blueprint` for its values, `block_names`, its `anatomy`, and its dropout `sites`.
 
-    `example` is one row of every key of a batch, for ranks that have none. `stateful` are the buffers that a training
-    forward writes, `attends` the visits that call torch's attention, `captured` how many tensors leave blocks by each side
-    channel, `unused` the trained parameters that the trial did not use.
+    `example` is one row of every key of a batch, for ranks that have none; `few` are some. `stateful` are the buffers that a
+    training forward writes, `attends` the visits that call torch's attention, `captured` how many tensors leave blocks by each
+    side channel, `unused` the trained parameters that the trial did not use.
     """
 
     blueprint: Blueprint
@@ -61,6 +57,13 @@ class Reading:
     attends: tuple[str, ...] = ()
     captured: dict[str, int] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    few: Example = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def tokens(self) -> Tokens | None:
+        """What the model does with tokens, learnt by a trial of its own when it is first asked; None where it takes in none."""
+        inputs, targets = ({each.name: self.few[each.name] for each in of} for of in (self.anatomy.inputs, self.anatomy.targets))
+        return dealt(self.anatomy.visits, self.blueprint, self.block_names, inputs, targets)
 
     def make(
         self, device: torch.device | str, dtype: torch.dtype, fake: FakeTensorMode | None = None, blank: Container[str] = ()
@@ -80,7 +83,7 @@ class Reading:
             use_plain_experts(module)
         if dtype == torch.float64:
             widen(module)
-        return _training(module), _blocks(module, self.block_names), dict(module.named_parameters())
+        return in_training(module), blocks_of(module, self.block_names), dict(module.named_parameters())
 
 
 def read(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Judge | None = None) -> Reading:
@@ -97,7 +100,7 @@ def read(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Judg
     module = plan.instance()
     names = tuple(find_blocks(module, loaded.blocks or ()))
     judge = judge or Judge(_any_loss, targets)
-    few = {key: _rows(value, PROBE_BATCH) for key, value in example.items()}
+    few = {key: rows_of(value, PROBE_BATCH) for key, value in example.items()}
     look = partial(handed, judge, few)
     other = judge.whole_batch
     sockets = find_sockets(module, loaded.sockets)
@@ -107,10 +110,10 @@ def read(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Judg
     if not found.visits:  # the blocks' own forwards are never called: somebody calls into their parts
         names = (WHOLE,)
         found, sites, outputs = _trial(plan, names, inputs, look, roles, other=other)
-    held = owners(module, _blocks(module, names))
+    held = owners(module, blocks_of(module, names))
     holders = {name: held.get(id(parameter), []) for name, parameter in module.named_parameters()}
     hidden = hidden_matrices(module)
-    shown = layers(module, found, sockets, roles, judge, partial(_tried, plan, names, inputs))
+    shown = layers(module, found, sockets, roles, judge, partial(tried_on, plan, names, inputs))
     sites.inside = between(found.seen.uses, found.drawn, shown.calls)
     weights = tuple(
         Weight(
@@ -131,31 +134,25 @@ def read(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Judg
     numel, flops = tuple(found.stream_numel), tuple(found.flops)
     notes = tuple(_notes(names == (WHOLE,) and not loaded.blocks, weights, found.stateful)) + shown.notes
     anatomy = Anatomy(loaded.name, tuple(found.visits), weights, numel, flops, bool(sites.allowed), found.in_place, notes)
-    batch = columns(inputs), columns({key: value for key, value in example.items() if key in targets})
+    targeted = {key: value for key, value in example.items() if key in targets}
+    batch = columns(inputs), columns(targeted)
     anatomy = replace(anatomy, inputs=batch[0], targets=batch[1], outputs=outputs, whole_batch=other, origin=plan.origin)
     anatomy = replace(anatomy, inside_numel=tuple(found.inside_numel), calls=shown.calls, logits=shown.logits)
     anatomy = replace(anatomy, numbers=shown.numbers, portions=shown.portions)
-    anatomy = replace(_streamed(anatomy, plan, names, inputs), loss_numel=kept(judge, few, found.outputs) // PROBE_BATCH)
+    anatomy = replace(streamed(anatomy, plan, names, inputs), loss_numel=kept(judge, few, found.outputs) // PROBE_BATCH)
     row = {key: value.detach()[:1].clone() for key, value in example.items()}
     unused = tuple(name for name, entry in plan.logical.items() if entry.requires_grad and not found.users[name])
     attends = tuple(dict.fromkeys(found.attends))
-    return Reading(plan, names, anatomy, sites, row, tuple(found.stateful), attends, found.captured, unused)
-
-
-def _blocks(module: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module]:
-    return {WHOLE: module} if names == (WHOLE,) else {name: module.get_submodule(name) for name in names}
-
-
-def _training(module: nn.Module) -> nn.Module:
-    return module if module.training else module.train()
+    few = {key: value.detach() for key, value in few.items()}
+    return Reading(plan, names, anatomy, sites, row, tuple(found.stateful), attends, found.captured, unused, few)
 
 
 def _trial(
     plan: Blueprint, names: tuple[str, ...], inputs: Example, look: Look, layers: Mapping[str, str], *, other: bool
 ) -> Shown:
-    rows = {batch: {key: _rows(value, batch) for key, value in inputs.items()} for batch in (PROBE_BATCH, OTHER_BATCH)}
+    rows = {batch: {key: rows_of(value, batch) for key, value in inputs.items()} for batch in (PROBE_BATCH, OTHER_BATCH)}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    module = _on_trial(plan)
+    module = on_trial(plan)
     fake_copy(module, mode)
     try:
         with mode:
@@ -166,7 +163,7 @@ def _trial(
     except Exception as error:
         if not depends_on_values(error):
             raise _failed(error, inputs) from error
-    module = _on_trial(plan)
+    module = on_trial(plan)
     use_plain_experts(module)  # on real tensors, weights by token would take the memory of as many experts as tokens
     plan.materialize(module)
     try:
@@ -177,62 +174,10 @@ def _trial(
         raise _failed(error, inputs) from error
 
 
-def _tried(
-    plan: Blueprint, names: tuple[str, ...], inputs: Example, propose: Propose
-) -> tuple[Proposal, tuple[Number, ...], tuple[str, ...]]:
-    """What runs on slices of what is proposed."""
-    mode, dice = FakeTensorMode(allow_non_fake_inputs=True), Dice(seed=0)
-
-    def made() -> nn.Module:
-        module = _on_trial(plan)
-        fake_copy(module, mode)
-        return module
-
-    @contextmanager
-    def ready(module: nn.Module) -> Iterator[Callable[[], object]]:
-        rows = {key: mode.from_tensor(_rows(value, PROBE_BATCH)) for key, value in inputs.items()}
-        with mode, trial(dice, PROBE_BATCH):
-            yield lambda: module(**rows)
-
-    return tried(propose, made, ready, () if names == (WHOLE,) else names)
-
-
-def _streamed(anatomy: Anatomy, plan: Blueprint, names: tuple[str, ...], inputs: Example) -> Anatomy:
-    """`anatomy` with the way of the stream and the sums that layers end in, where there are pairs of layers on it.
-
-    That is what a second trial shows that knows them.
-
-    Of a model whose forward looks at values, nothing is found.
-    """
-    if not any(call.role == "columns" for call in anatomy.calls):
-        return anatomy
-    mode, dice, summands = FakeTensorMode(allow_non_fake_inputs=True), Dice(seed=0), Summands()
-    module = _on_trial(plan)
-    fake_copy(module, mode)
-    try:
-        rows = {key: mode.from_tensor(_rows(value, PROBE_BATCH)) for key, value in inputs.items()}
-        with mode, trial(dice, PROBE_BATCH):
-            blocks, forward = _blocks(module, names), lambda: module(**rows)
-            summing = [call.name for call in anatomy.calls if call.role == "rows"]
-            with summands.watching(module, blocks, summing):
-                calls, passages = followed(module, blocks, anatomy.calls, dice.enter, forward, in_place=anatomy.in_place)
-    except Exception as error:
-        if not depends_on_values(error):
-            raise
-        return anatomy
-    return replace(anatomy, calls=summands.marked(calls), passages=passages)
-
-
-def _on_trial(plan: Blueprint) -> nn.Module:
-    module = _training(plan.instance())
-    use_experts_on_trial(module)  # the grouped product takes no fake float32, and says so on the terminal
-    return module
-
-
 def _forwards(
     module: nn.Module, names: tuple[str, ...], rows: Mapping[int, Example], look: Look, layers: Mapping[str, str], *, other: bool
 ) -> Shown:
-    dice, blocks = Dice(seed=0), _blocks(module, names)
+    dice, blocks = Dice(seed=0), blocks_of(module, names)
 
     def forward(batch: int) -> Findings:
         with trial(dice, batch):
@@ -243,13 +188,6 @@ def _forwards(
     if dice.sites.allowed or other:  # a second size tells the batch dim of what is drawn from other dims of the first size
         wider = forward(OTHER_BATCH).outputs
     return found, dice.sites, look(found.outputs, wider)
-
-
-def _rows(value: torch.Tensor, batch: int) -> torch.Tensor:
-    """`batch` rows like those of `value`."""
-    repeats = -(-batch // len(value))
-    rows = value.detach().repeat(repeats, *[1] * (value.ndim - 1))[:batch]
-    return rows.requires_grad_(value.requires_grad)
 
 
 def _check_example(example: Example) -> None:

@@ -22,6 +22,7 @@ import torch
 from meshwright.core.calls import Call
 from meshwright.core.cut import Cut, Span
 from meshwright.core.errors import PlanError
+from meshwright.core.tokens import LEAST, Deal, filled
 from meshwright.model.linears import Use
 
 
@@ -30,7 +31,8 @@ class Division:
     """How the rank at `index` among `ranks` has a slice of tensors.
 
     Along `dim`, counted from the end (None: any), in units as `cut` has them; without that, in single elements. Where no layout
-    says so, it is not `meant` and explains nothing: a tensor that looks as if it were divided so is refused.
+    says so, it is not `meant` and explains nothing: a tensor that looks as if it were divided so is refused. With a `deal` the
+    elements are tokens, dealt so.
     """
 
     ranks: int
@@ -38,9 +40,12 @@ class Division:
     dim: int | None = None
     cut: Cut | None = None
     meant: bool = True
+    deal: Deal | None = None
 
     def span(self, dim: int, length: int) -> Span | None:
         """What the rank has of a dim of `length`; None where that does not divide into the units."""
+        if self.deal is not None:
+            return Span(dim, filled(self.deal.spans(length, self.index)))
         if self.cut is None:
             return Cut(dim, length, (length,)).span(self.index, self.ranks)
         if length % (self.cut.heads or self.cut.units):
@@ -91,12 +96,59 @@ class Slice:
         return found
 
 
+@dataclass(frozen=True)
+class Part:
+    """Of what a rank draws, `shape` with all rows of a batch, along each dim in `spans`, counted from the end, the elements told.
+
+    Other parts are drawn elsewhere, and tokens are all there: no deal says anything about `shape`.
+    """
+
+    shape: tuple[int, ...]
+    spans: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        found = list(self.shape)
+        for dim, spans in self.spans:
+            found[dim] = sum(end - begin for begin, end in spans)
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Within:
+    """A slice of a slice: `inner` of what `outer` is of the whole; None: that is the whole."""
+
+    inner: Slice
+    outer: Slice | None
+
+    def places(self, index: torch.Tensor) -> torch.Tensor:
+        """Where the elements `index` of the flattened slice lie in the flattened whole."""
+        found = self.inner.places(index)
+        return found if self.outer is None else self.outer.places(found)
+
+
+def within(part: Part, whole: Sequence[int], local: Sequence[int], divisions: Sequence[Division], site: str) -> Within:
+    """Where `part` of one sample lies in a tensor of shape `whole`, of which the rank has one of shape `local`.
+
+    Raises PlanError where that is not clear.
+    """
+    spans: list[Span | None] = [None] * len(local)
+    sizes = list(local)
+    for dim, ends in part.spans:
+        at = dim % len(local)
+        spans[at], sizes[at] = Span(at, ends), sum(end - begin for begin, end in ends)
+    known = [division for division in divisions if division.deal is None]
+    return Within(Slice(tuple(local), tuple(sizes), tuple(spans)), slice_of(whole, local, known, site))
+
+
 def slice_of(whole: Sequence[int], local: Sequence[int], divisions: Sequence[Division], site: str) -> Slice | None:
     """Which slice of a tensor of shape `whole` one of shape `local` is; None where it is all of it.
 
     Raises PlanError where that is not clear.
     """
     if tuple(whole) == tuple(local):
+        _refuse_pairs(whole, divisions, site)
         return None
     meant = [division for division in divisions if division.meant]
     spans: list[Span | None] = [None] * len(whole)
@@ -118,6 +170,14 @@ def slice_of(whole: Sequence[int], local: Sequence[int], divisions: Sequence[Div
         return None
     sizes = tuple(length if span is not None else mine for length, mine, span in zip(whole, local, spans, strict=True))
     return Slice(sizes, tuple(local), tuple(spans))
+
+
+def _refuse_pairs(whole: Sequence[int], divisions: Sequence[Division], site: str) -> None:
+    """A rank runs LEAST tokens at least, and of rows of as many its slice looks like all of them."""
+    for deal, index in ((division.deal, division.index) for division in divisions):
+        if deal is not None and len(whole) > 1 and whole[-2] == LEAST and filled(deal.spans(LEAST, index)) != ((0, LEAST),):
+            text = f"random numbers for {list(whole)} elements per sample, of rows of {LEAST} tokens: not clear for which of them"
+            raise PlanError(text, fix="give longer rows; or set the dropout that draws them to 0", where=site)
 
 
 def _looks_divided(whole: Sequence[int], local: Sequence[int], division: Division) -> bool:

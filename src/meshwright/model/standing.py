@@ -20,13 +20,14 @@ from meshwright.model.foreign import Foreign, foreign, foreigns, natively
 from meshwright.model.glue import BY_SHAPE, READS, SHAPED_AS, title, where
 from meshwright.model.values import leaves, mapped, swap, tensors
 
+Looks = Callable[[tuple[int, ...]], tuple[int, ...]]  # of the shape that a value has in the whole model, that which glue sees
 ANOTHER_WAY = "let every forward take the way of the trial run, whatever the data are; or leave the model whole"
 
 
 class Standing:
     """The values of other parts in a run of `part` on so many `rows`; `payload` holds what was received for them, by name.
 
-    Glue that can be computed is, by `call(func, args, kwargs)`.
+    Glue that can be computed is, by `call(func, args, kwargs)`; it sees values of other parts in the shape that `looks` says.
     """
 
     def __init__(
@@ -37,8 +38,9 @@ class Standing:
         device: torch.device,
         payload: dict[str, torch.Tensor],
         call: Callable[[Any, Any, Any], Any],
+        looks: Looks,
     ) -> None:
-        self.payload, self.call = payload, call
+        self.payload, self.call, self._looks = payload, call, looks
         self._course, self._part, self._rows, self._device = course, part, rows, device
         self._bearers: dict[str, torch.Tensor] = {}  # what the model holds for a value
         self._real: dict[int, str] = {}  # tensors that every part makes, by id, into which another part wrote values: the name
@@ -78,7 +80,7 @@ class Standing:
         if not leaf.name:
             return leaves(given)[leaf.given]
         if leaf.name not in self._bearers:
-            seen, shape = self._course.seen[leaf.name], self._course.shape(leaf.name, self._rows)
+            seen, shape = self._course.seen[leaf.name], self._looks(self._course.shape(leaf.name, self._rows))
             needed = seen.needed and torch.is_grad_enabled()
             self._bearers[leaf.name] = foreign(leaf.name, self, shape, seen.dtype, self._device, needed=needed)
         return self._bearers[leaf.name]

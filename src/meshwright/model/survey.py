@@ -110,7 +110,7 @@ def survey(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Ju
         notes=() if reading is None else reading.anatomy.notes,
         advice=tuple(_advice(module, loaded, reading, sockets)),
         faults=faults,
-        anatomy=None if reading is None else reading.anatomy,
+        anatomy=None if reading is None else replace(reading.anatomy, tokens=reading.tokens),
     )
 
 

@@ -15,9 +15,9 @@ import torch
 _ARITHMETIC = """
     add radd iadd sub rsub isub mul rmul imul div rdiv truediv rtruediv itruediv pow rpow lerp addcmul where maximum minimum
     square sqrt rsqrt reciprocal neg abs exp log tanh sigmoid relu gelu silu softplus clamp clip erf dropout mish elu sin cos
-    to float double half bfloat16 type type_as contiguous clone detach
+    masked_fill to float double half bfloat16 type type_as contiguous clone detach
 """
-_BY_ELEMENT = frozenset(_ARITHMETIC.split())
+BY_ELEMENT = frozenset(_ARITHMETIC.split())
 _OVER_LAST = frozenset(("mean", "sum", "var", "std", "var_mean", "softmax", "log_softmax", "amax", "layer_norm", "rms_norm"))
 _READS = frozenset(("item", "tolist", "bool", "int", "float", "equal", "allclose"))
 
@@ -46,7 +46,7 @@ def alone(
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         over = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
         return "" if dims > 2 and all(each in (-1, dims - 1) for each in over) else f"takes {name} over tokens"
-    if name not in _BY_ELEMENT:
+    if name not in BY_ELEMENT:
         return f"computes '{name}' with it"
     if any(tensor.ndim != made.ndim for tensor in carried):
         return f"computes '{name}' of tensors of several forms"

@@ -22,6 +22,17 @@ def tensors(value: Any) -> list[torch.Tensor]:
     return found
 
 
+def named(value: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
+    """The tensors in `value`, in the same order, each with where it stands: "1.mask.0"."""
+    if isinstance(value, torch.Tensor):
+        return [(name, value)]
+    if isinstance(value, (tuple, list)):
+        items: Mapping[Any, Any] = dict(enumerate(value))
+    else:
+        items = value if isinstance(value, dict) else _items(value) if _is_record(value) else {}
+    return [found for key, item in items.items() for found in named(item, f"{name}.{key}" if name else str(key))]
+
+
 def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
     for value in values:
         if type(value) in _PLAIN:  # most of what a block is called with; this runs for every block of every step

@@ -37,6 +37,7 @@ CHANGES_SHAPE = (
     aten.expand,
     aten.lift_fresh,
 )
+SAME = (aten.detach, aten.alias, aten.view, aten._unsafe_view, aten.lift_fresh)
 SCALES = (aten.mul, aten.div, aten.mul_, aten.div_)
 LOOKS_UP = (aten.embedding, *SCALES, *CHANGES_SHAPE)
 
@@ -47,7 +48,8 @@ BY_WIDTH = {"table": "lookup", "head": "logits"}  # the roles of those that cann
 class Followed(TorchDispatchMode):
     """Notes, while active, who uses the weights of `layers`, roles by name, and what becomes of the outputs of heads.
 
-    `elsewhere` are the layers whose weights are used beside them, `spoiled` says of a layer what cannot be done in parts.
+    `elsewhere` are the layers whose weights are used beside them, `spoiled` says of a layer what cannot be done in parts,
+    `changed` of a head by what its logits are changed first, each by itself.
     """
 
     def __init__(self, module: nn.Module, layers: Mapping[str, str]) -> None:
@@ -58,6 +60,7 @@ class Followed(TorchDispatchMode):
         self._owners: dict[int, set[str]] = {}
         self.elsewhere: set[str] = set()
         self.spoiled: dict[str, str] = {}
+        self.changed: dict[str, str] = {}
         for name in layers:
             for weight in module.get_submodule(name).parameters(recurse=False):
                 self._owners.setdefault(_storage(weight), set()).add(name)
@@ -90,6 +93,8 @@ class Followed(TorchDispatchMode):
         if heads and not self._by_itself(func, args, given, out):
             self.spoiled |= dict.fromkeys(heads - set(self.spoiled), f"{name} looks at all words of a token at once")
         elif heads:
+            if func._overloadpacket not in SAME or any(each.shape != given[0].shape for each in tensors(out)):
+                self.changed = dict.fromkeys(heads, name) | self.changed
             self._marked |= {_storage(each): (each, min(heads)) for each in tensors(out)}
         return out
 
@@ -143,9 +148,9 @@ def divisible(
     head = next((name for name in heads if name not in whys), None)
     if head is None or taken is None or judge is None:
         return Found(kept, whole, None)
-    words, rows = taken.shape[-1], len(taken)
+    words, rows, changed = taken.shape[-1], len(taken), followed.changed.get(head, "")
     weight = next(name for name, each in module.named_parameters() if each is _weight(module, head))
-    return Found(kept, whole, Logits(head, weight, words, taken.numel() // words // rows, judge.numbers))
+    return Found(kept, whole, Logits(head, weight, words, taken.numel() // words // rows, judge.numbers, changed))
 
 
 def _logits(judge: Judge, outputs: Any) -> torch.Tensor | None:

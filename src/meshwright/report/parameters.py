@@ -133,8 +133,8 @@ def _why(home: Home) -> str:
 
 
 def _axes(space: Space) -> list[str]:
-    """The axes along which weights could be cut: those of several ranks that see the same samples and run the same layers."""
-    return [axis for axis in AXES if space.mesh.size(axis) > 1 and axis not in ("pp", *space.data_axes)]
+    """The axes along which weights could be cut: those of several ranks that see the same tokens and run the same layers."""
+    return [axis for axis in AXES if space.mesh.size(axis) > 1 and axis not in ("pp", *space.summed_axes)]
 
 
 def _joined(pattern: str, rows: list[ParameterRow]) -> ParameterRow:

@@ -101,7 +101,8 @@ def _bytes(action: Action, record: Record) -> float | None:
     sizes = record.about.get("sizes", {})
     if not all(set(move.axes) <= set(sizes) for move in action.moves):
         return None
-    return sum(moved_bytes(move, len(move.among) or prod(sizes[axis] for axis in move.axes))[1] for move in action.moves)
+    ranks = (move.near or len(move.among) or prod(sizes[axis] for axis in move.axes) for move in action.moves)
+    return sum(moved_bytes(move, size)[1] for move, size in zip(action.moves, ranks, strict=True))
 
 
 def _what(action: Action) -> str:

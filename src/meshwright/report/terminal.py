@@ -21,6 +21,7 @@ from meshwright.report.parameters import divided_words
 from meshwright.report.parts import parts_view
 from meshwright.report.roles import roles_table, roles_words
 from meshwright.report.states import busiest, sent_table, states_table, states_words
+from meshwright.report.tokens import token_words
 from meshwright.report.versions import versions_words
 from meshwright.verifier.trace import Traced
 from meshwright.verifier.verdict import Verdict
@@ -124,6 +125,7 @@ def plan_words(plan: Plan) -> dict[str, str]:
         "strategies": ", ".join(map(str, plan.strategies)) or "none",
         "global batch": f"{job.train.batch} samples = {ranks} x {micros} of {plan.micro_batch}{each}",
         "precision": roles_words(plan),
+        **token_words(plan),
         **divided_words(plan),
         **versions_words(plan),
         "states per rank": states_words(plan),

@@ -72,7 +72,7 @@ def _measured(cluster: str, strategy: Strategy) -> Cluster:
 
 def _placed(strategy: Strategy, mesh: Mesh, cluster: Cluster) -> tuple[int, int]:
     """How many ranks reduce together for `strategy`, and how many of them share a host (0: all)."""
-    ranks = mesh.peers(0, [_said(strategy).get("axis", "dp_replicate")])
+    ranks = mesh.peers(0, _axes(_said(strategy)))
     if not cluster.per_host or len(ranks) == 1:
         return len(ranks), 0
     hosts = len({rank // cluster.per_host for rank in ranks})
@@ -90,8 +90,13 @@ def _doubts(cluster: Cluster, path: str) -> Iterator[str]:
         yield f"{path} was measured on another machine ({cluster.machine}; here: {here}): measure where the plan will run"
 
 
+def _axes(said: dict[str, Any]) -> tuple[str, str]:
+    """The axes over which a strategy with these fields sums: its own, and that of ranks with other tokens of the same samples."""
+    return said.get("axis", "dp_replicate"), "cp"
+
+
 def _kept(strategy: Strategy, mesh: Mesh, folder: Path) -> str | None:
-    """The rule with which the run in `folder` began, where it goes on with as many ranks along the strategy's axis."""
+    """The rule with which the run in `folder` began, where it goes on with as many ranks along the strategy's axes."""
     path = folder / "plan.toml"
     if not path.is_file() or not any((folder / CHECKPOINTS).glob("step-*")):
         return None
@@ -101,8 +106,7 @@ def _kept(strategy: Strategy, mesh: Mesh, folder: Path) -> str | None:
         return None  # resuming says what is wrong with it
     mine = {key: value for key, value in _said(strategy).items() if key != "algorithm"}
     sizes = document.get("mesh", {})
-    axis = mine.get("axis", "dp_replicate")
-    if sizes.get(axis) != mesh.size(axis):
+    if any(sizes.get(axis, 1) != mesh.size(axis) for axis in _axes(mine)):
         return None
     return _rule(document.get("strategies", []), mine)
 

@@ -29,6 +29,7 @@ from typing import BinaryIO
 
 from meshwright.core.hardware import cores
 from meshwright.run.guard import Record, read_records, record_path, told
+from meshwright.run.interrupt import raise_if_told
 from meshwright.run.private import private_folder
 
 POLL_S = 0.02  # how often the parent looks at its ranks
@@ -92,10 +93,13 @@ def launch(child_argv: Sequence[str], world: int, folder: Path, env: Mapping[str
     (the path for a FileStore), MESHWRIGHT_LIFELINE (a file descriptor for run/guard.py) and, unless `env` has them,
     GLOO_SOCKET_IFNAME (loopback), OMP_NUM_THREADS (its share of the cores) and PYTHONUNBUFFERED. Logs go to
     `folder`/logs, failures to `folder`/failures. Call it from the main thread: it handles SIGINT, SIGTERM and SIGUSR1 meanwhile.
+
+    Raises KeyboardInterrupt, and starts nothing, where one came before (run/interrupt.py).
     """
     limits = limits or Limits()
     _forget_failures(folder)
     ranks: list[_Rank] = []
+    raise_if_told()
     with private_folder() as private, _lifeline() as lifeline_fd, _signals() as received:
         try:
             for rank in range(world):

@@ -152,7 +152,12 @@ def summed_by(plan: Plan, world: World) -> dict[str, str]:
     Two summands have one order. All ranks call this: it may make groups.
     """
     moves = [move for action in plan.actions for move in action.moves]
-    sums = {(move.axes, move.among) for move in moves if move.collective in SUMMING and move.algorithm == BACKEND}
+    sums = {
+        (move.axes, among)
+        for move in moves
+        if move.collective in SUMMING and move.algorithm == BACKEND
+        for among in move.parties(plan.mesh)
+    }
     groups = {" x ".join((*axes, *map(str, among))): world.group(axes, among) for axes, among in sorted(sums)}
     return {name: group.transport for name, group in groups.items() if group.size > 2}
 

@@ -7,8 +7,12 @@ from meshwright.strategies.data.naive import Naive
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.data.zero import Zero
 from meshwright.strategies.memory.recompute import Recompute
+from meshwright.strategies.memory.tiles import Tiles
 from meshwright.strategies.pipeline.pipedream import PipeDream
 from meshwright.strategies.pipeline.pipeline import Pipeline
+from meshwright.strategies.sequence.hybrid import Hybrid
+from meshwright.strategies.sequence.ring import Ring
+from meshwright.strategies.sequence.ulysses import Ulysses
 from meshwright.strategies.tensor.cube import Cube
 from meshwright.strategies.tensor.grid import Grid
 from meshwright.strategies.tensor.grid25 import Grid25
@@ -30,8 +34,12 @@ STRATEGIES: dict[str, type[Strategy]] = {
         Grid25,
         Cube,
         Vocabulary,
+        Ring,
+        Ulysses,
+        Hybrid,
         Pipeline,
         PipeDream,
         Recompute,
+        Tiles,
     )
 }

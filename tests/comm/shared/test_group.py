@@ -17,7 +17,7 @@ from meshwright.comm.shared.group import PLACES, SHORT, SUMMABLE, SharedGroup
 from meshwright.core.mesh import Mesh
 from meshwright.testing.spawn import ProcessPool, on_threads
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "gather", "reduce")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "shift", "scatter", "gather", "reduce")
 WHOLE = ("reduce_scatter", "all_to_all", "scatter")  # the operand holds a piece for every rank
 AREA = 1 << 20  # bytes of a chunk, as in chunks.h
 
@@ -45,6 +45,9 @@ def issue(group: Group, collective: str, tensor: torch.Tensor, one: int = 0) -> 
     if collective == "gather":
         gathered = tensor.new_empty(size * tensor.numel()) if mine else None
         return group.gather(gathered, tensor, target=one), gathered
+    if collective == "shift":
+        output = torch.empty_like(tensor)
+        return group.shift(output, tensor, by=one), output
     numel = {"all_gather": tensor.numel() * size, "reduce_scatter": tensor.numel() // size}.get(collective, tensor.numel())
     output = tensor.new_empty(numel)
     return getattr(group, collective)(output, tensor), output

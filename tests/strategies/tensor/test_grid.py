@@ -7,6 +7,7 @@ from torch import nn
 
 from meshwright.api import build, trace, verify
 from meshwright.comm.group import World
+from meshwright.core.errors import PlanError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.precision import Precision
@@ -20,6 +21,7 @@ from meshwright.strategies.tensor.grid import Grid
 from meshwright.strategies.tensor.vocabulary import Vocabulary
 from meshwright.strategies.tensor.ways import Move
 from meshwright.testing.spawn import on_threads
+from tests.strategies.data.dealt import Dealt
 from tests.strategies.tensor import families
 from tests.strategies.tensor.exact import assert_exact
 from tests.strategies.tensor.llama import batches, planned
@@ -119,3 +121,9 @@ def test_in_half_precision_statistics_travel_in_single(precision: Precision):
     losses = set(on_threads(lambda world: trained(world, reading, plan), plan.mesh))
     assert len(losses) == 1
     assert torch.tensor(losses.pop()).isfinite()
+
+
+def test_tokens_of_a_sample_on_several_ranks_are_refused():
+    strategies = (Grid(), ROWS, Dealt(), Zero())
+    with pytest.raises(PlanError, match=r"strategies\.grid: ranks along cp have some of the tokens of a sample each, and a grid"):
+        planned(known_even(), Mesh(dp_shard=2, cp=2, tp=2), strategies)

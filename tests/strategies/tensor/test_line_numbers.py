@@ -68,3 +68,11 @@ def test_half_precision_travels_in_half(precision: Precision):
     losses = set(on_threads(lambda world: trained(world, reading, plan), plan.mesh))
     assert len(losses) == 1
     assert torch.tensor(losses.pop()).isfinite()
+
+
+@pytest.mark.parametrize("algorithm", ["backend", "ring"])
+def test_copies_of_weights_beside_slices_of_unlike_sizes_stay_equal_to_the_bit(algorithm: str):
+    """Three groups of heads on four ranks: in one bucket with those, whole weights would lie elsewhere on each rank."""
+    reading, plan = planned(known(), Mesh(dp_replicate=3, tp=4), (Line(), Batch(), Replicate(algorithm=algorithm)), 1, rows=6)
+    verdict = verify(reading, plan, batches(2, 6))
+    assert verdict.passed, verdict

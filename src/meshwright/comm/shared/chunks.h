@@ -13,7 +13,7 @@
 
 enum { DEPTH = 16, SLOT = 1 << 16, AREA = 1 << 20, FAR = 1 << 20 };
 enum { MOST_RANKS = 256 }; /* as in segment.py */
-enum { ALL_REDUCE, REDUCE, ALL_GATHER, GATHER, BROADCAST, REDUCE_SCATTER, ALL_TO_ALL, SCATTER, BARRIER }; /* as in group.py */
+enum { ALL_REDUCE, REDUCE, ALL_GATHER, GATHER, BROADCAST, REDUCE_SCATTER, ALL_TO_ALL, SCATTER, BARRIER, SHIFT }; /* as in group.py */
 
 struct said {
     _Alignas(64) _Atomic uint32_t number; /* plus 1: 0 is nothing */
@@ -145,6 +145,9 @@ static void take(const struct group *g, const struct operation *o, struct part p
         break;
     case BROADCAST: case SCATTER:
         move(o->out + part.at, from[o->source], part.nbytes, far);
+        break;
+    case SHIFT: /* `source` says by how many places */
+        move(o->out + part.at, from[(g->index + g->size - (int)o->source) % g->size], part.nbytes, far);
         break;
     default:
         for (int k = 0; k < g->size; k++) move(o->out + (size_t)k * whole + part.at, from[k], part.nbytes, far);

@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 
 from meshwright.comm.algorithms import BACKEND
 from meshwright.comm.collective import TO_ONE, Call, announce
-from meshwright.comm.fake import Done
+from meshwright.comm.fake import Done, kept
 from meshwright.comm.group import Group, Work
 from meshwright.comm.lane import Lane
 from meshwright.comm.processes import TorchGroup
@@ -47,6 +47,7 @@ KINDS = MappingProxyType(  # as in chunks.h
                 "all_to_all",
                 "scatter",
                 "barrier",
+                "shift",
             )
         )
     }
@@ -145,6 +146,11 @@ class SharedGroup(Group):
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
         """Send slice i of `tensor` to rank i; slice i of `output` comes from rank i."""
         return self._issue(announce(self, "all_to_all", tensor, output, action=action), tensor, output)
+
+    def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, by: int = 1, action: str = "") -> Work:
+        """Send `tensor` to the rank `by` places on, round the group; `output` comes from the rank as far behind."""
+        call = announce(self, "shift", tensor, output, action=action, source=by % self.size)
+        return self._issue(call, tensor, output) if call.source else kept(output, tensor)
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:
         """Overwrite `tensor` with that of the rank at index `source` of the group."""
@@ -267,6 +273,7 @@ class SharedGroup(Group):
             kind, dtype, source, nbytes = said
             elements = str(SUMMABLE[dtype]).removeprefix("torch.") if dtype < len(SUMMABLE) else "other elements"
             one = f", to or from index {source}" if names[kind] in ("broadcast", "scatter", "gather", "reduce") else ""
+            one = f", by {source}" if names[kind] == "shift" else one
             lines.append(f"  rank {rank}: {names[kind]} of {nbytes} bytes of {elements}{one}")
         lines.append("  repair: Every rank must issue the same collectives, on the same tensors, in the same order")
         raise waiting.failed("\n".join(lines))

@@ -39,6 +39,7 @@ from meshwright.core.strategy import Phase, Strategy
 
 NBYTES = {"COUNT": COUNT_NBYTES, "TALLY": 8}  # the loss: float64
 DATA_AXES = ("dp_replicate", "dp_shard")
+SUMMED_AXES = (*DATA_AXES, "cp")  # where ranks may have other samples, or other tokens of them
 
 
 @dataclass(frozen=True)
@@ -92,3 +93,12 @@ class Batch(Strategy):
             return action
         axes = (*(action.transfer.axes if action.transfer else ()), self.axis)
         return replace(action, lane="wire", transfer=Transfer("all_reduce", axes, NBYTES[action.kind], dtype="float64"))
+
+
+def alike_fault(what: str, axis: str, where: str) -> Fault:
+    """What is wrong with summing gradients along `axis`, for `what` there, where nothing divides samples or tokens."""
+    if axis in DATA_AXES:
+        text = f"the {what} along {axis} would all see the same samples: nothing splits the batch there"
+        return Fault(text, f'add [[strategies]] name = "batch", axis = "{axis}"', where)
+    text = f"the {what} along {axis} would all see the same tokens: nothing deals those of a sample out there"
+    return Fault(text, f'add [[strategies]] name = "ring", axis = "{axis}"', where)

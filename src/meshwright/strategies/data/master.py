@@ -38,6 +38,7 @@ from meshwright.core.program import Action, Program, Transfer, index_of_last, wi
 from meshwright.core.space import Space
 from meshwright.core.steps import FORWARDS, NORM, last_backward, output_gradient
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
+from meshwright.strategies.data.batch import DATA_AXES
 from meshwright.strategies.data.replicate import replica_faults
 
 
@@ -51,7 +52,7 @@ class Master(Strategy):
 
     def check(self, job: Job, space: Space) -> Iterator[Fault]:
         where = f"strategies.{self.name}"
-        yield from replica_faults(self.name, self.axis, "backend", space)
+        yield from replica_faults(self.name, self.axis, "backend", space, DATA_AXES)
         others = [axis for axis in AXES if axis != self.axis and space.mesh.size(axis) > 1]
         if others:
             text = f"the ranks along {' and '.join(others)} would each have a master of their own"

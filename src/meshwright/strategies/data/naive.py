@@ -48,7 +48,8 @@ class Naive(Strategy):
             yield Fault(text, 'use the strategy "replicate", or make the two dtypes equal', "precision.reduce")
 
     def place(self, space: Space) -> Space:
-        return space.with_homes(lambda home: replace(home, grad=home.grad.with_place(self.axis, I)))
+        axes = space.with_theirs(self.axis)
+        return space.with_homes(lambda home: replace(home, grad=home.grad.with_place(axes, I)))
 
     def rewrite(self, program: Program, space: Space, job: Job) -> Program:
         return program.edit(lambda actions: self._reduced(actions, space, job))
@@ -67,7 +68,7 @@ class Naive(Strategy):
         rule = Rule.parse(self.algorithm)
         for weight in (home.weight for home in space.homes if home.weight.trainable):
             nbytes = weight.numel * NBYTES[job.precision.parameters]
-            transfer = Transfer("all_reduce", (self.axis,), nbytes, rule.pick(nbytes), job.precision.parameters)
+            transfer = Transfer("all_reduce", space.with_theirs(self.axis), nbytes, rule.pick(nbytes), job.precision.parameters)
             waits = (last_backward(actions[:end]).name,)
             tensors = (weight.name,)
             reduces.append(Action("REDUCE", weight.name, micro, lane="wire", waits=waits, tensors=tensors, transfer=transfer))

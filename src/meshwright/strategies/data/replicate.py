@@ -11,6 +11,7 @@ gradients over the ranks along the axis).
     gradients P -> I along the axis: the move table says all_reduce
 
     sent per rank and step = 2 (n-1)/n * S          S: bytes of the trainable parameters in the reduction dtype
+                                                    n: ranks along the axis x ranks that have other tokens of its samples
 
 Cost: 2 (n-1)/n S bytes (`algorithm` may name one that sends more, in fewer rounds); memory of weights, gradients and moments
 unchanged. A bucket is the home of its gradients: one contiguous buffer, made once, into which the first micro-batch's
@@ -37,7 +38,7 @@ from meshwright.core.program import Action, Hold, Program, Transfer
 from meshwright.core.space import Space
 from meshwright.core.steps import Backwards, awaiting, first_reader, gradient, steps
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
-from meshwright.strategies.data.batch import DATA_AXES
+from meshwright.strategies.data.batch import DATA_AXES, SUMMED_AXES, alike_fault
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class Replicate(Strategy):
             yield Fault(text, "write a size above 0; 25 is a good start", "strategies.replicate.bucket_mb")
 
     def place(self, space: Space) -> Space:
-        return space.with_homes(lambda home: replace(home, grad=home.grad.with_place(self.axis, I)))
+        axes = space.with_theirs(self.axis)
+        return space.with_homes(lambda home: replace(home, grad=home.grad.with_place(axes, I)))
 
     def rewrite(self, program: Program, space: Space, job: Job) -> Program:
         buckets = coalesce(space.bundles(), self.bucket_mb * 2**20 / NBYTES[job.precision.reduce])
@@ -73,11 +75,11 @@ class Replicate(Strategy):
     def _reduced(self, actions: list[Action], buckets: Iterable[Sequence[Bundle]], space: Space, job: Job) -> list[Action]:
         """`actions` with all buckets: once, or for every micro-batch, where each is stepped with alone."""
         alone, behind = steps(actions), dict[int, list[Action]]()  # what stands behind which action
-        found, ends = Backwards(actions), list[_End]()
+        found, ends, axes = Backwards(actions), list[_End](), space.with_theirs(self.axis)
         for number, bucket in enumerate(buckets):
             for micro in alone or (None,):
                 places = [found.of(bundle, space.anatomy.visits, micro) for bundle in bucket]
-                ends.append(self._reduce(actions, places, behind, str(number), bucket, job, micro))
+                ends.append(self._reduce(actions, places, behind, str(number), bucket, axes, job, micro))
         done = [each for i, action in enumerate(actions) for each in (action, *behind.get(i, ()))]
         for end in ends:
             done = end.of(done)
@@ -90,10 +92,11 @@ class Replicate(Strategy):
         behind: dict[int, list[Action]],
         name: str,
         bucket: Sequence[Bundle],
+        axes: tuple[str, ...],
         job: Job,
         micro: int | None,
     ) -> "_End":
-        """One bucket: each bundle is packed right after its own backward (`places`), while its gradients are in cache.
+        """One bucket, summed over `axes`: each bundle is packed right after its own backward (`places`), while it is in cache.
 
         The whole leaves after the last backward. A bucket of another dtype takes finished sums only, and is unpacked.
         """
@@ -112,7 +115,7 @@ class Replicate(Strategy):
         last = max(own[-1] for own in places)
         waits = tuple(dict.fromkeys((*(pack.name for pack in packs), actions[last].name)))
         algorithm = Rule.parse(self.algorithm).pick(held.nbytes)
-        transfer = Transfer("all_reduce", (self.axis,), held.nbytes, algorithm, job.precision.reduce)
+        transfer = Transfer("all_reduce", axes, held.nbytes, algorithm, job.precision.reduce)
         reduce = Action("REDUCE", name, micro, lane="wire", waits=waits, tensors=tensors, transfer=transfer)
         behind.setdefault(last, []).append(reduce)
         if not casts:
@@ -121,23 +124,25 @@ class Replicate(Strategy):
 
 
 def coalesce(bundles: Sequence[Bundle], limit: float) -> list[list[Bundle]]:
-    """`bundles` in runs of at most `limit` elements, in order; a bundle above the limit is a run of its own."""
+    """`bundles` in runs of at most `limit` elements, in order; a bundle above the limit is a run of its own.
+
+    Slices of unlike sizes are in runs of their own: behind them nothing would lie alike on ranks that have other slices.
+    """
     runs: list[list[Bundle]] = []
     for bundle in bundles:
-        if runs and sum(other.numel for other in runs[-1]) + bundle.numel <= limit:
+        if runs and runs[-1][-1].uneven == bundle.uneven and sum(other.numel for other in runs[-1]) + bundle.numel <= limit:
             runs[-1].append(bundle)
         else:
             runs.append([bundle])
     return runs
 
 
-def replica_faults(name: str, axis: str, algorithm: str, space: Space) -> Iterator[Fault]:
-    """What is wrong with keeping whole copies along `axis`."""
-    if axis not in DATA_AXES:
+def replica_faults(name: str, axis: str, algorithm: str, space: Space, axes: tuple[str, ...] = SUMMED_AXES) -> Iterator[Fault]:
+    """What is wrong with keeping whole copies along `axis`, which may be one of `axes`."""
+    if axis not in axes:
         yield Fault(f"weights cannot be replicated along '{axis}'", nearest(axis, DATA_AXES), f"strategies.{name}.axis")
-    elif axis not in space.data_axes:
-        text = f"the copies along {axis} would all see the same samples: nothing splits the batch there"
-        yield Fault(text, f'add [[strategies]] name = "batch", axis = "{axis}"', f"strategies.{name}")
+    elif axis not in space.summed_axes:
+        yield alike_fault("copies", axis, f"strategies.{name}")
     elif any(home.flat for home in space.homes):
         text = f"{name} keeps whole copies along {axis}, and zero cuts the weights into shards"
         cut = any(axis in home.flat for home in space.homes)
@@ -145,18 +150,25 @@ def replica_faults(name: str, axis: str, algorithm: str, space: Space) -> Iterat
         yield Fault(text, f"remove {name}{more}", f"strategies.{name}")
     else:
         yield from _apart_faults(name, axis, space)
-    ranks = space.mesh.size(axis) if axis in DATA_AXES else 1
+    ranks = space.mesh.extent(space.with_theirs(axis)) if axis in axes else 1
     yield from algorithm_faults(algorithm, ranks, f"strategies.{name}.algorithm")
 
 
 def _apart_faults(name: str, axis: str, space: Space) -> Iterator[Fault]:
     """Copies along two axes would be summed one axis after the other: two messages where one does."""
-    for other in DATA_AXES:
-        homes = [home for home in space.homes if home.weight.trainable and home.layout.place(other) == R]
-        if other != axis and any(home.grad.place(other) == I for home in homes):
-            text = f"weights are kept whole along {other} already, and now along {axis} too"
-            ranks = space.mesh.size(axis) * space.mesh.size(other)
-            yield Fault(text, f"make it one axis: mesh.{other} = {ranks}, mesh.{axis} = 1", f"strategies.{name}.axis")
+    copied = [home for home in space.homes if home.weight.trainable]
+    whole = [each for each in SUMMED_AXES if any((h.layout.place(each), h.grad.place(each)) == (R, I) for h in copied)]
+    others = [each for each in whole if each != axis]
+    if others:
+        text, ranks = (
+            f"weights are kept whole along {others[0]} already, and now along {axis} too",
+            space.mesh.extent((*others, axis)),
+        )
+        fix = f"make it one axis: mesh.{others[0]} = {ranks}, mesh.{axis} = 1"
+        tokens = [each for each in (*others, axis) if each in space.token_axes]
+        if tokens:
+            fix = f"keep one of them, along an axis of samples if there is one: it sums over {' and '.join(tokens)} too"
+        yield Fault(text, fix, f"strategies.{name}.axis")
 
 
 @dataclass(frozen=True)

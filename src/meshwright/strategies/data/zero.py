@@ -23,7 +23,8 @@ the bytes of one all-reduce. Storage is split, not work: every rank still comput
 `gather` says how long stage 3 keeps weights: for one "use" (forward, and again backward), for a "micro"-batch, for the "step";
 `keep_mb` keeps as many more as fit. They are gathered `ahead` uses early into a fixed number of buffers. Stage 2 and 3 reduce
 after every backward, through two buffers, so no whole gradient outlives its block. With `across`, shards are replicated over a
-second axis (hybrid): reduce-scatter inside, all-reduce of the shard across.
+second axis (hybrid): reduce-scatter inside, all-reduce of the shard across. Ranks that have other tokens of the same samples are
+among the n: sums, and shards, are over them and the ranks along the axis together.
 Cost: stages 1 and 2 send what `replicate` sends (stage 2 more often, where micro-batches accumulate), stage 3 half as much again.
 Limits: an optimizer that looks at more than an element needs shards cut at its grain (core/arena.py). Stage 3 wants fast links.
 Paper: Rajbhandari et al. 2020, "ZeRO", arXiv 1910.02054 (sections 5 and 7); Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277
@@ -36,6 +37,7 @@ from math import inf
 from typing import ClassVar
 
 from meshwright.core.anatomy import NBYTES_OWN, ROOT
+from meshwright.core.arena import Arena
 from meshwright.core.errors import Fault, nearest
 from meshwright.core.home import Bundle, Home
 from meshwright.core.job import Job
@@ -46,7 +48,7 @@ from meshwright.core.space import Space
 from meshwright.core.steps import FORWARDS, USES
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
 from meshwright.core.summing import Sums
-from meshwright.strategies.data.batch import DATA_AXES
+from meshwright.strategies.data.batch import DATA_AXES, SUMMED_AXES, alike_fault
 
 STAGES = (1, 2, 3)
 GATHERS = ("use", "micro", "step")
@@ -56,7 +58,8 @@ GATHERS = ("use", "micro", "step")
 class Zero(Strategy):
     """Moments (stage 1), gradients too (2), weights too (3) in equal shards along `axis`, replicated along `across` if given.
 
-    Of stage 3 alone: `gather`, `keep_mb` and `ahead` (see above).
+    Ranks that have other tokens of the same samples share in the shards. Of stage 3 alone: `gather`, `keep_mb` and `ahead` (see
+    above).
     """
 
     name: ClassVar[str] = "zero"
@@ -79,11 +82,10 @@ class Zero(Strategy):
             text = f"keep_mb = {self.keep_mb}, ahead = {self.ahead}"
             yield Fault(text, "write numbers from 0 up; ahead = 1 is a good start", where)
         for key, axis in (("axis", self.axis), ("across", self.across)):
-            if axis and axis not in DATA_AXES:
+            if axis and axis not in SUMMED_AXES:
                 yield Fault(f"{key} = '{axis}' is no axis of data parallelism", nearest(axis, DATA_AXES), f"{where}.{key}")
-            elif axis and axis not in space.data_axes:
-                text = f"the shards along {axis} would all see the same samples: nothing splits the batch there"
-                yield Fault(text, f'add [[strategies]] name = "batch", axis = "{axis}"', where)
+            elif axis and axis not in space.summed_axes:
+                yield alike_fault("shards", axis, where)
         unused = [key for key, usual in (("gather", "use"), ("keep_mb", 0.0), ("ahead", 1)) if vars(self)[key] != usual]
         if unused and self.stage in (1, 2):
             text = f"{' and '.join(unused)} with stage {self.stage}, which keeps weights whole"
@@ -91,12 +93,23 @@ class Zero(Strategy):
         yield from self._dtype_faults(space)
         if self.axis == self.across:
             yield Fault(f"axis and across are both {self.axis}", "shard along one axis, replicate along the other", where)
-        taken = [axis for axis in (self.axis, self.across) if axis and any(axis not in h.grad.axes("P") for h in _trained(space))]
-        if taken and set(taken) <= set(space.data_axes):
+        elif self.across in space.token_axes:
+            text = f"across = '{self.across}', where ranks have other tokens of a sample: shards are cut along {self.axis} and it"
+            yield Fault(text, 'remove across, or write the other axis of samples there: "dp_replicate"', f"{where}.across")
+        yield from self._taken_faults(space)
+
+    def _taken_faults(self, space: Space) -> Iterator[Fault]:
+        """Sums that another strategy takes."""
+        stored = [axis for axis in space.summed_axes if any(axis not in home.grad.axes("P") for home in _trained(space))]
+        if taken := [axis for axis in stored if axis in (*space.with_theirs(self.axis), self.across)]:
             text = f"another strategy stores the weights along {' and '.join(taken)} already"
-            other = [axis for axis in taken if axis != self.axis]
+            other = [axis for axis in stored if axis in space.data_axes and axis != self.axis]
             more = f'; zero replicates by itself: across = "{other[0]}"' if other else ""
-            yield Fault(text, f"keep one of them{more}", where)
+            yield Fault(text, f"keep one of them{more}", "strategies.zero")
+        elif cut := sorted({axis for home in space.homes for axis in home.flat}):
+            text = f"the weights are cut into shards along {' and '.join(cut)} already, and now along {self.axis} too"
+            fix = f'keep one of them, along one axis; zero replicates by itself: across = "{cut[0]}"'
+            yield Fault(text, fix, "strategies.zero")
 
     def _dtype_faults(self, space: Space) -> Iterator[Fault]:
         for weight in (home.weight for home in space.homes):
@@ -108,14 +121,19 @@ class Zero(Strategy):
                 yield Fault(text, f"use stage = 2, which keeps weights whole, or one of {', '.join(NBYTES_OWN)}", weight.name)
 
     def place(self, space: Space) -> Space:
-        def shard(home: Home) -> Home:
-            grad = home.grad.with_place(self.axis, S(FLAT)).with_place((self.across,) if self.across else (), I)
-            return replace(self._stored(home), grad=grad)
+        axes = space.with_theirs(self.axis)
 
-        return space.with_homes(shard).with_homes(self._stored, frozen=True)
+        def stored(home: Home) -> Home:
+            return replace(home, stored=home.stored.with_place(axes, S(FLAT))) if self.stage == 3 else home
+
+        def shard(home: Home) -> Home:
+            grad = home.grad.with_place(axes, S(FLAT)).with_place((self.across,) if self.across else (), I)
+            return replace(stored(home), grad=grad)
+
+        return space.with_homes(shard).with_homes(stored, frozen=True)
 
     def rewrite(self, program: Program, space: Space, job: Job) -> Program:
-        sums = Sums(space, job, self.axis, self.across, every=self.stage > 1)
+        sums = Sums(space, job, space.with_theirs(self.axis), self.across, every=self.stage > 1)
         program = program.edit(sums.added)
         return program.edit(lambda actions: (self._stay if self.stage == 3 else self._hand_out)(actions, space, job))
 
@@ -123,20 +141,18 @@ class Zero(Strategy):
         words = {"UNSHARD": runtime.unshard, "RESHARD": _nothing, "READY": _nothing}
         return {**words, "REDUCE": runtime.reduce, "ADD": runtime.add}
 
-    def _stored(self, home: Home) -> Home:
-        return replace(home, stored=home.stored.with_place(self.axis, S(FLAT))) if self.stage == 3 else home
-
-    def _gather_of(self, bundle: Bundle, shard: int, job: Job, what: str, micro: int | None) -> Action:
-        """The UNSHARD of `bundle`, of which each rank has `shard` elements, for `what`."""
+    @staticmethod
+    def _gather_of(bundle: Bundle, arena: Arena, job: Job, what: str, micro: int | None) -> Action:
+        """The UNSHARD of `bundle`, which lies in `arena`, for `what`."""
         first, parameters = bundle.weights[0], job.precision.parameters
-        dtype, nbytes = first.held_in(parameters), shard * first.width(parameters)
-        transfer = Transfer("all_gather", (self.axis,), nbytes, dtype=dtype)
+        dtype, nbytes = first.held_in(parameters), arena.shard * first.width(parameters)
+        transfer = Transfer("all_gather", arena.axes, nbytes, dtype=dtype)
         return Action("UNSHARD", f"{bundle.name}{what}", micro, "wire", tensors=bundle.names, transfer=transfer)
 
     def _hand_out(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
         """`actions` with what the last step has stepped handed out once, each bundle ahead of its first use."""
         bundles, arenas = sorted(space.bundles(), key=lambda bundle: min(_places(bundle, space))), space.arenas()
-        gathers = {bundle.name: self._gather_of(bundle, arenas[bundle.name].shard, job, "", None) for bundle in bundles}
+        gathers = {bundle.name: self._gather_of(bundle, arenas[bundle.name], job, "", None) for bundle in bundles}
         first = next(i for i, action in enumerate(actions) if action.kind in FORWARDS)
         waiting = [self._waiting(action, bundles, {b: g.name for b, g in gathers.items()}) for action in actions[first:]]
         ready = [_ready(gathers[bundle.name]) for bundle in bundles if ROOT in bundle.visits]
@@ -153,7 +169,7 @@ class Zero(Strategy):
         bundles, arenas = {bundle.name: bundle for bundle in space.all_bundles()}, space.arenas()
         widths = {name: bundle.weights[0].width(job.precision.parameters) for name, bundle in bundles.items()}
         nbytes = {name: arena.numel * widths[name] for name, arena in arenas.items()}
-        at = [i for i, action in enumerate(actions) if action.kind in USES]
+        at = [i for i, action in enumerate(actions) if action.kind in USES or (action.kind == "LOSS" and action.tensors)]
         uses = [Use(_needed(actions[i], list(bundles.values())), actions[i].micro or 0) for i in at]
         found = stays(uses, nbytes, self.gather, self.keep_mb * 2**20, self.ahead)
         number, sizes = buffers(found, nbytes)
@@ -163,7 +179,7 @@ class Zero(Strategy):
         for stay in found:
             bundle, first = bundles[stay.bundle], actions[at[stay.begin]]
             held = Hold(f"weight buffer {number[stay.bundle]}", sizes[number[stay.bundle]])
-            fetch = self._gather_of(bundle, arenas[stay.bundle].shard, job, _for(first, bundle), first.micro)
+            fetch = self._gather_of(bundle, arenas[stay.bundle], job, _for(first, bundle), first.micro)
             fetch = replace(fetch, takes=(held,))
             release = Action("RESHARD", fetch.subject, fetch.micro, tensors=fetch.tensors, frees=(held.name,))
             before.setdefault(at[stay.fetch], []).append(fetch)
@@ -196,7 +212,9 @@ def _inserted(
 
 def _needed(action: Action, bundles: Sequence[Bundle]) -> tuple[str, ...]:
     """The bundles that `action` finds whole: those of its visit, and those that glue uses at any time."""
-    return tuple(bundle.name for bundle in bundles if bundle.homes[0].flat and {action.subject, ROOT} & set(bundle.visits))
+    by_loss = set(action.tensors) if action.kind == "LOSS" else set()
+    flat = (bundle for bundle in bundles if bundle.homes[0].flat)
+    return tuple(each.name for each in flat if {action.subject, ROOT} & set(each.visits) or by_loss & set(each.names))
 
 
 def _places(bundle: Bundle, space: Space) -> list[int]:

@@ -37,12 +37,13 @@ from fnmatch import fnmatchcase
 from math import inf
 from typing import ClassVar
 
-from meshwright.core.anatomy import Anatomy, block_of
+from meshwright.core.anatomy import NBYTES, Anatomy, block_of
 from meshwright.core.errors import Fault, nearest
 from meshwright.core.job import Job
 from meshwright.core.program import Action, Hold, Program, with_waits
+from meshwright.core.shares import shares
 from meshwright.core.space import Space
-from meshwright.core.steps import BACKWARDS, COMPLETING, inside
+from meshwright.core.steps import BACKWARDS, COMPLETING, inside, micro_rows
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
 
 
@@ -71,14 +72,14 @@ class Recompute(Strategy):
             yield Fault(f"keep_mb = {self.keep_mb}", "write a number from 0 up; 0 keeps nothing", f"{where}.keep_mb")
 
     def rewrite(self, program: Program, space: Space, job: Job) -> Program:
-        return program.edit(lambda actions: self._lean(actions, space.anatomy))
+        return program.edit(lambda actions: self._lean(actions, space, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         return {"RERUN": runtime.rerun}
 
-    def _lean(self, actions: list[Action], anatomy: Anatomy) -> list[Action]:
+    def _lean(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
         """`actions` with an F_LEAN in place of each F of the visits that are chosen, and a RERUN before its B."""
-        chosen = self._chosen(actions, anatomy)
+        chosen = self._chosen(actions, space, micro_rows(actions, space, job) * NBYTES[job.precision.compute])
         edited, leans = [], {}
         for action in actions:
             action = replace(action, waits=tuple(leans[wait].name if wait in leans else wait for wait in action.waits))
@@ -99,18 +100,22 @@ class Recompute(Strategy):
             edited.append(action)
         return edited
 
-    def _chosen(self, actions: Sequence[Action], anatomy: Anatomy) -> dict[str, dict[int | None, Action]]:
-        """The visits that are run again, each with room for its RERUNs by micro-batch."""
+    def _chosen(self, actions: Sequence[Action], space: Space, width: int) -> dict[str, dict[int | None, Action]]:
+        """The visits that are run again, each with room for its RERUNs by micro-batch. An element per sample is `width` bytes.
+
+        Ranks that meet within a visit choose alike: by the sizes of the one that has most of it.
+        """
+        anatomy, sizes = space.anatomy, shares(_largest(space))
         forwards = {
             action.subject: action for action in actions if action.kind == "F" and self._asked_for(action.subject, anatomy)
         }
         order = list(anatomy.visits)
         alive = {visit: _most_at_once(actions, visit) for visit in forwards}
-        nbytes = {visit: alive[visit] * sum(hold.nbytes for hold in _spared(action)) for visit, action in forwards.items()}
+        known = bool(anatomy.inside_numel)  # else what it hands on stands for it
+        spared = {visit: sizes[visit].inside if known else sizes[visit].hands_on for visit in forwards}
+        nbytes = {visit: alive[visit] * spared[visit] * width for visit in forwards}
         left = self.keep_mb * 2**20
-        worth = {
-            visit: action.flops * alive[visit] / nbytes[visit] if nbytes[visit] else inf for visit, action in forwards.items()
-        }
+        worth = {visit: sizes[visit].flops * alive[visit] / each if each else inf for visit, each in nbytes.items()}
         for visit in sorted(forwards, key=lambda visit: (-worth[visit], -order.index(visit))):
             if nbytes[visit] <= left:
                 left -= nbytes[visit]
@@ -133,9 +138,14 @@ def _within(forward: Action) -> tuple[Hold, ...]:
     return tuple(hold for hold in forward.takes if hold.name == inside(forward.subject, forward.micro))
 
 
-def _spared(forward: Action) -> tuple[Hold, ...]:
-    """What is spared by running it again; what it hands on stands for it where its inside is not known."""
-    return _within(forward) or forward.takes
+def _largest(space: Space) -> Space:
+    """`space` as the rank sees it that has most, of those that have other slices of weights, or other tokens."""
+    where = {**dict(space.coordinate), **dict.fromkeys(space.cut_axes, 0)}  # units are dealt out larger first
+    if space.deal is not None and space.anatomy.tokens is not None:
+        counts = [space.deal.count(space.anatomy.tokens.length, index) for index in range(space.deal.ranks)]
+        peers = sorted(space.mesh.peers(space.mesh.rank(where), space.token_axes))
+        where = space.mesh.coordinate(peers[counts.index(max(counts))])
+    return space.at(where)
 
 
 def _most_at_once(actions: Sequence[Action], visit: str) -> int:

@@ -28,9 +28,10 @@ In the norm, and in a checkpoint, it counts once. The sum comes when the last ba
 
     bytes = 2 (k - 1)/k S        sent by each of k ranks that use S bytes of weights; of S in shards, a shard
 
-Where ranks of a part have slices of a value (tokens, with sequence.py; the width, with grids; heads), each sends its own to the
-rank at its place in the next part, and nobody puts it together in between (core/crossed.py). Where they all have the same
-(line.py), every rank sends all of it, over a link of its own; with `scatter` each sends one t-th, and the next part gathers:
+Where ranks of a part have slices of a value (tokens, with sequence.py or where those of a sample are dealt to ranks; the width,
+with grids; heads), each sends its own to the rank at its place in the next part, and nobody puts it together in between
+(core/crossed.py); of such tokens glue sees what it would on one device (model/apart.py). Where they all have the same (line.py),
+every rank sends all of it, over a link of its own; with `scatter` each sends one t-th, and the next part gathers:
 
     bytes between parts, per rank    N whole     N/t in slices     N/t with `scatter`, and (t-1)/t N received within the part
 

@@ -19,7 +19,7 @@ from meshwright.core.job import Job
 from meshwright.core.layout import I, P, R
 from meshwright.core.program import Action, Program, Transfer
 from meshwright.core.space import Space
-from meshwright.core.steps import COUNT_NBYTES, FORWARDS, inside, micro_rows
+from meshwright.core.steps import FORWARDS, added_along, inside, micro_rows
 from meshwright.strategies.tensor.overlap import sizes
 from meshwright.strategies.tensor.ways import Leaf, Move, Way, Ways, leaves_of, sums_of, uncut, way_of
 
@@ -65,22 +65,14 @@ def booked(program: Program, ways: Ways, space: Space, job: Job) -> Program:
 
 def heard(program: Program, axis: str) -> Program:
     """`program` with COUNT taken along `axis` too: a wish to stop is heard by all."""
-
-    def along(action: Action) -> Action:
-        if action.kind != "COUNT":
-            return action
-        before = action.transfer.axes if action.transfer else ()
-        axes = before if axis in before else (*before, axis)
-        return replace(action, lane="wire", transfer=Transfer("all_reduce", axes, COUNT_NBYTES, dtype="float64"))
-
-    return program.edit(lambda actions: [along(action) for action in actions])
+    return added_along(program, axis, ("COUNT",))
 
 
 def _visits(ways: Ways, space: Space, job: Job, rows: int) -> dict[str, _Visit]:
     """What is booked of every visit that calls a layer with a way, in micro-batches of so many rows."""
     calls: dict[str, list[Met]] = {}
     sums = sums_of(space.anatomy.calls, ways)
-    for at, call in enumerate(space.anatomy.calls):
+    for at, call in enumerate(_own(space)):
         way = way_of(ways, call.name, call.role)
         if way is not None:
             last = sums.get(call.name, (call.name,))[-1]  # it moves the sum of all
@@ -101,6 +93,13 @@ def _visits(ways: Ways, space: Space, job: Job, rows: int) -> dict[str, _Visit]:
         return _Visit(sent(_forth(mine, rows)), whole, first, late, more)
 
     return {visit: booked(visit, mine) for visit, mine in calls.items()}
+
+
+def _own(space: Space) -> Iterator[Call]:
+    """The calls of the model, as they are on the tokens that this rank has."""
+    share = space.own_tokens
+    for call in space.anatomy.calls:
+        yield call if share == 1 else replace(call, into=int(call.into * share), out=int(call.out * share))
 
 
 def _gathered(calls: Iterable[Met], rows: int, space: Space, learning: Collection[str]) -> int:

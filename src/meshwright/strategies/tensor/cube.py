@@ -57,7 +57,7 @@ from meshwright.strategies.tensor.grid import (
     uneven_faults,
 )
 from meshwright.strategies.tensor.grouped import told
-from meshwright.strategies.tensor.refusals import axis_fault
+from meshwright.strategies.tensor.refusals import axis_fault, twice_faults
 from meshwright.strategies.tensor.ways import WIDTH, Held, Move, Way, Ways, filled, linear, own, placed
 
 DEPTH = "tp_depth"  # the axis along which the inputs of a matrix lie
@@ -77,6 +77,7 @@ class Cube(Strategy):
         if self.axis != "tp":
             yield axis_fault(self.axis, "the outputs of matrices", where)
             return
+        yield from twice_faults(space, self.axis, where)
         yield from kind_faults(space, where)
         yield from square_faults(space, (ROWS, DEPTH, self.axis))
 
@@ -102,7 +103,7 @@ class Cube(Strategy):
             "logits": Way({}, **through((Move(b, WIDTH, I, (c,)), Move(c, WIDTH, I)), own)),
             **norms(space, (c, b)),
         }
-        for weight, table, head, divisible in tied(space.anatomy):
+        for weight, table, head, divisible in tied((space.whole or space).anatomy):
             summed = Way({c: "in", b: "in"}, **through((), linear, (Move(b, P, I), Move(c, P, I))))
             whole = Way({}, **through((), own, (Move(c, I, WIDTH), Move(b, I, WIDTH, (c,)))))
             ways[head], ways[table] = (summed, looked_up) if divisible else (ways["logits"], whole)

@@ -49,7 +49,7 @@ from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
 from meshwright.model.statistics import applied, joined, statistics
 from meshwright.strategies.tensor.booking import booked, heard
 from meshwright.strategies.tensor.grouped import told
-from meshwright.strategies.tensor.refusals import axis_fault
+from meshwright.strategies.tensor.refusals import axis_fault, twice_faults
 from meshwright.strategies.tensor.ways import (
     WIDTH,
     Compute,
@@ -86,6 +86,7 @@ class Grid(Strategy):
         if self.axis != "tp":
             yield axis_fault(self.axis, "matrices", where)
             return
+        yield from twice_faults(space, self.axis, where)
         yield from kind_faults(space, where)
         yield from square_faults(space, (ROWS, self.axis))
 
@@ -107,7 +108,7 @@ class Grid(Strategy):
             "logits": Way({}, into=Move(self.axis, WIDTH, I), compute=own),
             **norms(space, (self.axis,)),
         }
-        for weight, table, head, divisible in tied(space.anatomy):
+        for weight, table, head, divisible in tied((space.whole or space).anatomy):
             ways[head] = Way({self.axis: "in"}, out=Move(self.axis, P, I)) if divisible else ways["logits"]
             ways[table] = looked_up if divisible else Way({}, out=Move(self.axis, I, WIDTH), compute=own)
             ways[weight.layers[0]] = ways[table if weight.role in TABLES else head]  # its sides are those of its role
@@ -225,6 +226,11 @@ def uneven_faults(sides: Iterable[Sided], side: int) -> Iterator[Fault]:
 
 def shard_faults(space: Space, where: str, across: str = "") -> Iterator[Fault]:
     """The rows of the grid share the storage of their slices; along `across`, if given, they are copied."""
+    if space.token_axes:
+        text = (
+            f"ranks along {' and '.join(space.token_axes)} have some of the tokens of a sample each, and a grid wants all of them"
+        )
+        yield Fault(text, 'use the strategy "line", or set mesh.cp = 1', where)
     axes = (ROWS, across) if across else (ROWS,)
     whole = [home for home in space.homes if home.weight.trainable and home.stored.place(ROWS) != S(FLAT)]
     cut = [home for home in space.homes if home.weight.trainable and across in home.flat]

@@ -29,7 +29,7 @@ from meshwright.core.program import Program
 from meshwright.core.space import Space
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
 from meshwright.strategies.tensor.grid import ROWS, Grid, kind_faults, shard_faults, sided, square_faults, uneven_faults
-from meshwright.strategies.tensor.refusals import axis_fault
+from meshwright.strategies.tensor.refusals import axis_fault, twice_faults
 
 DEPTH = "dp_replicate"  # the axis along which squares lie one behind the other
 
@@ -51,6 +51,7 @@ class Grid25(Strategy):
         if self.axis != "tp":
             yield axis_fault(self.axis, "matrices", where)
             return
+        yield from twice_faults(space, self.axis, where)
         yield from kind_faults(space, where)
         yield from square_faults(space, (ROWS, self.axis))
         if space.mesh.size(DEPTH) == 1:

@@ -44,7 +44,7 @@ from meshwright.core.space import Space
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
 from meshwright.strategies.tensor.booking import booked, heard
 from meshwright.strategies.tensor.grouped import overlapping, picking, told
-from meshwright.strategies.tensor.refusals import axis_fault, lone_faults, unit_faults, unknown_faults
+from meshwright.strategies.tensor.refusals import axis_fault, lone_faults, twice_faults, unit_faults, unknown_faults
 from meshwright.strategies.tensor.ways import WIDTH, Move, Way, Ways, filled, own, placed
 
 
@@ -68,6 +68,7 @@ class Line(Strategy):
         if self.chunks < 1:
             fix = "write a number from 1 up; with 1, rows layers send what they give out whole"
             yield Fault(f"chunks = {self.chunks}", fix, f"{where}.chunks")
+        yield from twice_faults(space, self.axis, where)
         yield from unknown_faults(space.anatomy, where)
         yield from unit_faults(space, self.ways(space))
         yield from lone_faults(space, self.axis)

@@ -2,6 +2,7 @@
 
     no pair             what was looked at, why it stays whole, and the two lines that declare roles
     a declared role     that cannot be had: no partner, other widths, a convolution
+    divided twice       two strategies for the same matrices
     too many ranks      fewer units than ranks: the sizes of the axis that work, and what the other ranks could do instead
 
 All of it comes together, before any process starts.
@@ -18,11 +19,20 @@ from meshwright.strategies.tensor.ways import Ways, way_of
 
 SHOWN = 4  # reasons in a message
 KEPT = ("", "replicated")
+DIVIDED = ("columns", "rows", "gathered")
 
 
 def axis_fault(axis: str, divided: str, where: str) -> Fault:
     """What is `divided` is so along tp, and not along `axis`."""
     return Fault(f"axis = '{axis}'; {divided} are divided along tp", 'write axis = "tp"', f"{where}.axis")
+
+
+def twice_faults(space: Space, axis: str, where: str) -> Iterator[Fault]:
+    """Matrices that another strategy divides along `axis` already."""
+    divided = [home.weight.name for home in space.homes if axis in home.cut and home.weight.role in DIVIDED]
+    if divided:
+        text = f"another strategy divides {len(divided)} weights of pairs along {axis} already ({divided[0]}...)"
+        yield Fault(text, "keep one of those that divide matrices: line, grid, grid25 or cube", where)
 
 
 def unknown_faults(anatomy: Anatomy, where: str) -> Iterator[Fault]:

@@ -71,12 +71,26 @@ class Sequence(Strategy):
                 yield Fault(text, f"{fix}, or change mesh.{self.axis}", "data.sequence" if asked else where)
 
     def partners(self, space: Space) -> Iterator[Fault]:
+        yield from self._apart_faults(space)
         rows = [(home.cut.get(self.axis), home.weight.side("in")) for home in space.homes if home.weight.role == "rows"]
         if not any(side is not None and dim == side.dim for dim, side in rows):
             text = (
                 f"tokens are divided between pairs of matrices; no strategy divides those by columns and rows along {self.axis}"
             )
             yield Fault(text, 'write [[strategies]] name = "line" beside it, or leave it out', "strategies.sequence")
+
+    def _apart_faults(self, space: Space) -> Iterator[Fault]:
+        """Where tokens are dealt to other ranks too, what each has must divide."""
+        ranks, deal = space.mesh.size(self.axis), space.deal
+        if deal is None:
+            return
+        for passage in (each for each in space.anatomy.passages if each.visit in space.through):
+            counts = [deal.run(passage.tokens, index) for index in range(deal.ranks)]
+            if any(count % ranks for count in counts):
+                text = f"{passage.tokens} tokens are dealt to {' x '.join(space.token_axes)} as {', '.join(map(str, counts))}"
+                fix = f"make them a multiple of {2 * deal.ranks * ranks}"
+                yield Fault(f"{text}, which do not divide by the {ranks} ranks of {self.axis}", fix, "data.sequence")
+                return
 
     def ways(self, space: Space) -> Ways:
         """How norms on slices compute, by name."""
@@ -113,7 +127,7 @@ class Sequence(Strategy):
         """`actions`, with the stream put together at the end of forwards, and its gradient at the end of backwards."""
         rows, met = micro_rows(actions, space, job), dict[tuple[str, bool], list[Transfer]]()
         for passage, first, last in self._borders(space):
-            numel = rows * passage.tokens * passage.width
+            numel = rows * int(passage.tokens * space.own_tokens) * passage.width
             if first is not None and passage.needed:
                 met[passage.visit, True] = [*first.back.transfer(numel, space, job, at=1)]
             if last is not None:

@@ -27,6 +27,7 @@ from functools import partial
 from typing import ClassVar, cast
 
 import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
 from meshwright.core.anatomy import NBYTES, Anatomy
@@ -34,13 +35,14 @@ from meshwright.core.errors import Fault
 from meshwright.core.home import Home
 from meshwright.core.job import Job
 from meshwright.core.layout import P, R
+from meshwright.core.pieces import sizes, tokens_of
 from meshwright.core.program import Action, Program, Transfer
 from meshwright.core.space import Space
 from meshwright.core.steps import micro_rows
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
 from meshwright.strategies.tensor.booking import booked, heard
 from meshwright.strategies.tensor.refusals import axis_fault, unit_faults
-from meshwright.strategies.tensor.ways import WIDTH, Held, Move, Way, Ways, filled, placed
+from meshwright.strategies.tensor.ways import WIDTH, Held, Move, Way, Ways, filled, linear, placed
 
 ROLES = ("table", "head")
 
@@ -67,11 +69,11 @@ class Vocabulary(Strategy):
 
     def ways(self, space: Space) -> Ways:
         """How layers compute, by role; the stream lies where the space says."""
-        calls = (space.whole or space).anatomy.calls
+        calls, compute = (space.whole or space).anatomy.calls, linear if space.pieces == 1 else _plain
         stream = {role: space.stream_for([call for call in calls if call.role == role], self.axis) for role in ROLES}
         return {
             "table": Way({self.axis: "in"}, out=Move(self.axis, P, stream["table"], wide=True)),
-            "head": Way({self.axis: "out"}, into=Move(self.axis, stream["head"], R)),
+            "head": Way({self.axis: "out"}, into=Move(self.axis, stream["head"], R), compute=compute),
         }
 
     def place(self, space: Space) -> Space:
@@ -106,9 +108,10 @@ class Vocabulary(Strategy):
         if logits is None:
             return actions
         dtype = "float64" if job.precision.compute == "float64" else "float32"
-        nbytes = micro_rows(actions, space, job) * logits.tokens * logits.numbers * NBYTES[dtype]
-        told = Transfer("all_gather", (self.axis,), nbytes, dtype=dtype)
-        return [replace(action, inner=(*action.inner, told)) if action.kind == "LOSS" else action for action in actions]
+        each = micro_rows(actions, space, job) * logits.numbers * NBYTES[dtype]
+        told = (Transfer("all_gather", (self.axis,), each * size, dtype=dtype) for size in sizes(tokens_of(space), space.pieces))
+        inner = tuple(told)
+        return [replace(action, inner=(*action.inner, *inner)) if action.kind == "LOSS" else action for action in actions]
 
 
 def divisible(anatomy: Anatomy, ranks: int) -> bool:
@@ -123,6 +126,11 @@ def undivided(anatomy: Anatomy) -> Iterator[str]:
     for weight in kept:
         if weight.role == "logits" or weight.aliases:
             yield f"{weight.name} stays whole on every rank: {weight.why}"
+
+
+def _plain(runtime: Runtime, module: nn.Module, held: Held, x: torch.Tensor) -> torch.Tensor:
+    """The product, with nothing beside it: the loss makes it."""
+    return F.linear(x, held["weight"], held.get("bias"))
 
 
 def _rows(words: range, total: int, runtime: Runtime, module: nn.Module, held: Held, ids: torch.Tensor) -> torch.Tensor:

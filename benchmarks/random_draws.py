@@ -1,0 +1,266 @@
+"""Plans by chance: a model, a mesh of up to 24 ranks, and any techniques on it, each with options of its own.
+
+A plan follows from a seed and a number alone, so that one can be drawn again by itself. What is plainly impossible is not drawn
+(more parts than a model has, tokens in slices that they do not divide into, a square with unlike sides): else most of what is
+drawn would be refused, and for a few reasons. One in `SPOILT` is spoilt on purpose, by leaving out a technique, adding one, or by
+another size of an axis or of the batch: such a plan may be refused, with a repair, or it works all the same.
+
+`DEALT` are the strategies that deal out the tokens of a sample along cp: each makes itself from a generator and the ranks there,
+and says whether it exchanges heads, which must then divide.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from random import Random
+from types import MappingProxyType
+from typing import Literal
+
+from benchmarks.random_models import KNOWN, Known, reading_of
+from meshwright.api import make_plan
+from meshwright.core.job import Job, Optimizer, Train
+from meshwright.core.mesh import AXES, Mesh
+from meshwright.core.plan import Plan
+from meshwright.core.sources import DataSource, ModelSource
+from meshwright.core.strategy import Strategy
+from meshwright.strategies.data.batch import Batch
+from meshwright.strategies.data.master import Master
+from meshwright.strategies.data.naive import Naive
+from meshwright.strategies.data.replicate import Replicate
+from meshwright.strategies.data.zero import Zero
+from meshwright.strategies.memory.recompute import Recompute
+from meshwright.strategies.pipeline.pipeline import Pipeline
+from meshwright.strategies.pipeline.schedules import SCHEDULES
+from meshwright.strategies.sequence.hybrid import Hybrid
+from meshwright.strategies.sequence.ring import Ring
+from meshwright.strategies.sequence.ulysses import Ulysses
+from meshwright.strategies.tensor.cube import Cube
+from meshwright.strategies.tensor.grid import Grid
+from meshwright.strategies.tensor.grid25 import Grid25
+from meshwright.strategies.tensor.line import Line
+from meshwright.strategies.tensor.sequence import Sequence
+from meshwright.strategies.tensor.vocabulary import Vocabulary
+
+MOST_RANKS, CHEAP_RANKS, STEPS, SPOILT = 24, 5, 2, 8
+DATA_AXES = ("dp_replicate", "dp_shard")
+SIZES = {  # how many ranks, and how often
+    "pp": ((1, 2, 3, 4), (7, 5, 3, 1)),
+    "dp_replicate": ((1, 2, 3), (7, 4, 1)),
+    "dp_shard": ((1, 2, 3), (6, 4, 1)),
+    "cp": ((1, 2, 3, 4), (6, 4, 3, 1)),
+    "tp": ((2, 3, 4, 6), (6, 3, 1, 1)),
+}
+ALGORITHMS = ("backend", "backend", "ring", "tree", "root", "naive", "parallel", "tree <= 1 KiB, else ring")
+BALANCES: tuple[Literal["zigzag", "contiguous"], ...] = ("zigzag", "contiguous")
+DEALT: tuple[tuple[Callable[[Random, int], Strategy], bool], ...] = (
+    (lambda rng, ranks: Ring(balance=rng.choice(BALANCES)), False),
+    (lambda rng, ranks: Ulysses(), True),
+    (lambda rng, ranks: Hybrid(inner=2 if ranks % 2 == 0 else ranks, balance=rng.choice(BALANCES)), True),
+)
+SQUARES: Mapping[str, Callable[[Random], Strategy]] = MappingProxyType(
+    {
+        "grid": lambda rng: Grid(again=rng.random() < 0.5),
+        "grid25": lambda rng: Grid25(again=rng.random() < 0.5),
+        "cube": lambda rng: Cube(),
+    }
+)
+TECHNIQUES: Mapping[str, str] = MappingProxyType(  # what may meet in a plan: by the kind of which a plan has one
+    {
+        **{name: name for name in ("replicate", "naive", "master", "across")},
+        **dict.fromkeys(("zero 1", "zero 2", "zero 3"), "zero"),
+        **{name: name for name in ("line", "sequence", "vocabulary", *SQUARES, "ulysses", "ring", "hybrid")},
+        **dict.fromkeys(SCHEDULES, "pipeline"),
+        **{name: name for name in ("scatter", "recompute", "micro-batches", "clipping", "dropout")},
+    }
+)
+Sizes = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One plan that was drawn: what is trained, on what mesh, with which strategies as a user might list them."""
+
+    seed: int
+    number: int
+    model: str
+    mesh: Mesh
+    strategies: tuple[Strategy, ...]
+    micros: int
+    micro_batch: int
+    clip: float
+    spoilt: str = ""
+
+    def __str__(self) -> str:
+        said = "; ".join(map(str, self.strategies))
+        batch = f"{self.micros} x {self.micro_batch} rows" + (f", clip {self.clip}" if self.clip else "")
+        spoilt = f" ({self.spoilt})" if self.spoilt else ""
+        return f"{self.number} of seed {self.seed}: {self.model} on {self.mesh}, {batch}: {said}{spoilt}"
+
+    @property
+    def rows(self) -> int:
+        """The samples of a global batch."""
+        split = {strategy.axis for strategy in self.strategies if isinstance(strategy, Batch)}
+        return self.micros * self.micro_batch * self.mesh.extent(split) + (self.spoilt == "one row more")
+
+    @property
+    def techniques(self) -> tuple[str, ...]:
+        """What meets in it: strategies (stages of ZeRO and schedules by themselves), and what the job asks of all of them."""
+        found = [named for strategy in self.strategies for named in _names(strategy)]
+        found += ["micro-batches"] if self.micros > 1 else []
+        found += ["clipping"] if self.clip else []
+        found += ["dropout"] if KNOWN[self.model].random else []
+        return tuple(dict.fromkeys(found))
+
+    def plan(self) -> Plan:
+        """The plan. Raises PlanError where it is refused."""
+        known = KNOWN[self.model]
+        job = Job(
+            ModelSource(known.name),
+            DataSource("random", sequence=known.tokens[0]),
+            Train(batch=self.rows, clip=self.clip),
+            Optimizer("sgd", lr=0.1, weight_decay=0.1, momentum=0.5),
+        )
+        return make_plan(reading_of(self.model), job, self.mesh, self.strategies, self.micro_batch)
+
+
+def _names(strategy: Strategy) -> tuple[str, ...]:
+    match strategy:
+        case Batch():
+            return ()
+        case Zero():
+            return (f"zero {strategy.stage}", *(("across",) if strategy.across else ()))
+        case Pipeline():
+            return (strategy.schedule, *(("scatter",) if strategy.scatter else ()))
+    return (strategy.name,)
+
+
+def draw(seed: int, number: int) -> Draw:
+    """The plan of that number under `seed`."""
+    rng = Random(f"{seed}/{number}")
+    while True:
+        known = rng.choice(tuple(KNOWN.values()))
+        matrices = rng.choices(("", "line", *SQUARES), (3, 4, *((4, 3, 4) if known.even else (0, 0, 0))))[0]
+        sizes = _sizes(rng, known, matrices)
+        mesh = Mesh(**sizes)
+        if 1 < mesh.world <= MOST_RANKS and rng.random() < CHEAP_RANKS / mesh.world:  # of large ones fewer: they take longer
+            break
+    strategies, micros = _strategies(rng, known, matrices, sizes)
+    rng.shuffle(strategies)
+    micro_batch, clip = rng.choice((1, 1, 2)), rng.choice((0.0, 0.5, 0.5))
+    drawn = Draw(seed, number, known.name, mesh, tuple(strategies), micros, micro_batch, clip)
+    return _spoilt(rng, drawn) if rng.randrange(SPOILT) == 0 else drawn
+
+
+def _sizes(rng: Random, known: Known, matrices: str) -> Sizes:
+    """How many ranks there are along each axis; two of three have one rank where nothing asks for more."""
+    sizes = {axis: rng.choices(*SIZES[axis])[0] for axis in ("pp", *DATA_AXES)}
+    sizes["pp"] = min(sizes["pp"], known.parts)
+    if known.heads and matrices in ("", "line"):
+        sizes["cp"] = rng.choices(*SIZES["cp"])[0]
+    if matrices == "line":
+        sizes["tp"] = min(rng.choices(*SIZES["tp"])[0], known.ranks)
+    elif matrices:
+        side = rng.choice((2, 2, 3)) if matrices == "grid" else 2
+        sizes |= {"dp_shard": side, "tp": side}
+        sizes |= {"tp_depth": side} if matrices == "cube" else {}
+        sizes |= {"dp_replicate": rng.choice((2, 3))} if matrices == "grid25" else {}
+    return sizes
+
+
+def _strategies(rng: Random, known: Known, matrices: str, sizes: Sizes) -> tuple[list[Strategy], int]:
+    """The strategies for a mesh of these sizes, and how many micro-batches they are given."""
+    found: list[Strategy] = [Batch(axis) for axis in DATA_AXES if sizes[axis] > 1]
+    micros = rng.choice((1, 1, 2, 3))
+    if sizes["pp"] > 1:
+        pipeline, micros = _pipeline(rng, known, sizes["pp"])
+        found.append(pipeline)
+    if sizes.get("cp", 1) > 1:
+        whole = known.heads % (sizes["cp"] * sizes.get("tp", 1)) == 0
+        make, _ = rng.choice([each for each in DEALT if whole or not each[1]])
+        found.append(make(rng, sizes["cp"]))
+    if matrices == "line":
+        found += _line(rng, known, sizes["tp"], sizes.get("cp", 1))
+        alike = not any(isinstance(strategy, Sequence) for strategy in found)
+        found = [replace(s, scatter=rng.random() < 0.3) if isinstance(s, Pipeline) and alike else s for s in found]
+    elif matrices:
+        found.append(SQUARES[matrices](rng))
+        found += [Vocabulary()] if matrices != "cube" and rng.random() < 0.4 else []
+    found += _store(rng, matrices, sizes)
+    if rng.random() < 0.35:
+        found.append(Recompute(keep_mb=rng.choice((0.0, 0.0, 0.01, 0.1))))
+    if any(isinstance(strategy, Master) for strategy in found):
+        micros = 1
+    return found, micros
+
+
+def _line(rng: Random, known: Known, ranks: int, dealt: int) -> list[Strategy]:
+    """Divided matrices, and what goes with them; slices of tokens where what each of the ranks along cp has divides too."""
+    least = ranks if dealt == 1 else 2 * ranks * dealt
+    found: list[Strategy] = [Line(chunks=rng.choice((1, 1, 2, 3)))]
+    if all(tokens % least == 0 for tokens in known.tokens) and rng.random() < 0.6:
+        found.append(Sequence(again=rng.random() < 0.5))
+    if known.words and rng.random() < 0.5:
+        found.append(Vocabulary())
+    return found
+
+
+def _pipeline(rng: Random, known: Known, ranks: int) -> tuple[Strategy, int]:
+    """A pipeline of so many ranks whose parts the model has, and micro-batches that its schedule takes."""
+    most = known.parts // ranks
+    fitting = [name for name, schedule in SCHEDULES.items() if max(1, schedule.chunks) <= most]
+    schedule = rng.choice([name for name in fitting if not list(SCHEDULES[name].refuse(ranks, 1))])
+    chunks = 0 if SCHEDULES[schedule].chunks else rng.randint(1, most)
+    least = 2 if schedule == "dualpipe" else 1  # half of them from either end
+    return Pipeline(schedule=schedule, chunks=chunks), rng.randint(least, ranks + 3)
+
+
+def _store(rng: Random, matrices: str, sizes: Sizes) -> list[Strategy]:
+    """Who keeps which weights, where several ranks have other samples or tokens."""
+    axes = [axis for axis in (*DATA_AXES, "cp") if sizes.get(axis, 1) > 1]
+    split = [axis for axis in axes if axis in DATA_AXES]
+    if not axes:
+        return []
+    if matrices in SQUARES:
+        return [_zero(rng, "dp_shard", "dp_replicate" if "dp_replicate" in axes else "", 3)]
+    if len(split) == 2:
+        axis, across = rng.sample(split, 2)
+        return [_zero(rng, axis, across, rng.choice((1, 2, 3, 3)))]
+    axis = split[0] if split else axes[0]
+    alone = axis in split and all(size == 1 for each, size in sizes.items() if each != axis)
+    kinds = ("replicate", "replicate", "naive", "zero", "zero", "zero", *(("master",) if alone else ()))
+    match rng.choice(kinds):
+        case "replicate":
+            return [Replicate(axis, rng.choice((25.0, 0.01, 0.001)), rng.choice(ALGORITHMS))]
+        case "naive":
+            return [Naive(axis, rng.choice(ALGORITHMS))]
+        case "master":
+            return [Master(axis)]
+    return [_zero(rng, axis, "", rng.choice((1, 2, 3, 3)))]
+
+
+def _zero(rng: Random, axis: str, across: str, stage: int) -> Strategy:
+    made = Zero(axis, stage, across)
+    if stage < 3:
+        return made
+    return replace(
+        made, gather=rng.choice(("use", "micro", "step")), keep_mb=rng.choice((0.0, 0.01)), ahead=rng.choice((0, 1, 3))
+    )
+
+
+def _spoilt(rng: Random, drawn: Draw) -> Draw:
+    """`drawn` with something that a user might get wrong."""
+    listed = drawn.strategies
+    shards = (Line(), Sequence(), Vocabulary(), Grid(), Cube(), Ring(), Ulysses())
+    more = (*shards, Replicate(), Naive(), Zero(), Master(), Pipeline(), Recompute())
+    match rng.choice(("one less", "one more", "one more", "another size", "one row more")):
+        case "one less" if listed:
+            left = rng.choice(listed)
+            return replace(drawn, strategies=tuple(s for s in listed if s is not left), spoilt=f"without {left.name}")
+        case "another size":
+            axis = rng.choice(AXES)
+            sizes = {each: drawn.mesh.size(each) for each in AXES}
+            mesh = Mesh(**{**sizes, axis: sizes[axis] % 3 + 1})
+            return replace(drawn, mesh=mesh, spoilt=f"another size of {axis}") if mesh.world <= MOST_RANKS else drawn
+        case "one row more" if drawn.rows > 1:
+            return replace(drawn, spoilt="one row more")
+    added = rng.choice([each for each in more if each.name not in {strategy.name for strategy in listed}])
+    return replace(drawn, strategies=(*listed, added), spoilt=f"with {added.name}")

@@ -1,0 +1,181 @@
+"""Plans by chance beside one device: any techniques together are refused with a repair, or compute what one device computes.
+
+Of each number under a seed one plan follows (benchmarks/random_draws.py): a model, a mesh of up to 24 ranks, strategies with
+options of their own, micro-batches, clipping. `make_plan` refuses it, each fault with a repair, or it is compared, its ranks as
+threads, with one ordinary PyTorch loop in float64, as `verify` does: samples, loss, every gradient, the norm and every parameter
+after each of two SGD steps. Nothing else may happen. What does is a finding:
+
+    crashed      something else than a refusal was raised, or a plan was made and then refused
+    differs      by more than 1e-10 of the largest magnitude in its block, or sent what it did not say
+    hangs        it had not ended after some minutes
+    no repair    it was refused, and a fault says no repair
+    new reason   it was refused for a reason that benchmarks/combinations.toml does not list
+
+From the same rows comes the table of pairs of techniques in docs/combinations.md: how often each pair was drawn, and how often it
+matched; and for which reasons it was refused where it never did.
+
+    python -m benchmarks.random_plans                   2,000 plans, and the result; an hour on two cores
+    python -m benchmarks.random_plans --only 17         one of them, with what it says; no result
+    python -m benchmarks.random_plans --shares          plans those of the tests alone, and prints the shares that they have
+
+What has been found lies in benchmarks/scratch, by commit: a run goes on where another one of the same commit has ended.
+"""
+
+import sys
+import traceback
+from argparse import ArgumentParser
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from multiprocessing import get_context
+from queue import Empty, SimpleQueue
+from threading import Thread, get_ident
+
+import torch
+
+from benchmarks.combinations import FINDINGS, Pairs, Row, of_pairs, reason_of, refused_by, reviewed
+from benchmarks.kept import Kept
+from benchmarks.random_draws import STEPS, TECHNIQUES, Draw, draw
+from benchmarks.random_models import KNOWN, reading_of
+from benchmarks.result import Result
+from meshwright.api import parity_case
+from meshwright.core.errors import PlanError
+from meshwright.core.hardware import cores
+from meshwright.core.plan import Plan
+from meshwright.run.rank import share
+from meshwright.testing.spawn import on_threads
+from meshwright.verifier.parity import TOLERANCE, compare_rank, judge
+from meshwright.verifier.reference import run_reference
+from meshwright.verifier.verdict import Verdict
+
+NAME = "random_plans"
+CLAIM = (
+    "2,000 plans drawn by chance (any techniques, up to 24 ranks, odd sizes, several micro-batches; Llama, GPT-2, T5 and a "
+    "model with two inputs) are each refused with a repair or equal one device to 1e-10 in float64; nothing else"
+)
+SEED, COUNT, LIMIT_S = 8, 2000, 240.0
+MATCHED = 0.8  # the least share of all that must be equal, not refused
+
+
+def tried(drawn: Draw, limit_s: float = LIMIT_S) -> Row:
+    """What becomes of one plan: its outcome, the worst error where it was compared, its faults where it was refused."""
+    torch.set_num_threads(1)
+    row: Row = {"case": str(drawn), "number": drawn.number, "spoilt": drawn.spoilt, "techniques": list(drawn.techniques)}
+    found: SimpleQueue[Row] = SimpleQueue()
+    thread = Thread(target=lambda: found.put(_tried(drawn, limit_s)), name="tried", daemon=True)
+    thread.start()
+    try:
+        return {**row, **found.get(timeout=2 * limit_s)}
+    except Empty:
+        frames = sys._current_frames()
+        stacks = ["".join(traceback.format_stack(frame)) for ident, frame in frames.items() if ident != get_ident()]
+        return {**row, "outcome": "hangs", "said": "\n\n".join(stacks)}
+
+
+def _tried(drawn: Draw, limit_s: float) -> Row:
+    try:
+        planned = plan_or_refusal(drawn)
+        if not isinstance(planned, Plan):
+            return planned
+        verdict = compared(drawn, planned, limit_s)
+    except Exception:  # told with the others: one plan must not end all
+        return {"outcome": "crashed", "said": traceback.format_exc()}
+    worst = max(verdict.worst.values(), default=float("inf"))
+    return {"outcome": "matched", "error": worst} if verdict.passed else {"outcome": "differs", "said": str(verdict)}
+
+
+def plan_or_refusal(drawn: Draw) -> Plan | Row:
+    """The plan, or what is told of its refusal."""
+    try:
+        return drawn.plan()
+    except PlanError as refused:
+        faults = [asdict(fault) for fault in refused.faults]
+    row: Row = {"faults": faults, "said": "\n".join(f"{each['what']} -> {each['fix']}" for each in faults)}
+    if not all(each["what"] and each["fix"] for each in faults):
+        return {**row, "outcome": "no repair"}
+    reasons = {reason_of(each["what"]) for each in faults}
+    return {**row, "outcome": "refused" if all(reasons) else "new reason", "reasons": sorted(map(str, reasons))}
+
+
+def compared(drawn: Draw, plan: Plan, limit_s: float) -> Verdict:
+    """The verdict over all ranks; no rank waits longer than `limit_s` for another one."""
+    known, reading = KNOWN[drawn.model], reading_of(drawn.model)
+    batches = known.batches(STEPS, drawn.rows)
+    case = parity_case(reading, plan, known.loss(), lambda plan, rank: lambda step: share(batches[step], plan, rank))
+    reference = run_reference(case, STEPS)
+    reports = on_threads(lambda world: compare_rank(case, world, reference), plan.mesh, timeout_s=limit_s)
+    return judge(case, reports, "threads", {})
+
+
+def planned(seed: int, numbers: Iterable[int]) -> list[Row]:
+    """What becomes of plans when nobody runs them: a plan that is made counts as one that matches."""
+    rows = []
+    for number in numbers:
+        drawn = draw(seed, number)
+        found = plan_or_refusal(drawn)
+        said = {"outcome": "matched"} if isinstance(found, Plan) else found
+        rows.append({"case": str(drawn), "spoilt": drawn.spoilt, "techniques": list(drawn.techniques), **said})
+    return rows
+
+
+def result(seed: int, rows: list[Row]) -> Result:
+    """The result of all that were drawn: how many matched, the worst gap of those, what was refused for which reason."""
+    ran = [row for row in rows if row["outcome"] != "refused"]
+    errors = [float(row.get("error", float("inf"))) for row in ran]
+    pairs = {
+        " + ".join(pair): {"drawn": found.drawn, "matched": found.matched, "refused": dict(found.reasons)}
+        for pair, found in of_pairs(rows).items()
+    }
+    detail = {
+        "seed": seed,
+        "drawn": len(rows),
+        "matched": sum(row["outcome"] == "matched" for row in rows),
+        "refused": sum(row["outcome"] == "refused" for row in rows),
+        "by_reason": refused_by(rows),
+        "worst": max((row["error"] for row in rows if "error" in row), default=-1.0),
+        "findings": [row for row in rows if row["outcome"] in FINDINGS],
+        "kinds": {name: kind for name, kind in TECHNIQUES.items() if any(name in row["techniques"] for row in rows)},
+        "pairs": pairs,
+    }
+    return Result.of_count(NAME, CLAIM, errors, limit=TOLERANCE, bar=int(MATCHED * len(rows)), detail=detail)
+
+
+def shares(found: Pairs) -> list[str]:
+    """By pair of techniques that meet, in how many plans, and the share of those that are not refused."""
+    return [f"{' + '.join(pair)}: {each.straight}, {each.share:.2f}" for pair, each in sorted(found.items()) if each.straight]
+
+
+def main() -> None:
+    """Try the plans that are asked for, and write the result when all were."""
+    parser = ArgumentParser(description="plans by chance beside one device")
+    parser.add_argument("--count", type=int, default=COUNT, help="how many are drawn")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--only", type=int, default=-1, help="the number of one of them")
+    parser.add_argument("--shares", action="store_true", help="plan those of the tests, and print what pairs have")
+    options = parser.parse_args()
+    if options.shares:
+        wanted = reviewed()
+        print("\n".join(shares(of_pairs(planned(wanted.seed, range(wanted.count))))))
+        return
+    if options.only >= 0:
+        row = tried(draw(options.seed, options.only))
+        print(row["case"], row["outcome"], row.get("error", ""), row.get("said", ""), sep="\n")
+        return
+    kept = Kept(NAME)
+    found = kept.read()
+    chosen = [draw(options.seed, number) for number in range(options.count)]
+    with ProcessPoolExecutor(cores(), get_context("spawn")) as pool:
+        for ended in as_completed([pool.submit(tried, each) for each in chosen if str(each) not in found]):
+            row = ended.result()
+            found[row["case"]] = row
+            kept.add(row)
+            told = f"\n{row['said']}" if row["outcome"] in FINDINGS else ""
+            print(row["outcome"], row.get("error", ""), row["case"], told, file=sys.stderr, flush=True)
+    rows = [found[str(each)] for each in chosen]
+    print(f"seed {options.seed}: {sum(row['outcome'] == 'matched' for row in rows)} of {len(rows)} matched", file=sys.stderr)
+    if (options.seed, options.count) == (SEED, COUNT):
+        print(result(options.seed, rows).write(NAME))
+
+
+if __name__ == "__main__":
+    main()

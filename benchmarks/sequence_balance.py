@@ -1,0 +1,158 @@
+"""How evenly ranks compute attention: the operations of the kernels that each runs, forward and backward, counted as they run.
+
+A kernel is counted by what it goes through, not by what a mask leaves: all pairs of the queries and keys that it is given, and
+n (n+1)/2 of n of each under its own causal flag. A split that is right but uneven is seen, and so is one that masks what it need
+not have computed. A pair of a head takes 2 (d + e) operations forward, and 2 (3 d + 2 e) backward, with scores computed again.
+
+    causal, 4 ranks       ring, zigzag        every rank has an early chunk and a late one             1
+                          ring, contiguous    the last has (2 P - 1) / P times the mean                1.75, shown
+                          ulysses             every rank has all tokens of as many heads               1
+                          hybrid              zigzag of neighbours that share heads                    1
+    others, shown         windows and packed documents: what of them falls to whom, zigzag
+
+The figure is the busiest rank over the mean, of causal rows; the bar is 1.02. Beside it stands all that ranks compute, as a
+multiple of what one device computes, by the same count.
+
+    python -m benchmarks.sequence_balance            a minute
+    python -m benchmarks.sequence_balance --quick    short rows; writes nothing
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.attention import Call, Seat, Sizes, fused
+from benchmarks.result import Result
+from meshwright.comm.group import World
+from meshwright.core.mesh import Mesh
+from meshwright.core.strategy import Strategy
+from meshwright.strategies.sequence.hybrid import Hybrid
+from meshwright.strategies.sequence.ring import Ring
+from meshwright.strategies.sequence.ulysses import Ulysses
+from meshwright.testing.spawn import on_threads
+
+NAME = "sequence_balance"
+CLAIM = (
+    "at 4 ranks the busiest computes at most 1.02 x the mean operations of causal attention: ring with zigzag slices, Ulysses "
+    "and their hybrid, forward and backward, counted in the kernels that run (a ring of contiguous slices: 1.75 x)"
+)
+RANKS, BAR = 4, 1.02
+SIZES = Sizes(rows=1, heads=4, groups=2, width=8, values=8)
+FORWARD, BACKWARD = (f"aten::_scaled_dot_product_flash_attention_for_cpu{half}" for half in ("", "_backward"))
+HOW: Mapping[str, Strategy] = {
+    "ring, zigzag": Ring(),
+    "ring, contiguous": Ring(balance="contiguous"),
+    "ulysses": Ulysses(),
+    "hybrid, zigzag": Hybrid(),
+    "hybrid, contiguous": Hybrid(balance="contiguous"),
+}
+
+
+class Kernels(TorchDispatchMode):
+    """While active, adds up the operations of the attention kernels that this thread runs.
+
+    Raises KeyError for one that it does not know, and RuntimeError for scores that are products of their own: nothing shall go
+    uncounted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = {FORWARD: 0, BACKWARD: 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name = func.name().partition(".")[0]
+        if name.startswith("aten::_scaled_dot_product"):
+            query, key, value = args[1:4] if name.endswith("_backward") else args[:3]
+            causal = args[7] if name == BACKWARD else args[4] if len(args) > 4 else (kwargs or {}).get("is_causal", False)
+            self.operations[name] += operations(query.shape, key.shape[2], value.shape[3], causal=causal, back=name == BACKWARD)
+        elif name in ("aten::bmm", "aten::baddbmm"):
+            raise RuntimeError(f"{name} is not counted; attention is to run in a kernel: give masks that need no gradient")
+        return func(*args, **(kwargs or {}))
+
+
+def operations(query: Sequence[int], keys: int, values: int, *, causal: bool, back: bool) -> int:
+    """What a kernel goes through for queries of this shape and so many keys, whose values are so wide."""
+    rows, heads, queries, width = query
+    pairs = queries * (queries + 1) // 2 if causal else queries * keys
+    return rows * heads * pairs * (2 * (3 * width + 2 * values) if back else 2 * (width + values))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mask on rows of so many tokens, under one technique."""
+
+    how: str
+    mask: str
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.how}, {self.mask}, {self.tokens:,} tokens"
+
+    @property
+    def counts(self) -> bool:
+        """Whether the bar is for it; others are shown."""
+        return self.mask == "causal" and "contiguous" not in self.how
+
+
+def cases(*, quick: bool = False) -> Iterator[Case]:
+    """All that are counted."""
+    for tokens in (512, 515) if quick else (4096, 4099, 16384):
+        yield from (Case(how, "causal", tokens) for how in HOW)
+    tokens = 512 if quick else 4096
+    for mask in ("none", "window", "documents"):
+        yield from (Case(how, mask, tokens) for how in HOW)
+
+
+def counted(case: Case) -> dict[str, object]:
+    """How even the ranks are, forward and backward and in all; and how much they compute, beside one device."""
+    call = Sizes(**{**vars(SIZES), "tokens": case.tokens}).call(case.mask, torch.float32)
+    ranks = on_threads(lambda world: _counted(world, HOW[case.how], call), Mesh(cp=RANKS), timeout_s=600)
+    with Kernels() as one:
+        fused(call)
+    parts = {"forward": [each[FORWARD] for each in ranks], "backward": [each[BACKWARD] for each in ranks]}
+    parts["both"] = [sum(pair) for pair in zip(*parts.values(), strict=True)]
+    busiest = {part: max(each) * len(each) / sum(each) for part, each in parts.items()}
+    work = sum(parts["both"]) / sum(one.operations.values())
+    return {"case": str(case), "bar": BAR if case.counts else None, "busiest": busiest, "of one device": work, "by rank": parts}
+
+
+def _counted(world: World, strategy: Strategy, call: Call) -> dict[str, int]:
+    seat = Seat(world, strategy, call)
+    with Kernels() as kernels:
+        seat.play()
+    return kernels.operations
+
+
+def worst(row: Mapping[str, Any]) -> float:
+    """The busiest rank over the mean, of forward, backward or both: whichever is worst."""
+    return max(row["busiest"].values())
+
+
+def result(rows: Sequence[Mapping[str, Any]]) -> Result:
+    """The result: the worst of the rows that have a bar."""
+    values = [worst(row) for row in rows if row["bar"] is not None]
+    spread = min(values), max(values)
+    figures = {"values": values, "median": max(values), "spread": spread, "bar": BAR, "repeats": len(values)}
+    return Result.of(NAME, CLAIM, **figures, holds=max(values) <= BAR, detail={"rows": list(rows)})
+
+
+def main() -> None:
+    """Count, and write the result."""
+    quick = "--quick" in sys.argv[1:]
+    torch.set_num_threads(1)
+    rows = []
+    for case in cases(quick=quick):
+        rows.append(counted(case))
+        print(
+            f"{case}: busiest {worst(rows[-1]):.4f}, {rows[-1]['of one device']:.3f} of one device", file=sys.stderr, flush=True
+        )
+    if not quick:
+        print(result(rows).write(NAME))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Whole models whose tokens are dealt to ranks: families x techniques x what else divides the work, for `sequence_parity`.
+
+    ring, ulysses, hybrid   on 2 to 6 ranks, alone: rows of 13 tokens, so that ranks have unlike numbers of them
+    ring of 3, ulysses on 2, hybrid of 2 x 2 beside copies (DDP), shards (ZeRO 1, 2, 3), divided matrices with a divided sequence,
+    pipelines and recompute: rows of 18 or 24
+
+The families are those of benchmarks/tensor_families.py. Some Llamas more: rows of several documents, rows that are padded, layers
+that see a window (Qwen3), rows that are shorter than there are ranks.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks.tensor_families import batches, loss_of, model_of, named
+from meshwright.api import make_plan, read, verify
+from meshwright.core.errors import PlanError
+from meshwright.core.job import Job, Optimizer, Train
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import Plan
+from meshwright.core.sources import DataSource, ModelSource
+from meshwright.core.strategy import Strategy
+from meshwright.model.reading import Reading
+from meshwright.strategies.data.batch import Batch
+from meshwright.strategies.data.replicate import Replicate
+from meshwright.strategies.data.zero import Zero
+from meshwright.strategies.memory.recompute import Recompute
+from meshwright.strategies.pipeline.pipeline import Pipeline
+from meshwright.strategies.sequence.hybrid import Hybrid
+from meshwright.strategies.sequence.ring import Ring
+from meshwright.strategies.sequence.ulysses import Ulysses
+from meshwright.strategies.tensor.line import Line
+from meshwright.strategies.tensor.sequence import Sequence
+from meshwright.strategies.tensor.vocabulary import Vocabulary
+
+ROWS, STEPS = 4, 2
+ODD = 13
+EVEN = {2: 24, 3: 18, 4: 24}  # tokens by ranks: as many on each, and a number that divides by 3
+FAMILIES = ("llama", "qwen3", "gpt2", "t5", "vit")
+DEALS: Mapping[str, tuple[int, Strategy]] = {
+    "ring of 2": (2, Ring()),
+    "ring of 3": (3, Ring()),
+    "ring of 4": (4, Ring()),
+    "ring of 3, contiguous": (3, Ring(balance="contiguous")),
+    "ulysses on 2": (2, Ulysses()),
+    "ulysses on 3": (3, Ulysses()),
+    "hybrid, 2 x 2": (4, Hybrid()),
+    "hybrid, 2 x 3": (6, Hybrid(inner=2)),
+    "hybrid, 3 x 2": (6, Hybrid(inner=3)),
+}
+SOME = ("ring of 3", "ulysses on 2", "hybrid, 2 x 2")
+COPIES = Replicate(axis="cp")
+SHARD = Batch("dp_shard")
+BESIDE: Mapping[str, tuple[Mapping[str, int], tuple[Strategy, ...]]] = {
+    "copies": ({"dp_replicate": 2}, (Batch(), Replicate())),
+    "ZeRO 1": ({"dp_shard": 2}, (SHARD, Zero(stage=1))),
+    "ZeRO 2": ({"dp_shard": 2}, (SHARD, Zero(stage=2))),
+    "ZeRO 3": ({"dp_shard": 2}, (SHARD, Zero())),
+    "ZeRO 3 along cp": ({}, (Zero(axis="cp"),)),
+    "line and sequence": ({"tp": 3}, (Line(), Sequence(), Vocabulary(), COPIES)),
+    "line and pipeline": ({"tp": 3, "pp": 2}, (Line(), Pipeline(), COPIES)),
+    "pipeline": ({"pp": 2}, (Pipeline(), COPIES)),
+    "recompute": ({}, (Recompute(), COPIES)),
+    "ZeRO 3 and recompute": ({"dp_shard": 2}, (SHARD, Zero(), Recompute())),
+}
+KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama, documents": ("llama", {}),
+    "llama, padded": ("llama", {}),
+    "qwen3, window": ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
+    "gpt2, padded": ("gpt2", {}),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model under one plan, on rows of so many tokens."""
+
+    model: str
+    how: str
+    mesh: Mesh
+    strategies: tuple[Strategy, ...]
+    tokens: int = ODD
+
+    def __str__(self) -> str:
+        short = f", {self.tokens} tokens" if self.tokens < self.mesh.cp else ""
+        return f"{self.model}, {self.how}{short}"
+
+    def plan(self) -> Plan:
+        """What its ranks play. Raises PlanError where it is refused."""
+        data, train = DataSource("random", sequence=self.tokens), Train(batch=ROWS, clip=0.5)
+        job = Job(ModelSource(self.model), data, train, Optimizer("adamw", lr=0.1, weight_decay=0.1))
+        return make_plan(reading_of(self.model, self.tokens), job, self.mesh, self.strategies, 1)
+
+
+def cases() -> Iterator[Case]:
+    """All that are compared."""
+    for family in FAMILIES:
+        for how, (ranks, strategy) in DEALS.items():
+            yield Case(family, f"{how}, alone", Mesh(cp=ranks), (strategy, COPIES))
+        for how in SOME:
+            ranks, strategy = DEALS[how]
+            for beside, (axes, others) in BESIDE.items():
+                yield Case(family, f"{how}, {beside}", Mesh(**axes, cp=ranks), (strategy, *others), EVEN[ranks])
+    for kind in KINDS:
+        for how in SOME:
+            ranks, strategy = DEALS[how]
+            yield Case(kind, f"{how}, alone", Mesh(cp=ranks), (strategy, COPIES))
+    for how in ("ring of 4", "ulysses on 3", "hybrid, 3 x 2"):
+        ranks, strategy = DEALS[how]
+        yield Case("llama", f"{how}, alone", Mesh(cp=ranks), (strategy, COPIES), 2)
+
+
+def rows_of(model: str, tokens: int, count: int, rows: int) -> list[dict[str, torch.Tensor]]:
+    """Global batches of random numbers for the model of that name, `rows` samples each."""
+    family, _, kind = model.partition(", ")
+    found = batches(named(family), count, rows, tokens)
+    at = torch.arange(tokens)
+    for batch in found if kind else ():
+        starts = torch.tensor([1 + row % (tokens - 1) for row in range(rows)]).unsqueeze(1)
+        if kind == "documents":  # positions begin anew, which is how transformers is told of them
+            batch["position_ids"] = torch.where(at < starts, at, at - starts)
+        elif kind == "padded":
+            batch["attention_mask"] = (at >= starts // 2).long()
+            batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
+    return found
+
+
+@cache
+def reading_of(model: str, tokens: int) -> Reading:
+    """What the model of that name is made of, learnt from two rows."""
+    transformers.utils.logging.set_verbosity_error()
+    name, more = KINDS.get(model, (model, {}))
+    family = named(name)
+    return read(lambda: model_of(family, **more), rows_of(model, tokens, 1, 2)[0], loss=loss_of(family))
+
+
+def compared(case: Case) -> dict[str, object]:
+    """The error of one case; infinite where it is refused, or where numbers differ by more than they may."""
+    row: dict[str, object] = {"case": str(case), "ranks": case.mesh.world}
+    loss, given = loss_of(named(KINDS.get(case.model, (case.model, {}))[0])), rows_of(case.model, case.tokens, STEPS, ROWS)
+    try:
+        verdict = verify(reading_of(case.model, case.tokens), case.plan(), given, loss=loss)
+    except PlanError as refused:  # before it starts, or as it runs
+        return {**row, "error": float("inf"), "refused": str(refused)}
+    worst = max(verdict.worst.values(), default=float("inf"))
+    return {**row, "error": worst} if verdict.passed else {**row, "error": float("inf"), "differs": str(verdict)}

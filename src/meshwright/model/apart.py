@@ -1,0 +1,253 @@
+"""A tensor of which this rank has some of the tokens, and which looks to glue as if it had all.
+
+Blocks run on the tokens that a rank has. Between blocks the model's own forward goes on computing, and what it asks there for
+(a length, positions, a mask) must be what it would be on one device:
+
+    hidden = model.embed(ids)               block: this rank's tokens in, an Apart out
+    hidden.shape                            [2, 4096, 64], though 1024 tokens are here
+    positions = arange(hidden.shape[1])     all of them: sliced where a block takes them in
+    hidden = hidden + table(positions)      token by token: an Apart again
+    hidden[:, 0]                            needs all tokens: they are brought together, and backward hands out what comes back
+
+What treats each token by itself is in `model/tokens.py`. Gradients are summands everywhere: of what all ranks have alike, such as
+a table of positions, each adds what its own tokens give.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from meshwright.core.errors import PlanError
+from meshwright.core.tokens import LEAST, Passing, Span, filled
+from meshwright.model.foreign import Foreign
+from meshwright.model.tokens import BY_ELEMENT
+from meshwright.model.values import copied, named, swap, tensors
+from meshwright.model.writing import refused, written
+
+Bring = Callable[[torch.Tensor, int], torch.Tensor]  # all tokens of a tensor along a dim, from this rank's
+MASK_DIMS = 4  # rows, heads, queries, keys
+ASKED = frozenset(("size", "dim", "__len__", "numel", "is_floating_point", "is_complex", "element_size", "stride", "ndimension"))
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which of `length` tokens this rank has: those in `spans`. `bring` puts all together, where glue needs them."""
+
+    length: int
+    spans: tuple[Span, ...]
+    bring: Bring = field(compare=False, repr=False, default=lambda local, dim: local)
+
+    @property
+    def count(self) -> int:
+        """How many tokens this rank has."""
+        return sum(end - begin for begin, end in self.spans)
+
+    @property
+    def whole(self) -> bool:
+        """Whether these are all tokens, in their order."""
+        return self.spans == ((0, self.length),) and self.length >= LEAST
+
+    def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """What this rank runs of a `tensor` that has all tokens along `dim`; differentiable."""
+        if self.whole:
+            return tensor
+        return _pieces(tensor, dim, filled(self.spans))
+
+    def own(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """What this rank has of a `tensor` that has all tokens along `dim`."""
+        return tensor if self.whole else _pieces(tensor, dim, self.spans)
+
+    def positions(self, device: torch.device | str) -> torch.Tensor:
+        """The positions of this rank's tokens, int64."""
+        return self.of(torch.arange(self.length, device=device), 0)
+
+
+def _pieces(tensor: torch.Tensor, dim: int, spans: Sequence[Span]) -> torch.Tensor:
+    parts = [tensor.narrow(dim, begin, end - begin) for begin, end in spans or ((0, 0),)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+class Apart(torch.Tensor):
+    """All tokens of `share` along dim `along`, of which `local` are here."""
+
+    local: torch.Tensor
+    along: int
+    share: Share
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"Apart({list(self.shape)}, {self.share.count} of {self.share.length} along dim {self.along})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func.__name__.strip("_")
+        if func.__name__ in ASKED or func.__name__ == "__get__":
+            return _natively(func, args, kwargs)
+        if Foreign in types:  # a value of another part of the model, which has no numbers: what comes of it is known there
+            return NotImplemented
+        found = aparts((args, kwargs))
+        into = written(func.__name__, args, kwargs)
+        made = None if into is not None and type(into) is not Apart else _by_token(name, func, args, kwargs, found)
+        if made is None and type(into) is Apart:
+            raise refused(func.__name__)
+        return _brought(func, args, kwargs, found) if made is None else made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out `func`
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        text = f"{func} takes in a tensor of which each rank has some of the tokens, below all that could bring them together"
+        raise PlanError(text, fix="compute it inside of a block: Model(blocks=[...])", where="model")
+
+
+class Dealt(Protocol):
+    """What is done round the blocks of a forward in which a rank has some of the tokens."""
+
+    def apart(self, tensor: torch.Tensor, along: int) -> Any:
+        """This rank's tokens, `tensor`, as glue shall see them."""
+
+    def enter(self, visit: str, given: Any) -> Any:
+        """What the visit, given this, runs on; its end must be told by `leave`."""
+
+    def leave(self, outputs: Any) -> Any:
+        """What the visit that was entered last has given out, as glue shall see it."""
+
+    def here(self, outputs: Any) -> Any:
+        """This rank's tokens of what the model gives out."""
+
+
+def apart(local: torch.Tensor, along: int, share: Share) -> torch.Tensor:
+    """The Apart whose tokens on this rank are `local`."""
+    shape = [*local.shape]
+    shape[along] = share.length
+    needed = local.requires_grad
+    made: Any = torch.Tensor._make_wrapper_subclass(Apart, shape, dtype=local.dtype, device=local.device, requires_grad=needed)
+    made.local, made.along, made.share = local, along % local.ndim, share
+    return made
+
+
+def aparts(value: Any) -> list[Apart]:
+    """Those among the tensors in `value`."""
+    return [tensor for tensor in tensors(value) if type(tensor) is Apart]
+
+
+def locals_of(value: Any) -> Any:
+    """`value` with this rank's tokens in place of every Apart."""
+    found = {id(each): each.local for each in aparts(value)}
+    return swap(value, found) if found else value
+
+
+def taken(value: Any, passing: Passing, share: Share) -> Any:
+    """What the visit of `passing` is given, `value`, as it runs on this rank's tokens.
+
+    Of a tensor that has tokens along two dims, such as a mask, the second stays whole. Raises PlanError for another length, and
+    for a tensor with tokens that the visit was not given in the trial run.
+    """
+    known, found = dict(zip(passing.slots, passing.takes, strict=True)), dict[int, torch.Tensor]()
+    for slot, tensor in named(value):
+        if type(tensor) is Apart:  # without dims it is a row of a mask: it has all keys
+            whole = known.get(slot) == ()
+            found[id(tensor)] = tensor.share.bring(tensor.local, tensor.along) if whole else tensor.local
+            continue
+        dims = known[slot] if slot in known else _as_mask(tensor, share, passing.visit)
+        if dims and (tensor.ndim <= dims[0] or tensor.shape[dims[0]] != share.length):
+            text = f"it is given a tensor of shape {list(tensor.shape)}, and in the trial run dim {dims[0]} of that was tokens"
+            raise PlanError(f"{text}: there are {share.length}", fix="give each row as many tokens", where=passing.visit)
+        if dims:
+            found[id(tensor)] = share.of(tensor, dims[0])
+    return swap(copied(value), found) if found else value
+
+
+def own_of(value: Any, passing: Passing, share: Share) -> Any:
+    """What a visit gives out, `value`: of one that every rank runs `whole`, this rank's tokens."""
+    if not passing.whole:
+        return value
+    told = zip(tensors(value), passing.gives, strict=True)
+    return swap(value, {id(each): share.of(each, dims[0]) for each, dims in told if dims})
+
+
+def _as_mask(tensor: torch.Tensor, share: Share, visit: str) -> tuple[int, ...]:
+    """Which dims are tokens of a tensor that was not there in the trial run: a batch may need a mask that another does not."""
+    if tensor.ndim == MASK_DIMS and tuple(tensor.shape[-2:]) == (share.length, share.length):
+        return (2, 3)
+    if share.length in tensor.shape:
+        text = f"it is given a tensor of shape {list(tensor.shape)}, which was not there in the trial run"
+        raise PlanError(text, fix="make the plan from an example batch that has all that later ones have", where=visit)
+    return ()
+
+
+def given(value: Any, dims: Sequence[tuple[int, ...]], share: Share) -> Any:
+    """What a block gives out, `value`, as glue shall see it: the n-th tensor in it has tokens along `dims[n]`."""
+    found = {}
+    for number, tensor in enumerate(tensors(value)):
+        if number < len(dims) and dims[number] and type(tensor) is not Apart:
+            found[id(tensor)] = apart(tensor, dims[number][0], share)
+    return swap(value, found) if found else value
+
+
+def _by_token(name: str, func: Any, args: Any, kwargs: Any, found: Sequence[Apart]) -> Any:
+    """What `func` makes of tokens, each by itself; None where it does not."""
+    first = found[0]
+    if name == "getitem":
+        return _picked(args)
+    if name in ("view", "reshape") and _same_form(*args):
+        return apart(first.local, first.along, first.share)
+    if name not in BY_ELEMENT or any(each.share != first.share for each in found):
+        return None
+    behind = {each.ndim - each.along for each in found}
+    if len(behind) != 1:
+        return None
+    (back,) = behind
+    mine = {id(each): each.local for each in found}
+    for tensor in tensors((args, kwargs)):
+        if type(tensor) is not Apart and tensor.ndim >= back and tensor.shape[-back] == first.share.length > 1:
+            mine[id(tensor)] = first.share.of(tensor, tensor.ndim - back)
+    args, kwargs = swap((args, dict(kwargs)), mine)
+    made = func(*args, **kwargs)
+    return apart(made, made.ndim - back, first.share) if isinstance(made, torch.Tensor) else made
+
+
+def _picked(args: tuple[Any, ...]) -> Any:
+    """A view that leaves the tokens alone; None for any other."""
+    tensor, index = args
+    if type(tensor) is not Apart:
+        return None
+    index = index if isinstance(index, tuple) else (index,)
+    if not all(each is None or each is Ellipsis or type(each) in (slice, int) for each in index):
+        return None
+    if Ellipsis in index:
+        at, named = index.index(Ellipsis), sum(each is not None and each is not Ellipsis for each in index)
+        index = (*index[:at], *[slice(None)] * (tensor.ndim - named), *index[at + 1 :])
+    dim, made, along, mine = 0, 0, None, list[Any]()  # the dim that is looked at, and how many have been made
+    for each in index:
+        if each is not None and dim == tensor.along:
+            if type(each) is int or not _all(each, tensor.share.length):
+                return None
+            along, each = made, slice(None)
+        mine.append(each)
+        dim, made = dim + (each is not None), made + (type(each) is not int)
+    along = made + tensor.along - dim if along is None else along
+    return apart(tensor.local[tuple(mine)], along, tensor.share)
+
+
+def _same_form(tensor: torch.Tensor, *sizes: Any) -> bool:
+    """Whether `sizes` are those that the tensor has."""
+    asked = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+    return len(asked) == tensor.ndim and all(size in (-1, own) for size, own in zip(asked, tensor.shape, strict=True))
+
+
+def _all(piece: slice, length: int) -> bool:
+    return range(length)[piece] == range(length)
+
+
+def _brought(func: Any, args: Any, kwargs: Any, found: Sequence[Apart]) -> Any:
+    """What `func` makes of all tokens."""
+    whole = {id(each): each.share.bring(each.local, each.along) for each in found}
+    args, kwargs = swap((args, dict(kwargs)), whole)
+    return func(*args, **kwargs)
+
+
+def _natively(func: Any, args: Any, kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)

@@ -1,0 +1,79 @@
+"""Attention where each rank has some of the tokens: whoever calls torch's is answered by a technique.
+
+`F.scaled_dot_product_attention` is where models come to that attend in a fused kernel, transformers' among them. Within a block
+it is asked for with the tokens of this rank alone, and what it looks at lies on all ranks:
+
+    query, key, value    [.., heads, tokens, width]     this rank's tokens
+    mask                 [.., queries, keys]            rows of this rank's queries, columns of all keys, in their order
+    causal               by positions in the sample, not by places on this rank
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
+from torch.overrides import TorchFunctionMode
+
+from meshwright.core.tokens import LEAST, Mask
+from meshwright.model.apart import Share
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One call of attention. `queries` and `keys` say which tokens this rank has of both; `scale` is that of the scores."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    dropout: float
+    causal: bool
+    scale: float
+    queries: Share
+    keys: Share
+
+
+def mask_of(mask: torch.Tensor | None) -> Mask | None:
+    """What the plan needs to know of a mask, [.., queries, keys]."""
+    if mask is None:
+        return None
+    rows, heads, queries = (size > 1 for size in (*[1] * (4 - mask.ndim), *mask.shape)[-4:-1])
+    return Mask(rows, heads, queries, adds=mask.dtype != torch.bool, needed=mask.requires_grad)
+
+
+Answer = Callable[[Asked], torch.Tensor]  # [.., heads, own queries, width of values]
+
+
+class Attending(TorchFunctionMode):
+    """While active, attention within blocks, as `inside()` tells, is `answer`; `share()` are the tokens of this forward."""
+
+    def __init__(self, answer: Answer, share: Callable[[], Share], inside: Callable[[], bool]) -> None:
+        super().__init__()
+        self._answer, self._share, self._inside = answer, share, inside
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention or not self._inside():
+            return func(*args, **(kwargs or {}))
+        return self._asked(*args, **(kwargs or {}))
+
+    def _asked(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        share = self._share()
+        count, idle = share.count, max(0, LEAST - share.count)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if idle:  # what stands in attends to nothing, and nobody to it
+            query, key, value = query[..., :count, :], key[..., :count, :], value[..., :count, :]
+            attn_mask = attn_mask[..., :count, :] if attn_mask is not None and attn_mask.shape[-2] > 1 else attn_mask
+        made = self._answer(Asked(query, key, value, attn_mask, dropout_p, is_causal, scale, share, share))
+        return F.pad(made, (0, 0, 0, idle)) if idle else made

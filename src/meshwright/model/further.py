@@ -1,0 +1,118 @@
+"""Trials of a model behind the first one: what they look for is known only when the layers are.
+
+Each makes the model anew on fake tensors. Of a forward that looks at values, they find nothing.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from meshwright.core.anatomy import Anatomy
+from meshwright.core.calls import Number
+from meshwright.core.tokens import Tokens
+from meshwright.model.anatomy import WHOLE
+from meshwright.model.blueprint import Blueprint
+from meshwright.model.configs import use_experts_on_trial
+from meshwright.model.dice import Dice
+from meshwright.model.dropout import trial
+from meshwright.model.layers import Propose
+from meshwright.model.passing import Trial, tokens_of
+from meshwright.model.proposed import Proposal
+from meshwright.model.streaming import followed
+from meshwright.model.summands import Summands
+from meshwright.model.trial import PROBE_BATCH, depends_on_values, fake_copy
+from meshwright.model.trying import tried
+
+Example = Mapping[str, torch.Tensor]
+
+
+def tried_on(
+    plan: Blueprint, names: tuple[str, ...], inputs: Example, propose: Propose
+) -> tuple[Proposal, tuple[Number, ...], tuple[str, ...]]:
+    """What runs on slices of what is proposed."""
+    mode, dice = FakeTensorMode(allow_non_fake_inputs=True), Dice(seed=0)
+
+    def made() -> nn.Module:
+        module = on_trial(plan)
+        fake_copy(module, mode)
+        return module
+
+    @contextmanager
+    def ready(module: nn.Module) -> Iterator[Callable[[], object]]:
+        rows = {key: mode.from_tensor(rows_of(value, PROBE_BATCH)) for key, value in inputs.items()}
+        with mode, trial(dice, PROBE_BATCH):
+            yield lambda: module(**rows)
+
+    return tried(propose, made, ready, () if names == (WHOLE,) else names)
+
+
+def streamed(anatomy: Anatomy, plan: Blueprint, names: tuple[str, ...], inputs: Example) -> Anatomy:
+    """`anatomy` with the way of the stream and the sums that layers end in, where there are pairs of layers on it.
+
+    That is what a second trial shows that knows them.
+
+    Of a model whose forward looks at values, nothing is found.
+    """
+    if not any(call.role == "columns" for call in anatomy.calls):
+        return anatomy
+    mode, dice, summands = FakeTensorMode(allow_non_fake_inputs=True), Dice(seed=0), Summands()
+    module = on_trial(plan)
+    fake_copy(module, mode)
+    try:
+        rows = {key: mode.from_tensor(rows_of(value, PROBE_BATCH)) for key, value in inputs.items()}
+        with mode, trial(dice, PROBE_BATCH):
+            blocks, forward = blocks_of(module, names), lambda: module(**rows)
+            summing = [call.name for call in anatomy.calls if call.role == "rows"]
+            with summands.watching(module, blocks, summing):
+                calls, passages = followed(module, blocks, anatomy.calls, dice.enter, forward, in_place=anatomy.in_place)
+    except Exception as error:
+        if not depends_on_values(error):
+            raise
+        return anatomy
+    return replace(anatomy, calls=summands.marked(calls), passages=passages)
+
+
+def dealt(visits: tuple[str, ...], plan: Blueprint, names: tuple[str, ...], inputs: Example, targets: Example) -> Tokens | None:
+    """What the model does with tokens (core/tokens.py), where its inputs have any.
+
+    What glue computes of rows alone, positions and masks, has values: whether there is a mask at all may depend on them.
+    """
+    dice = Dice(seed=0)
+
+    @contextmanager
+    def ready(rows: Example) -> Iterator[Trial]:
+        mode, module = FakeTensorMode(allow_non_fake_inputs=True), on_trial(plan)
+        fake_copy(module, mode)
+        with trial(dice, PROBE_BATCH):
+            some = {key: rows_of(value, PROBE_BATCH) for key, value in rows.items()}
+            yield Trial(module, blocks_of(module, names), dice.enter, some, mode)
+
+    return tokens_of(inputs, targets, visits, plan.instance(), ready)
+
+
+def on_trial(plan: Blueprint) -> nn.Module:
+    """A module on blank parameters, in training mode, that fake tensors can pass."""
+    module = in_training(plan.instance())
+    use_experts_on_trial(module)  # the grouped product takes no fake float32, and says so on the terminal
+    return module
+
+
+def rows_of(value: torch.Tensor, batch: int) -> torch.Tensor:
+    """`batch` rows like those of `value`."""
+    repeats = -(-batch // len(value))
+    rows = value.detach().repeat(repeats, *[1] * (value.ndim - 1))[:batch]
+    return rows.requires_grad_(value.requires_grad)
+
+
+def blocks_of(module: nn.Module, names: tuple[str, ...]) -> dict[str, nn.Module]:
+    """The blocks of `module` by name."""
+    return {WHOLE: module} if names == (WHOLE,) else {name: module.get_submodule(name) for name in names}
+
+
+def in_training(module: nn.Module) -> nn.Module:
+    """`module`, in training mode unless it came so: then what it set itself stays."""
+    return module if module.training else module.train()

@@ -1,0 +1,148 @@
+"""What techniques that deal the tokens of a sample to ranks say alike: where things live, the sums of a step, refusals, booking.
+
+    batch       every rank along the axis reads the same rows, and runs the model on some of the tokens of each (core/tokens.py)
+    weights     each rank's gradient is a summand: R along the axis, gradients P, as where ranks have other samples
+    COUNT TALLY summed along the axis: a wish to stop is heard by all, and the loss is that of all tokens
+    attention   moves something within the forwards and backwards of the visits that attend: Action.inner
+
+Among the moves of layers that are divided (tensor parallelism), attention stands before the rows layer that ends it; backwards
+behind it. Its heads are then those of the rank.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from meshwright.core.anatomy import Anatomy, Weight
+from meshwright.core.calls import Call
+from meshwright.core.cut import Side
+from meshwright.core.errors import Fault
+from meshwright.core.home import Home
+from meshwright.core.job import Job
+from meshwright.core.layout import P, R, S
+from meshwright.core.program import Action, Program, Transfer
+from meshwright.core.space import Space
+from meshwright.core.steps import BACKWARDS, FORWARDS, added_along, micro_rows
+from meshwright.core.tokens import Attend, Deal
+from meshwright.model.sockets import NUMBERED
+
+AXIS = "cp"
+AGAIN = (*FORWARDS, "RERUN")  # kinds that run a visit forward
+
+Moves = Callable[[Attend, int], Sequence[Transfer]]  # of one call of attention on so many rows
+
+
+def dealt(space: Space, axis: str, deal: Deal) -> Space:
+    """`space` with the tokens of samples dealt along `axis` as `deal` says: every weight's gradient is a sum over the ranks."""
+
+    def apart(home: Home) -> Home:
+        return replace(home, layout=home.layout.with_place(axis, R), grad=home.grad.with_place(axis, P))
+
+    return replace(space.with_tokens(axis, S(1)), deal=deal).with_homes(apart)
+
+
+def counted(program: Program, axis: str) -> Program:
+    """`program` with COUNT and TALLY along `axis` too."""
+    return added_along(program, axis)
+
+
+def met(program: Program, space: Space, job: Job, forth: Moves, back: Moves) -> Program:
+    """`program` with what attention moves: `forth` wherever a visit runs forward, `back` where its gradients are made.
+
+    Where backwards come in halves, that is the one for what went in, unless nobody asks for that.
+    """
+    borders = (space.whole or space).anatomy.borders
+
+    def within(action: Action, rows: int) -> Action:
+        mine = list(_placed(space, action.subject))
+        if action.kind in AGAIN:
+            more = [replace(move, at=at) for at, attend in mine for move in forth(attend, rows)]
+        else:
+            late = borders is not None and not borders.learns(action.subject)
+            if action.kind not in ("B", "W" if late else "I"):
+                return action
+            needed = [(at, attend) for at, attend in reversed(mine) if attend.needed]
+            more = [replace(move, at=-at) for at, attend in needed for move in back(attend, rows)]
+        return replace(action, inner=tuple(sorted((*action.inner, *more), key=lambda each: each.at))) if more else action
+
+    def edited(actions: list[Action]) -> list[Action]:
+        rows = micro_rows(actions, space, job)
+        return [within(action, rows) if action.kind in (*AGAIN, *BACKWARDS, "W") else action for action in actions]
+
+    return program.edit(edited)
+
+
+def local_heads(space: Space, attend: Attend) -> tuple[int, int]:
+    """How many heads of queries, and of keys and values, the rank that sees `space` has of one call of attention.
+
+    Of keys and values that several ranks need it has those of its own heads of queries, as strategies that divide heads have it;
+    where the model repeats them for attention, all of these.
+    """
+    for _, side in _sides(space, attend.visit, "columns", attend):
+        (first, end), units = side.cut.units_of(side.index, side.ranks), side.cut.units
+        if side.ranks <= units or not side.cut.heads:
+            return (end - first) * attend.heads // units, (end - first) * attend.groups // units
+        each = attend.heads // units
+        alike = attend.groups == units and end > first and first // each == (end - 1) // each
+        return end - first, 1 if alike else end - first
+    return attend.heads, attend.groups
+
+
+def token_faults(name: str, axis: str, space: Space) -> Iterator[Fault]:
+    """What keeps the tokens of this model's samples from being dealt along `axis`."""
+    where, anatomy = f"strategies.{name}", space.anatomy
+    if axis != AXIS:
+        yield Fault(f"axis = '{axis}'; tokens are dealt along {AXIS}", f'write axis = "{AXIS}"', f"{where}.axis")
+        return
+    ranks = space.mesh.size(axis)
+    other = f"mesh.{AXIS} = 1 and mesh.dp_shard = {ranks} are as many ranks"
+    if space.deal is not None:
+        text = f"the tokens of each sample are dealt along {AXIS} already"
+        yield Fault(text, "keep one of the strategies that deal them", where)
+    if anatomy.tokens is None:
+        text = f"nothing is known of tokens in {anatomy.name}: no integer input of its example has them, as [rows, tokens]"
+        yield Fault(text, f"give it an example batch that has one (input_ids); or {other}", where)
+        return
+    for why, visits in _mixing(anatomy).items():
+        more = f" (and so in {len(visits) - 1} more blocks)" if len(visits) > 1 else ""
+        fix = f"compute what needs all tokens between blocks, or by F.scaled_dot_product_attention; or {other}"
+        yield Fault(f"a block cannot run on some of the tokens: {why}{more}", fix, where)
+    if anatomy.whole_batch:
+        text = f"the loss takes the rows of the whole batch at once, and along {AXIS} each rank has some of the tokens of a row"
+        yield Fault(text, f"write a loss that is a sum over tokens or rows; or {other}", "loss")
+
+
+def _mixing(anatomy: Anatomy) -> Mapping[str, list[str]]:
+    """The visits that need all tokens at once, by why: what layers of one kind do is said once."""
+    found: dict[str, list[str]] = {}
+    for passing in anatomy.tokens.visits if anatomy.tokens is not None else ():
+        if passing.mixes:
+            found.setdefault(NUMBERED.sub("*", passing.mixes), []).append(passing.visit)
+    return found
+
+
+def _placed(space: Space, visit: str) -> Iterator[tuple[float, Attend]]:
+    """The calls of attention of a visit in order, and where they stand among its calls of layers: before the rows layer."""
+    tokens = (space.whole or space).anatomy.tokens
+    mine = [attend for attend in tokens.attends if attend.visit == visit] if tokens is not None else []
+    for number, attend in enumerate(mine):
+        ends = [at for at, _ in _sides(space, visit, "rows", attend)]
+        yield (ends[number] - 0.5 if number < len(ends) else 0), attend
+
+
+def _sides(space: Space, visit: str, role: str, attend: Attend) -> Iterator[tuple[int, Side]]:
+    """Of each layer of `role` in `visit` whose heads are those of `attend`, and are divided: its number, and how they are."""
+    held = {layer: home for home in space.homes for layer in home.weight.layers if _heads(home.weight, attend)}
+    for at, call in enumerate(space.anatomy.calls):
+        if call.visit == visit and call.role == role and call.name in held:
+            for side in space.sides(held[call.name], dict(space.coordinate)):
+                if _of_heads(call, held[call.name].weight, side.cut.dim):
+                    yield at, side
+
+
+def _heads(weight: Weight, attend: Attend) -> bool:
+    return any(cut.most == attend.heads and attend.groups % cut.units == 0 for cut in weight.cuts)
+
+
+def _of_heads(call: Call, weight: Weight, dim: int) -> bool:
+    cut = weight.side("out" if call.role == "columns" else "in")
+    return cut is not None and cut.dim == dim

@@ -1,0 +1,154 @@
+"""Ring attention: each rank has some tokens of every sample; keys and values travel round, queries and their outputs stay.
+
+Why it works: all of a block but attention treats each token by itself, so a rank runs it on the tokens that it has. Attention is
+a softmax over all keys, and that follows from softmaxes over some of them, if each says what it has divided by (kernel.py). So a
+rank merges what its queries make of the keys that pass by, one rank's after the other, and never has those of more than two.
+
+    tokens, zigzag, 4 ranks     0 1 2 3 4 5 6 7 in chunks    rank 0: 0 7   rank 1: 1 6   rank 2: 2 5   rank 3: 3 4
+    step s                      rank r computes with the keys of rank r - s, while those of r - s - 1 are on their way
+    causal                      every step but the first looks at half of all pairs, on every rank: no rank waits for another
+
+    layouts: tokens S(1), weights R, their gradients P: summed with those of other samples, in one collective
+    sent per rank, micro-batch and layer, in elements; k of a heads have keys, b rows, N tokens of width h:
+      forward     2 b (N/P) h (k/a) (P-1)     P-1 shifts of keys and values, one message each
+      backward    4 b (N/P) h (k/a) (P-1)     the same again, and P-1 shifts of their gradients, in float32 at least
+    activations: 1/P of those of one device, and two travelling blocks; backward four more, of gradients
+
+N/P is what the rank with most tokens has: all send as much. With `balance = "contiguous"` ranks have neighbouring tokens, and
+under a causal mask the last computes (2 P - 1) / P times the mean. With `wire = "bfloat16"` keys and values travel in that; a
+rank's own are as they are, and gradients too, so that is the only rounding.
+Cost: a step's transfer hides behind its computation where that takes longer: from some thousands of tokens per rank on. A mask
+that leaves nothing of a pair of chunks spares its computation, and no message.
+Limits: attention is what calls F.scaled_dot_product_attention within a block; with dropout, by plain products. A mask has rows
+of own queries and columns of all keys: n x N elements per rank; float ones hide by -inf (of a row that is hidden whole by a
+large number instead, one device makes a mean). Few tokens per rank do not hide messages: where heads suffice, ulysses sends
+fewer bytes.
+Paper: Liu et al. 2023, "Ring Attention with Blockwise Transformers", arXiv 2310.01889; Brandon et al. 2023, "Striped Attention",
+arXiv 2311.09431 (balance under causal masks); Grattafiori et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783, section
+3.3.2 (2 P chunks, an early and a late one each).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar, Literal
+
+import torch
+
+from meshwright.core.anatomy import NBYTES
+from meshwright.core.errors import Fault, nearest
+from meshwright.core.job import Job
+from meshwright.core.program import Action, Program, Transfer
+from meshwright.core.space import Space
+from meshwright.core.steps import SCRATCH
+from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
+from meshwright.core.tokens import Attend, Deal
+from meshwright.model.attend import Asked
+from meshwright.strategies.sequence.asked import fitted, kept
+from meshwright.strategies.sequence.circle import Circle
+from meshwright.strategies.sequence.dealt import AXIS, counted, dealt, local_heads, met, token_faults
+from meshwright.strategies.sequence.rounds import around
+
+BALANCES = ("zigzag", "contiguous")
+WIRES = ("", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Ring(Strategy):
+    """Tokens of each sample dealt along `axis`; keys and values travel round it, in the dtype `wire` where that is not empty."""
+
+    name: ClassVar[str] = "ring"
+    phase: ClassVar[Phase] = "shard"
+    by_token: ClassVar[bool] = True
+    axis: str = "cp"
+    balance: Literal["zigzag", "contiguous"] = "zigzag"
+    wire: Literal["", "bfloat16"] = ""
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]  # it depends on a field
+        """Whether keys and values travel as they are."""
+        return not self.wire
+
+    def check(self, job: Job, space: Space) -> Iterator[Fault]:
+        yield from token_faults(self.name, self.axis, space)
+        yield from ring_faults(self.name, self.balance, self.wire)
+
+    def deal(self, ranks: int) -> Deal:
+        """Which tokens each of so many ranks has."""
+        return Deal(ranks, folded=self.balance == "zigzag")
+
+    def place(self, space: Space) -> Space:
+        return dealt(space, AXIS, self.deal(space.mesh.size(AXIS))) if self.axis == AXIS else space
+
+    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
+        forth, back = (partial(moves, space, job) for moves in (self._forth, self._back))
+        return with_room(counted(met(program, space, job, forth, back), self.axis), space.mesh.size(self.axis))
+
+    def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
+        runtime.attend(partial(self._answer, runtime))
+        return {}
+
+    def _forth(self, space: Space, job: Job, attend: Attend, rows: int) -> list[Transfer]:
+        """The shifts of one forward: keys and values."""
+        return self._shifts(space, job, attend, rows)[0]
+
+    def _back(self, space: Space, job: Job, attend: Attend, rows: int) -> list[Transfer]:
+        """Those of one backward."""
+        return self._shifts(space, job, attend, rows)[1]
+
+    def _shifts(self, space: Space, job: Job, attend: Attend, rows: int) -> tuple[list[Transfer], list[Transfer]]:
+        ranks = space.mesh.size(self.axis)
+        most = max(self.deal(ranks).count(attend.keys, index) for index in range(ranks))
+        _, groups = local_heads(space, attend)
+        return shifts(rows * groups * most * (attend.width + attend.values), ranks - 1, self.axis, self.wire, job)
+
+    def _answer(self, runtime: Runtime, asked: Asked) -> torch.Tensor:
+        given, space = fitted(asked, self.name), runtime.plan.space
+        deal = self.deal(space.mesh.size(self.axis))
+        circle = Circle(
+            index=dict(space.coordinate)[self.axis],
+            queries=asked.queries.spans,
+            keys=tuple(deal.spans(asked.keys.length, index) for index in range(deal.ranks)),
+            scale=asked.scale,
+            causal=asked.causal,
+            shift=lambda output, tensor: runtime.shift(output, tensor, self.axis),
+            wire=torch.bfloat16 if self.wire else None,
+            drop=given.drop,
+        )
+        keep = kept(asked, asked.queries.spans)
+        return given.back(around(circle, given.query, given.key, given.value, given.mask, keep))
+
+
+def ring_faults(name: str, balance: str, wire: str) -> Iterator[Fault]:
+    """What is wrong with what the technique `name` is told of its ring."""
+    if balance not in BALANCES:
+        yield Fault(f"balance = '{balance}'", nearest(balance, BALANCES), f"strategies.{name}.balance")
+    if wire not in WIRES:
+        text = f"keys and values cannot travel in '{wire}'"
+        yield Fault(text, 'write wire = "bfloat16", or leave it out: they travel as they are', f"strategies.{name}.wire")
+
+
+def shifts(numel: int, steps: int, axis: str, wire: str, job: Job) -> tuple[list[Transfer], list[Transfer]]:
+    """Those of one forward and of one backward round a ring of so many steps; each message has `numel` elements.
+
+    Backwards each message of gradients stands behind the next one of keys and values.
+    """
+    wide = "float64" if job.precision.compute == "float64" else "float32"
+    dtypes = (wire or job.precision.compute, wide)
+    keys, gradients = ([Transfer("shift", (axis,), numel * NBYTES[dtype], dtype=dtype)] * steps for dtype in dtypes)
+    return keys, [*keys[:1], *(each for pair in zip(keys[1:], gradients, strict=False) for each in pair), *gradients[:1]]
+
+
+def with_room(program: Program, ranks: int) -> Program:
+    """`program` with what travels in backwards as memory, in a ring of so many ranks."""
+    return program.edit(lambda actions: [_with_room(action, ranks) for action in actions])
+
+
+def _with_room(action: Action, ranks: int) -> Action:
+    """`action` with what travels in it as memory, where it is a backward: messages of keys, home, and those of gradients."""
+    sent = [move.nbytes for move in action.inner if move.collective == "shift"]
+    if not sent or all(hold.name != SCRATCH for hold in action.takes):
+        return action
+    more = 2 * sent[0] + min(ranks + 1, 4) * sent[-1]
+    takes = (replace(hold, nbytes=hold.nbytes + more) if hold.name == SCRATCH else hold for hold in action.takes)
+    return replace(action, takes=tuple(takes))

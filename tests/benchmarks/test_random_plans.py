@@ -1,0 +1,112 @@
+"""Plans by chance: drawn again by number, sorted by what becomes of them, and nothing odd passes for a match."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+
+import benchmarks.random_plans
+from benchmarks.combinations import Reviewed, Row, of_pairs, reason_of, refused_by, short_of
+from benchmarks.random_draws import MOST_RANKS, TECHNIQUES, Draw, draw
+from benchmarks.random_plans import plan_or_refusal, result, tried
+from meshwright.core.errors import Fault
+from meshwright.core.job import Job
+from meshwright.core.mesh import Mesh
+from meshwright.core.program import Program
+from meshwright.core.space import Space
+from meshwright.core.strategy import Phase, Strategy
+from meshwright.strategies import STRATEGIES
+from meshwright.strategies.data.batch import Batch
+from meshwright.strategies.data.replicate import Replicate
+
+COPIES = Draw(0, 0, "llama", Mesh(dp_replicate=2), (Batch(), Replicate()), micros=1, micro_batch=1, clip=0.5)
+WANTED = Reviewed(seed=0, count=2, pairs=1, share=1.0, exceptions={}, refusals=())
+
+
+@dataclass(frozen=True)
+class Odd(Strategy):
+    """Says what is wrong without a repair, or for a reason of its own; or falls asleep, or breaks the program."""
+
+    name: ClassVar[str] = "odd"
+    phase: ClassVar[Phase] = "wire"
+    how: str = ""
+
+    def check(self, job: Job, space: Space) -> Iterator[Fault]:
+        if self.how == "sleeps":
+            time.sleep(1.0)
+        yield from {"mute": [Fault("bad", "")], "new": [Fault("the moon is full", "wait")]}.get(self.how, [])
+
+    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
+        if self.how != "breaks":
+            return program
+        return program.edit(lambda actions: [action for action in actions if action.kind != "REDUCE"])
+
+
+def odd(how: str) -> Draw:
+    return replace(COPIES, strategies=(*COPIES.strategies, Odd(how=how)))
+
+
+def row(outcome: str, *techniques: str, reasons: tuple[str, ...] = (), spoilt: str = "") -> Row:
+    return {"outcome": outcome, "techniques": list(techniques), "reasons": list(reasons), "spoilt": spoilt, "case": outcome}
+
+
+def test_a_plan_follows_from_its_seed_and_number():
+    assert [draw(3, number) for number in range(40)] == [draw(3, number) for number in range(40)]
+    assert draw(3, 1) != replace(draw(4, 1), seed=3)
+    assert all(1 < draw(3, number).mesh.world <= MOST_RANKS or draw(3, number).spoilt for number in range(200))
+
+
+def test_every_technique_is_drawn_but_the_one_that_is_not_exact():
+    found = {name for number in range(1500) for name in draw(3, number).techniques}
+    assert found <= set(TECHNIQUES)
+    kinds = {TECHNIQUES[name] for name in found}
+    assert kinds >= set(STRATEGIES) - {"batch", "pipedream", "tiles"}
+
+
+def test_equal_plans_match_and_what_else_happens_is_told_apart(monkeypatch: pytest.MonkeyPatch):
+    assert tried(COPIES)["outcome"] == "matched"
+    assert tried(odd("mute"))["outcome"] == "no repair"
+    assert tried(odd("new"))["outcome"] == "new reason"
+    broken = tried(odd("breaks"))
+    assert broken["outcome"] == "crashed"
+    assert "a plan was made" not in broken["case"]
+    assert "REDUCE" in broken["said"] or "gradient" in broken["said"]
+    share = benchmarks.random_plans.share
+    monkeypatch.setattr(benchmarks.random_plans, "share", lambda batch, plan, rank: share(batch, plan, 0))
+    assert tried(COPIES)["outcome"] == "differs"
+
+
+def test_what_has_not_ended_in_time_hangs_and_says_where():
+    found = tried(odd("sleeps"), 0.2)
+    assert found["outcome"] == "hangs"
+    assert "time.sleep(1.0)" in found["said"]
+
+
+def test_a_refusal_has_a_reason_that_is_listed():
+    found = plan_or_refusal(replace(COPIES, strategies=(Batch(),)))
+    assert isinstance(found, dict)
+    assert (found["outcome"], found["reasons"]) == ("refused", ["sums that nobody takes"])
+    assert reason_of("the moon is full") == ""
+
+
+def test_a_pair_below_its_share_is_told_and_a_spoilt_plan_counts_for_no_share():
+    rows = [row("matched", "a", "b"), row("refused", "a", "b", reasons=("why",))]
+    assert list(short_of(of_pairs(rows), WANTED)) == ["a + b: 1 of 2 plans are not refused; needed is a share of 1.0 (why)"]
+    assert list(short_of(of_pairs(rows), replace(WANTED, exceptions={"a + b": 0.5}))) == []
+    assert list(short_of(of_pairs([rows[0], {**rows[1], "spoilt": "with c"}]), WANTED)) == []
+    assert list(short_of(of_pairs(rows[:1]), replace(WANTED, pairs=2))) == ["1 pairs of techniques meet; needed are 2"]
+    assert list(short_of(of_pairs(rows[:1]), replace(WANTED, exceptions={"a + c": 0.5}))) == [
+        "a + c: an exception for two that never meet"
+    ]
+
+
+def test_the_result_holds_when_enough_match_and_nothing_else_happens():
+    rows = [{**row("matched", "a", "b"), "error": 1e-16}] * 9 + [row("refused", "a", "c", reasons=("why",))]
+    found = result(8, rows)
+    assert (found.holds, found.median, found.detail["by_reason"]) == (True, 9, refused_by(rows))
+    assert found.detail["pairs"]["a + c"] == {"drawn": 1, "matched": 0, "refused": {"why": 1}}  # type: ignore[index]
+    assert result(8, [*rows, row("crashed", "a")]).holds is False
+    assert result(8, rows[5:]).holds is True
+    assert result(8, [rows[0], rows[-1], rows[-1]]).holds is False

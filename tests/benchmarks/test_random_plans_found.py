@@ -1,0 +1,62 @@
+"""What plans by chance have found, each with a small plan of its own."""
+
+import pytest
+
+from benchmarks.random_draws import Draw
+from benchmarks.random_plans import TOLERANCE, plan_or_refusal, tried
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import Plan
+from meshwright.core.strategy import Strategy
+from meshwright.strategies.data.batch import Batch
+from meshwright.strategies.data.zero import Zero
+from meshwright.strategies.pipeline.pipeline import Pipeline
+from meshwright.strategies.tensor.cube import Cube
+from meshwright.strategies.tensor.grid import Grid
+from meshwright.strategies.tensor.line import Line
+from meshwright.strategies.tensor.sequence import Sequence
+
+ROWS, SQUARE, CUBE = Batch("dp_shard"), Mesh(dp_shard=2, tp=2), Mesh(dp_shard=2, tp=2, tp_depth=2)
+
+
+def drawn(model: str, mesh: Mesh, *strategies: Strategy) -> Draw:
+    return Draw(0, 0, model, mesh, strategies, micros=2, micro_batch=1, clip=0.5)
+
+
+@pytest.mark.parametrize("cut", ["transformer.h.2", "lm_head"])
+def test_glue_of_a_later_part_that_asks_for_the_width_of_the_stream_hears_of_the_slice(cut: str):
+    pipeline = Pipeline(cuts=(cut,))
+    row = tried(drawn("gpt2, even", Mesh(pp=2, dp_shard=2, tp=2), ROWS, Grid(), Zero(), pipeline), 50.0)
+    assert row.get("error", 1.0) < TOLERANCE, row
+
+
+def test_a_tied_head_on_another_rank_than_its_table_takes_what_its_width_lies_in():
+    pipeline = Pipeline(cuts=("lm_head",))
+    row = tried(drawn("t5, even", Mesh(pp=2, dp_shard=2, tp=2), ROWS, Grid(), Zero(), pipeline), 50.0)
+    assert row.get("error", 1.0) < TOLERANCE, row
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategies", "said"),
+    [
+        (SQUARE, (Grid(), Line()), "another strategy divides 28 weights of pairs along tp already"),
+        (SQUARE, (Line(), Grid()), "another strategy divides 28 weights of pairs along tp already"),
+        (CUBE, (Cube(), Line()), "another strategy divides 28 weights of pairs along tp already"),
+        (CUBE, (Grid(), Cube()), "another strategy divides 28 weights of pairs along tp already"),
+        (SQUARE, (Line(), Line(chunks=2)), "line stands twice for tp, with other options"),
+        (SQUARE, (Line(), Sequence(), Sequence(again=True)), "sequence stands twice for tp, with other options"),
+    ],
+    ids=str,
+)
+def test_what_is_divided_twice_is_refused(mesh: Mesh, strategies: tuple[Strategy, ...], said: str):
+    found = plan_or_refusal(drawn("llama, even", mesh, ROWS, Zero(), *strategies))
+    assert not isinstance(found, Plan)
+    assert said in found["said"]
+    assert found["outcome"] == "refused"
+
+
+def test_shards_along_two_axes_by_two_strategies_are_refused_with_the_one_that_does_it():
+    mesh = Mesh(dp_replicate=2, dp_shard=2)
+    found = plan_or_refusal(drawn("llama", mesh, ROWS, Batch(), Zero(), Zero(axis="dp_replicate")))
+    assert not isinstance(found, Plan)
+    assert "cut into shards along dp_shard already, and now along dp_replicate too" in found["said"]
+    assert 'across = "dp_shard"' in found["said"]
