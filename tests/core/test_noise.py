@@ -16,7 +16,7 @@ from meshwright.strategies.data.master import Master
 from meshwright.strategies.data.naive import Naive
 from meshwright.strategies.data.replicate import Replicate
 from tests.engine.towers import reading_of_towers, towers_plan
-from tests.strategies.data.dealt import Dealt, by_token
+from tests.strategies.data.dealt import Dealt
 from tests.tiny import plan_of, reading_of, tiny_job
 
 KINDS = ("MEASURE", "NOISE", "ESTIMATE")
@@ -94,5 +94,5 @@ def test_ranks_with_some_of_the_tokens_of_a_sample_are_refused():
     with pytest.raises(
         PlanError, match=r"ranks along cp have some of the tokens.*: no rank has the gradient of a part of the batch"
     ):
-        make_plan(by_token(READING), noisy(), Mesh(dp_replicate=2, cp=2), strategies)
-    make_plan(by_token(READING), noisy(), Mesh(dp_replicate=2), strategies)
+        make_plan(READING, noisy(), Mesh(dp_replicate=2, cp=2), strategies)
+    make_plan(READING, noisy(), Mesh(dp_replicate=2), strategies)

@@ -41,7 +41,11 @@ def test_what_would_be_lost_is_refused(glue: str):
     assert all("glue writes" in each.mixes for each in found.visits)
 
 
-@pytest.mark.parametrize("glue", [lambda x: x.mul_(2), lambda x: x[:, :, :2].mul_(2), lambda x: x.view_as(x)], ids=str)
+@pytest.mark.parametrize(
+    "glue",
+    [lambda x: x.mul_(2), lambda x: x[:, :, :2].mul_(2), lambda x: x.view_as(x)],
+    ids=["a product", "some features", "a view"],
+)
 def test_what_treats_each_token_by_itself_may_write(glue: Glue):
     assert not any(each.mixes for each in tokens_of(lambda: Written(glue)).visits)
 
