@@ -62,7 +62,7 @@ def judged(model: nn.Module, mesh: Mesh, *strategies: Strategy) -> Verdict:
         (llama, Mesh(cp=2, tp=2), (Line(), Ulysses())),
         (gpt2, Mesh(cp=4), (Hybrid(),)),
     ],
-    ids=str,
+    ids=lambda each: each.__name__ if callable(each) else str(each),
 )
 def test_weights_are_dropped_as_on_one_device(make, mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
     verdict = judged(make(), mesh, *strategies)
