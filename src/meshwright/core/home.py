@@ -1,10 +1,10 @@
 """Where one weight lives, and which weights travel together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.core.anatomy import Weight
 from meshwright.core.arena import Grain
-from meshwright.core.layout import FLAT, Layout, Place, move_name
+from meshwright.core.layout import FLAT, Layout, P, Place, R, move_name
 from meshwright.core.mesh import AXES
 
 
@@ -26,6 +26,10 @@ class Home:
     def pending(self) -> Layout:
         """The gradient as backward leaves it: the adjoint of the weight's layout."""
         return Layout.of({axis: place.adjoint for axis, place in self.layout.places})
+
+    def used_apart(self, axis: str) -> "Home":
+        """This home where each rank along `axis` uses the weight on something of its own: R, so its gradient is P."""
+        return replace(self, layout=self.layout.with_place(axis, R), grad=self.grad.with_place(axis, P))
 
     def moves(self) -> dict[str, str]:
         """Per axis, the act that brings the gradient from where backward leaves it to where it is wanted."""

@@ -7,8 +7,9 @@ Under a causal mask token i looks at i others: of straight slices the last costs
 an early chunk and the late one that makes up for it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 Span = tuple[int, int]  # the first position, and the one behind the last
 STAND_IN: Span = (0, 1)  # what a rank runs besides that has too few tokens: the first one, of which nothing counts
@@ -33,12 +34,15 @@ class Deal:
         outer, place = divmod(index, self.inner)
         around = self.ranks // self.inner
         mine = self._around(length, outer, around)
-        total = sum(end - begin for begin, end in mine)
-        return _within(mine, *_piece(total, self.inner, place))
+        return _within(mine, *_piece(count_of(mine), self.inner, place))
 
     def count(self, length: int, index: int) -> int:
         """How many tokens that are."""
-        return sum(end - begin for begin, end in self.spans(length, index))
+        return self.counts(length)[index]
+
+    def counts(self, length: int) -> tuple[int, ...]:
+        """How many each rank has."""
+        return _counts(self, length)
 
     def run(self, length: int, index: int) -> int:
         """How many tokens it runs."""
@@ -60,9 +64,19 @@ class Deal:
         return tuple(span for span in (early, late) if span[0] < span[1])
 
 
+def count_of(spans: Iterable[Span]) -> int:
+    """How many positions there are in `spans`."""
+    return sum(end - begin for begin, end in spans)
+
+
 def filled(spans: tuple[Span, ...]) -> tuple[Span, ...]:
     """`spans`, and the stand-ins that are run behind them."""
-    return (*spans, *[STAND_IN] * (LEAST - sum(end - begin for begin, end in spans)))
+    return (*spans, *[STAND_IN] * (LEAST - count_of(spans)))
+
+
+@lru_cache(maxsize=256)  # attention asks for it in every call
+def _counts(deal: Deal, length: int) -> tuple[int, ...]:
+    return tuple(count_of(deal.spans(length, index)) for index in range(deal.ranks))
 
 
 def _piece(length: int, pieces: int, index: int) -> Span:

@@ -102,7 +102,7 @@ class Crossing:
         course, rows = self._course(micro), len(next(iter(inputs.values())))
         given = {value.name: held.came[value.name] for value in part.takes}
         device, dealt = self._state.world.device, self._dealing.parts()
-        call = partial(self._state.subject.module, **self._dealing.inputs(inputs))
+        call = partial(self._state.subject.module, **inputs)
         # what draws numbers draws them where the model's forward stands; and what stands for all tokens is made anew in each
         scripts = self._scripts if skip is None and dealt is None else None
         how = {"scripts": scripts, "inputs": inputs.values(), "looks": self._crossed.looks, "dealt": dealt}

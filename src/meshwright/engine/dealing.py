@@ -21,11 +21,12 @@ from meshwright.comm.moves import move
 from meshwright.core.errors import PlanError
 from meshwright.core.layout import R, S
 from meshwright.core.plan import Plan
-from meshwright.core.tokens import LEAST, Deal, Passing, Tokens
+from meshwright.core.tokens import LEAST, Deal, Tokens
 from meshwright.engine.loss import Batch
 from meshwright.engine.state import State
-from meshwright.model.apart import Apart, Dealt, Share, apart, given, locals_of, own_of, taken
+from meshwright.model.apart import Apart, Share, given
 from meshwright.model.attend import Answer, Asked, Attending
+from meshwright.model.only import Dealt
 from meshwright.model.plugs import plug
 from meshwright.model.values import swap, tensors
 
@@ -60,10 +61,6 @@ class AllTokens:
         """What is done round the blocks of a part of the model (model/parts.py); None: nothing."""
         return None
 
-    def inputs(self, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """`inputs` as the model's forward shall see them."""
-        return inputs
-
     def call(self, module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Any:
         """What `module` gives out on this rank's tokens of `inputs`."""
         return module(**inputs)
@@ -76,24 +73,21 @@ class AllTokens:
         """Leave the model as it was."""
 
 
-class SomeTokens(AllTokens):
+class SomeTokens(Dealt, AllTokens):
     """One rank's part of the tokens of what it runs."""
 
     def __init__(self, plan: Plan, state: State, deal: Deal, tokens: Tokens) -> None:
-        super().__init__(state)
+        Dealt.__init__(self, tokens, Share(0, ()))
+        AllTokens.__init__(self, state)
         self._deal, self._tokens = deal, tokens
-        self._axes = plan.space.token_axes
-        self._group = state.world.group(self._axes)
+        self._group = state.world.group(plan.space.token_axes)
         self.first = self._group.index == 0
-        self._passings = {passing.visit: passing for passing in tokens.visits}
         self._shares: dict[int, Share] = {}  # by length
-        self._share = Share(0, ())
         self._answer: Answer | None = None
         self._active, self._depth, self._again, self._answering = False, 0, False, False
         self._calls: dict[str, int] = {}
-        self._visits: list[Passing] = []
         self._along: Sequence[tuple[int, ...]] = ()  # of what the model gives out
-        self._plugged = plug(state.subject.module, lambda: self._share if self._asks() else None)
+        self._plugged = plug(state.subject.module, lambda: self.share if self._asks() else None)
         self._handles = [
             handle
             for name, block in (
@@ -116,8 +110,8 @@ class SomeTokens(AllTokens):
 
     @contextmanager
     def during(self, batch: Batch) -> Iterator[None]:
-        self._share, self._calls, self._depth, self._active = self._share_of(batch), {}, 0, True
-        self._visits.clear()
+        self.share, self._calls, self._depth, self._active = self._share_of(batch), {}, 0, True
+        self.under_way.clear()
         try:
             with self._attending():
                 yield
@@ -126,44 +120,23 @@ class SomeTokens(AllTokens):
 
     @contextmanager
     def again(self, batch: Batch) -> Iterator[None]:
-        before = self._share, self._again
-        self._share, self._again = self._share_of(batch), True
+        before = self.share, self._again
+        self.share, self._again = self._share_of(batch), True
         try:
             with self._attending():
                 yield
         finally:
-            self._share, self._again = before
+            self.share, self._again = before
 
     def parts(self) -> Dealt | None:
         return self
 
     def call(self, module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Any:
-        return self.here(module(**self.inputs(inputs)))
+        return self.here(module(**inputs))
 
     def here(self, outputs: Any) -> Any:
-        """This rank's tokens of what the model gives out."""
         self._along = [(each.along,) if type(each) is Apart else () for each in tensors(outputs)]
-        return locals_of(outputs)
-
-    def apart(self, tensor: torch.Tensor, along: int) -> Any:
-        """This rank's tokens, `tensor`, as glue shall see them."""
-        return apart(tensor, along, self._share)
-
-    def enter(self, visit: str, given: Any) -> Any:
-        """What the visit, given this, runs on."""
-        passing = self._passings.get(visit)
-        if passing is None:
-            text = (
-                f"the forward reaches '{visit}', which it did not in the trial run: nobody knows which of its tensors have tokens"
-            )
-            raise PlanError(text, fix="let the forward call the same blocks on every batch", where="model")
-        self._visits.append(passing)
-        return taken(given, passing, self._share)
-
-    def leave(self, outputs: Any) -> Any:
-        """What the visit that was entered last has given out, as glue shall see it."""
-        passing = self._visits.pop()
-        return given(own_of(outputs, passing, self._share), passing.gives, self._share)
+        return super().here(outputs)
 
     def total(self, outputs: Any, batch: Batch) -> torch.Tensor:
         loss, share = self._state.loss, self._share_of(batch)
@@ -188,10 +161,10 @@ class SomeTokens(AllTokens):
     def _attending(self) -> AbstractContextManager[object]:
         if self._answer is None:
             return nullcontext()
-        return Attending(self._answered, lambda: self._share, self._asks)
+        return Attending(self._answered, lambda: self.share, self._asks)
 
     def _asks(self) -> bool:
-        inside = bool(self._visits) and not self._visits[-1].whole
+        inside = bool(self.under_way) and not self.under_way[-1].whole
         return (inside or self._again) and not self._answering
 
     def _answered(self, asked: Asked) -> torch.Tensor:
@@ -217,7 +190,7 @@ class SomeTokens(AllTokens):
 
     def _bring(self, length: int, local: torch.Tensor, dim: int) -> torch.Tensor:
         """All tokens along `dim`, in order of their positions; backward gives each rank the sum of what all make of its own."""
-        counts = [self._deal.count(length, index) for index in range(self._group.size)]
+        counts = self._deal.counts(length)
         most = max(counts)
         local = local.narrow(dim, 0, counts[self._group.index])
         pad = [0, 0] * (local.ndim - 1 - dim) + [0, most - local.shape[dim]]

@@ -87,7 +87,7 @@ def evaluate(
                 sums[0] += dealing.total(outputs, micro.batch)
                 counted = state.loss.counted(micro.batch) if dealing.first else (0.0, 0.0)
                 sums[1:] += torch.tensor(counted, dtype=torch.float64, device=sums.device)
-    axes = (*plan.space.data_axes, *plan.space.token_axes, *(("pp",) if parts else ()))
+    axes = (*plan.space.summed_axes, *(("pp",) if parts else ()))
     state.world.group(axes).all_reduce(sums, action=ACTION).wait()
     total, count, tokens = sums.tolist()
     if not count > 0:

@@ -182,7 +182,7 @@ class Relay:
         given = {value.name: forward.came[value.name] for value in mine.takes}
         device, how = self._state.world.device, {"reach": lambda visit: None, "looks": forward.crossed.looks}
         with self._dealing.during(forward.micro.batch):
-            call = partial(module, **self._dealing.inputs(forward.inputs))
+            call = partial(module, **forward.inputs)
             ran = run(call, self._drive, forward.course, mine, forward.rows, given, device, dealt=self._dealing.parts(), **how)
         forward.came |= ran.given
         for hop in forward.hops:

@@ -17,6 +17,12 @@ class Alias(torch.autograd.Function):
         return grad, None
 
 
+def another(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, known by an identity of its own."""
+    with torch._C.DisableTorchFunction():
+        return Alias.apply(tensor, tensor) if tensor.requires_grad else tensor.detach()
+
+
 def leaf_of(tensor: torch.Tensor) -> torch.Tensor:
     """The leaf that `tensor` stands for; a tensor that is no alias, itself."""
     node: Any = tensor.grad_fn

@@ -15,12 +15,12 @@ a table of positions, each adds what its own tokens give.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from meshwright.core.errors import PlanError
-from meshwright.core.tokens import LEAST, Passing, Span, filled
+from meshwright.core.tokens import LEAST, Passing, Span, count_of, filled
 from meshwright.model.foreign import Foreign
 from meshwright.model.tokens import BY_ELEMENT
 from meshwright.model.values import copied, named, swap, tensors
@@ -42,7 +42,7 @@ class Share:
     @property
     def count(self) -> int:
         """How many tokens this rank has."""
-        return sum(end - begin for begin, end in self.spans)
+        return count_of(self.spans)
 
     @property
     def whole(self) -> bool:
@@ -99,22 +99,6 @@ class Apart(torch.Tensor):
     ) -> Any:
         text = f"{func} takes in a tensor of which each rank has some of the tokens, below all that could bring them together"
         raise PlanError(text, fix="compute it inside of a block: Model(blocks=[...])", where="model")
-
-
-class Dealt(Protocol):
-    """What is done round the blocks of a forward in which a rank has some of the tokens."""
-
-    def apart(self, tensor: torch.Tensor, along: int) -> Any:
-        """This rank's tokens, `tensor`, as glue shall see them."""
-
-    def enter(self, visit: str, given: Any) -> Any:
-        """What the visit, given this, runs on; its end must be told by `leave`."""
-
-    def leave(self, outputs: Any) -> Any:
-        """What the visit that was entered last has given out, as glue shall see it."""
-
-    def here(self, outputs: Any) -> Any:
-        """This rank's tokens of what the model gives out."""
 
 
 def apart(local: torch.Tensor, along: int, share: Share) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.core.tokens import LEAST, Mask
 from meshwright.model.apart import Share
+from meshwright.model.attention import Attention
 
 
 @dataclass(frozen=True)
@@ -56,24 +57,14 @@ class Attending(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention or not self._inside():
             return func(*args, **(kwargs or {}))
-        return self._asked(*args, **(kwargs or {}))
+        return self._asked(Attention(*args, **(kwargs or {})))
 
-    def _asked(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
+    def _asked(self, given: Attention) -> torch.Tensor:
         share = self._share()
         count, idle = share.count, max(0, LEAST - share.count)
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        query, key, value, mask = given.query, given.key, given.value, given.attn_mask
         if idle:  # what stands in attends to nothing, and nobody to it
             query, key, value = query[..., :count, :], key[..., :count, :], value[..., :count, :]
-            attn_mask = attn_mask[..., :count, :] if attn_mask is not None and attn_mask.shape[-2] > 1 else attn_mask
-        made = self._answer(Asked(query, key, value, attn_mask, dropout_p, is_causal, scale, share, share))
+            mask = mask[..., :count, :] if mask is not None and mask.shape[-2] > 1 else mask
+        made = self._answer(Asked(query, key, value, mask, given.dropout_p, given.is_causal, given.factor, share, share))
         return F.pad(made, (0, 0, 0, idle)) if idle else made

@@ -126,7 +126,7 @@ def _record(
     dice = Dice(seed=0)
     used = {place for place, column in enumerate(reading.anatomy.outputs) if column.used}
     with fakes, trial(dice, rows), torch.set_grad_enabled(training), casting:
-        call, drawn = partial(module, **(some if dealt is None else dealt.inputs(some))), lambda: dice.count
+        call, drawn = partial(module, **some), lambda: dice.count
         before = {key: value._version for key, value in some.items()}
         found = record(module if training else module.eval(), blocks, call, dice.enter, drawn, used, dealt)
     for key, value in some.items():

@@ -20,12 +20,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.model.apart import Apart, Dealt
+from meshwright.model.apart import Apart
 from meshwright.model.captured import marks
 from meshwright.model.course import Op, Place, Record, Seen, Stub, template
 from meshwright.model.drive import LARGER, Drive
 from meshwright.model.glue import BY_SHAPE, READS, SHAPED_AS, Reads, is_plain, title, where
 from meshwright.model.handed import distinct
+from meshwright.model.only import Dealt
 from meshwright.model.paths import behind, is_leaf
 from meshwright.model.tape import storage_of
 from meshwright.model.values import leaves, tensors

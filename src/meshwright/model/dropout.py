@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.core.errors import PlanError
+from meshwright.model.attention import Attention
 from meshwright.model.dice import Dice
 from meshwright.model.sliced import Part
 
@@ -132,27 +133,17 @@ class StatelessDropout(TorchFunctionMode):
     ) -> torch.Tensor:
         return self._rand(input.shape, dtype=dtype or input.dtype, device=device or input.device, **kwargs)
 
-    def _attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        if dropout_p == 0:
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        if enable_gqa:
-            key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
-            value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
-        scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.size(-1)) if scale is None else scale)
-        probabilities = _softmax(scores, _bias(scores, attn_mask, is_causal))
-        return (self._dropout(probabilities, dropout_p) @ value).to(value.dtype)
+    def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given = Attention(*args, **kwargs)
+        if given.dropout_p == 0:
+            return F.scaled_dot_product_attention(*args, **kwargs)
+        key, value = given.key, given.value
+        if given.enable_gqa:
+            key = key.repeat_interleave(given.query.size(-3) // key.size(-3), -3)
+            value = value.repeat_interleave(given.query.size(-3) // value.size(-3), -3)
+        scores = given.query @ key.transpose(-2, -1) * given.factor
+        probabilities = _softmax(scores, _bias(scores, given.attn_mask, given.is_causal))
+        return (self._dropout(probabilities, given.dropout_p) @ value).to(value.dtype)
 
     def _inside(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """`func` with this mode on for the calls that it makes itself; torch turns the mode off for those otherwise."""

@@ -12,7 +12,7 @@ exception; that of the last part runs to its end.
 
 Gradients: a received value is a leaf, and so is a value that is given, with the edge where its gradient goes: in the visit that
 made it, or in the closing visit where glue did. The order of a backward: what later parts sent is put into the leaves of `given`,
-then the closing visit, then the visits in reverse; then the leaves of `received` have theirs.
+then the closing visit, then the visits in reverse; then `received` have theirs.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,11 +28,12 @@ from meshwright.core.anatomy import block_of
 from meshwright.core.borders import Part
 from meshwright.core.errors import PlanError
 from meshwright.model.alias import Alias, leaf_of
-from meshwright.model.apart import Apart, Dealt
+from meshwright.model.apart import Apart
 from meshwright.model.captured import marks
 from meshwright.model.course import Course, Place, Stub
 from meshwright.model.drive import Drive, Pass, Reach, Visit
 from meshwright.model.glue import Glue
+from meshwright.model.only import Dealt
 from meshwright.model.script import Script
 from meshwright.model.standing import ANOTHER_WAY, Looks, Standing
 from meshwright.model.values import leaves, tensors
@@ -45,9 +46,8 @@ Heard = Callable[[str], None]
 class Ran:
     """What a run of a part left: the values `given` by name, the model's `outputs` where it is the last, and for a backward more.
 
-    With gradients `received` are the leaves of the values that it took and that need one; the `grad` of a leaf stays None where
-    nothing came of it. `closing` holds the glue behind the last visit and `passed` the visits; None without gradients. Where the
-    drive does not cut, the values given have their graph, and one backward from them is that of the part.
+    With gradients `received` are the leaves of the values that it took and that need one (`grad` None: nothing came of it),
+    `closing` holds the glue behind the last visit and `passed` the visits. Where the drive does not cut, values have their graph.
     """
 
     given: dict[str, torch.Tensor]

@@ -23,9 +23,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from meshwright.core.anatomy import block_of
 from meshwright.core.errors import PlanError
 from meshwright.core.tokens import Attend, Passing
-from meshwright.model.alias import Alias
+from meshwright.model.alias import another
 from meshwright.model.apart import Apart, Share, aparts, given
 from meshwright.model.attend import mask_of
+from meshwright.model.attention import Attention
 from meshwright.model.bytoken import MADE_INSIDE, OWN, Along, Held, Step, followed, token_dims
 from meshwright.model.captured import marks
 from meshwright.model.glue import title
@@ -119,7 +120,7 @@ class Visited(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             visit.attends = True
             self._note(visit, run_again())
-            self._note(visit, self._attended(visit, *args, **kwargs, made=result))
+            self._note(visit, self._attended(visit, Attention(*args, **kwargs), result))
         elif not visit.aside:
             self._note(visit, followed(Step(name, args, kwargs, tensors(result), self.held, self.trial)))
         return result
@@ -143,7 +144,7 @@ class Visited(TorchFunctionMode):
         """Glue, or a mask, needs all tokens of what a rank has some of."""
         self._brought.add(local)
         self.met[self._last] += self._true(local) // (PROBE_BATCH if local.shape[0] == PROBE_BATCH else 1)
-        return _alias(local)
+        return another(local)
 
     def _true(self, tensor: torch.Tensor) -> int:
         """The number of elements of a tensor, with as many tokens as there are."""
@@ -200,14 +201,14 @@ class Visited(TorchFunctionMode):
             dims, last = token_dims(local, self.trial), local.ndim - 1
             if dims == (last,) and last > 1 and local.shape[-2] == 1:  # a row of keys for every query, all of them
                 along, dims = Along("keys"), ()
-                local = self._bring(local, last) if type(tensor) is Apart else _alias(local)
+                local = self._bring(local, last) if type(tensor) is Apart else another(local)
             else:
                 along = OWN if len(dims) == 1 else Along("mask")
             if (len(dims) > 1 and dims != (last - 1, last)) or any(local.shape[dim] != self.trial for dim in dims):
                 self._note(visit, f"takes in a tensor of shape {self._shape(local)}, whose tokens cannot be told apart")
             takes.append(dims)
             if dims or along.kind == "keys":
-                new[id(tensor)] = new.get(id(tensor), _alias(local))
+                new[id(tensor)] = new.get(id(tensor), another(local))
                 self.held[new[id(tensor)]] = along
         return tuple(takes), new
 
@@ -234,44 +235,31 @@ class Visited(TorchFunctionMode):
         words = [("tokens" if sizes[d] == 1 else f"{word} * tokens") if d in dims else word for d, word in enumerate(words)]
         return f"[{', '.join(words)}]"
 
-    def _attended(
-        self,
-        visit: _Visit,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        *,
-        made: torch.Tensor,
-    ) -> str:
+    def _attended(self, visit: _Visit, given: Attention, made: torch.Tensor) -> str:
         """Note a call of attention. Returns why it is none by tokens."""
-        for each in (query, key, value):
+        for each in (given.query, given.key, given.value):
             along, dims = self.held.get(each), token_dims(each, self.trial)
             if along is None or along.kind != "own" or dims != (each.ndim - 2,) or each.shape[-2] != self.trial:
                 return "attends to something else than its own tokens"
         self.held[made] = OWN
-        mask = None if attn_mask is None else self.held.get(attn_mask)
+        mask = None if given.attn_mask is None else self.held.get(given.attn_mask)
         if mask is not None and mask.kind not in ("mask", "keys"):
             return MADE_INSIDE.format(mask.made) if mask.made else "attends with a mask that has tokens in one dim alone"
         declared = any(vars(module).get("is_causal") is True for _, module in visit.modules)
         self.attends.append(
             Attend(
                 visit.name,
-                heads=query.shape[-3] if query.ndim > 3 else 1,
-                groups=key.shape[-3] if key.ndim > 3 else 1,
-                width=query.shape[-1],
-                values=value.shape[-1],
+                heads=given.query.shape[-3] if given.query.ndim > 3 else 1,
+                groups=given.key.shape[-3] if given.key.ndim > 3 else 1,
+                width=given.query.shape[-1],
+                values=given.value.shape[-1],
                 queries=self.length,
                 keys=self.length,
-                causal=is_causal or (attn_mask is not None and declared),
-                masked=attn_mask is not None,
-                needed=any(each.requires_grad for each in (query, key, value, attn_mask) if each is not None),
-                mask=mask_of(attn_mask),
-                learns=(query.requires_grad, key.requires_grad, value.requires_grad),
+                causal=given.is_causal or (given.attn_mask is not None and declared),
+                masked=given.attn_mask is not None,
+                needed=any(each.requires_grad for each in given.tensors),
+                mask=mask_of(given.attn_mask),
+                learns=(given.query.requires_grad, given.key.requires_grad, given.value.requires_grad),
             )
         )
         return ""
@@ -292,9 +280,3 @@ class Visited(TorchFunctionMode):
             dims = token_dims(each, self.trial)
             if dims:
                 self.held[each] = OWN
-
-
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, known by an identity of its own."""
-    with torch._C.DisableTorchFunction():
-        return Alias.apply(tensor, tensor) if tensor.requires_grad else tensor.detach()

@@ -9,7 +9,7 @@ def token_words(plan: Plan) -> dict[str, str]:
     space, tokens = plan.space, plan.anatomy.tokens
     if space.deal is None or tokens is None:
         return {}
-    counts = sorted({space.deal.count(tokens.length, index) for index in range(space.deal.ranks)})
+    counts = sorted(set(space.deal.counts(tokens.length)))
     each = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
     said = f"{tokens.length:,} of each sample on {space.deal.ranks} ranks: {each} each"
     if any(attend.causal for attend in tokens.attends):

@@ -29,15 +29,13 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from meshwright.core.errors import Fault, nearest
-from meshwright.core.home import Home
 from meshwright.core.job import Job
-from meshwright.core.layout import P, R, S
+from meshwright.core.layout import S
 from meshwright.core.program import Action, Program, Transfer, index_of_last, with_waits
 from meshwright.core.space import Space
-from meshwright.core.steps import COUNT_NBYTES, FACTS, FORWARDS
+from meshwright.core.steps import FACTS, FORWARDS, added_along
 from meshwright.core.strategy import Phase, Strategy
 
-NBYTES = {"COUNT": COUNT_NBYTES, "TALLY": 8}  # the loss: float64
 DATA_AXES = ("dp_replicate", "dp_shard")
 SUMMED_AXES = (*DATA_AXES, "cp")  # where ranks may have other samples, or other tokens of them
 
@@ -59,10 +57,11 @@ class Batch(Strategy):
 
     def place(self, space: Space) -> Space:
         split = space.with_tokens(self.axis, S(0))
-        return split.with_homes(self._use_apart)
+        return split.with_homes(lambda home: home.used_apart(self.axis))
 
     def rewrite(self, program: Program, space: Space, job: Job) -> Program:
-        return program.edit(lambda actions: [self._share(action) for action in self._met(actions, space, job)])
+        met = program.edit(lambda actions: [self._share(action) for action in self._met(actions, space, job)])
+        return added_along(met, self.axis)
 
     def _met(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
         """`actions` with the rows of all ranks gathered before a loss that needs the whole batch; once for all axes."""
@@ -83,16 +82,10 @@ class Batch(Strategy):
         loss = with_waits(actions[at], [gather.name for gather in gathers])
         return [*actions[:at], *gathers, loss, *actions[at + 1 :]]
 
-    def _use_apart(self, home: Home) -> Home:
-        return replace(home, layout=home.layout.with_place(self.axis, R), grad=home.grad.with_place(self.axis, P))
-
     def _share(self, action: Action) -> Action:
         if action.kind == "GATHER" and action.transfer is not None:
             return replace(action, transfer=replace(action.transfer, axes=(*action.transfer.axes, self.axis)))
-        if action.kind not in NBYTES:
-            return action
-        axes = (*(action.transfer.axes if action.transfer else ()), self.axis)
-        return replace(action, lane="wire", transfer=Transfer("all_reduce", axes, NBYTES[action.kind], dtype="float64"))
+        return action
 
 
 def alike_fault(what: str, axis: str, where: str) -> Fault:

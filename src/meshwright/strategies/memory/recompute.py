@@ -142,8 +142,8 @@ def _largest(space: Space) -> Space:
     """`space` as the rank sees it that has most, of those that have other slices of weights, or other tokens."""
     where = {**dict(space.coordinate), **dict.fromkeys(space.cut_axes, 0)}  # units are dealt out larger first
     if space.deal is not None and space.anatomy.tokens is not None:
-        counts = [space.deal.count(space.anatomy.tokens.length, index) for index in range(space.deal.ranks)]
-        peers = sorted(space.mesh.peers(space.mesh.rank(where), space.token_axes))
+        counts = space.deal.counts(space.anatomy.tokens.length)
+        peers = space.mesh.peers(space.mesh.rank(where), space.token_axes)
         where = space.mesh.coordinate(peers[counts.index(max(counts))])
     return space.at(where)
 

@@ -1,12 +1,12 @@
 """The words of a ring: who is in it, what it sends, and what is computed of a rank's queries and keys that come by."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 
-from meshwright.core.tokens import Span
+from meshwright.core.tokens import Span, count_of
 
 Kind = Literal["none", "all", "causal", "some"]
 
@@ -55,8 +55,3 @@ class Pair:
     kind: Kind
     queries_at: tuple[Span, ...]
     keys_at: tuple[Span, ...]
-
-
-def count_of(spans: Sequence[Span]) -> int:
-    """How many positions there are in `spans`."""
-    return sum(end - begin for begin, end in spans)

@@ -9,19 +9,21 @@ Among the moves of layers that are divided (tensor parallelism), attention stand
 behind it. Its heads are then those of the rank.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from meshwright.core.anatomy import Anatomy, Weight
 from meshwright.core.calls import Call
 from meshwright.core.cut import Side
 from meshwright.core.errors import Fault
-from meshwright.core.home import Home
 from meshwright.core.job import Job
-from meshwright.core.layout import P, R, S
+from meshwright.core.layout import S
 from meshwright.core.program import Action, Program, Transfer
 from meshwright.core.space import Space
-from meshwright.core.steps import BACKWARDS, FORWARDS, added_along, micro_rows
+from meshwright.core.steps import BACKWARDS, FORWARDS, micro_rows
+from meshwright.core.strategy import Phase, Strategy
 from meshwright.core.tokens import Attend, Deal
 from meshwright.model.sockets import NUMBERED
 
@@ -31,18 +33,23 @@ AGAIN = (*FORWARDS, "RERUN")  # kinds that run a visit forward
 Moves = Callable[[Attend, int], Sequence[Transfer]]  # of one call of attention on so many rows
 
 
-def dealt(space: Space, axis: str, deal: Deal) -> Space:
-    """`space` with the tokens of samples dealt along `axis` as `deal` says: every weight's gradient is a sum over the ranks."""
+@dataclass(frozen=True)
+class Deals(Strategy):
+    """A technique that deals the tokens of each sample to the ranks along `axis`."""
 
-    def apart(home: Home) -> Home:
-        return replace(home, layout=home.layout.with_place(axis, R), grad=home.grad.with_place(axis, P))
+    phase: ClassVar[Phase] = "shard"
+    by_token: ClassVar[bool] = True
+    axis: str = AXIS
 
-    return replace(space.with_tokens(axis, S(1)), deal=deal).with_homes(apart)
+    @abstractmethod
+    def deal(self, ranks: int) -> Deal:
+        """Which tokens each of so many ranks has."""
 
-
-def counted(program: Program, axis: str) -> Program:
-    """`program` with COUNT and TALLY along `axis` too."""
-    return added_along(program, axis)
+    def place(self, space: Space) -> Space:
+        if self.axis != AXIS:
+            return space
+        dealt = replace(space.with_tokens(AXIS, S(1)), deal=self.deal(space.mesh.size(AXIS)))
+        return dealt.with_homes(lambda home: home.used_apart(AXIS))
 
 
 def met(program: Program, space: Space, job: Job, forth: Moves, back: Moves) -> Program:

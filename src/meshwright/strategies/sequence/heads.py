@@ -17,7 +17,6 @@ all queries: of one by head those of its heads, by an all_to_all; of any other a
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
@@ -152,22 +151,16 @@ class Exchange:
 
     def _counts(self, length: int) -> tuple[int, ...]:
         first = self.index - self.index % self.deal.inner
-        return token_counts(self.deal, length)[first : first + self.deal.inner]
+        return self.deal.counts(length)[first : first + self.deal.inner]
 
     def _most(self, length: int) -> int:
-        return max(token_counts(self.deal, length))
+        return max(self.deal.counts(length))
 
 
 def masks_by_query(space: Space) -> bool:
     """Whether any mask of the model has a row for each query: all are sent as if they had."""
     tokens = (space.whole or space).anatomy.tokens
     return any(each.mask is not None and each.mask.by_query for each in (tokens.attends if tokens else ()))
-
-
-@lru_cache(maxsize=256)
-def token_counts(deal: Deal, length: int) -> tuple[int, ...]:
-    """How many tokens each rank has of a row of `length`."""
-    return tuple(deal.count(length, index) for index in range(deal.ranks))
 
 
 def exchanged(
@@ -178,7 +171,7 @@ def exchanged(
         return [], [], [], []
     heads, groups = local_heads(space, attend)
     dtype, near = job.precision.compute, deal.inner if deal.inner < deal.ranks else 0
-    queries, keys = (rows * max(token_counts(deal, length)) for length in (attend.queries, attend.keys))
+    queries, keys = (rows * max(deal.counts(length)) for length in (attend.queries, attend.keys))
     sent = deal.inner * Needs.of(heads, groups, deal.inner).most
 
     def swap(numel: int, dtype: str = dtype, act: str = "all_to_all") -> Transfer:

@@ -35,25 +35,23 @@ from meshwright.core.errors import Fault
 from meshwright.core.job import Job
 from meshwright.core.program import Program, Transfer
 from meshwright.core.space import Space
-from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
+from meshwright.core.steps import added_along
+from meshwright.core.strategy import Handler, Runtime
 from meshwright.core.tokens import Attend, Deal
 from meshwright.model.attend import Asked
 from meshwright.strategies.sequence.asked import fitted, kept
 from meshwright.strategies.sequence.circle import Circle
-from meshwright.strategies.sequence.dealt import AXIS, counted, dealt, local_heads, met, token_faults
-from meshwright.strategies.sequence.heads import Exchange, Needs, exchanged, head_faults, token_counts
+from meshwright.strategies.sequence.dealt import AXIS, Deals, local_heads, met, token_faults
+from meshwright.strategies.sequence.heads import Exchange, Needs, exchanged, head_faults
 from meshwright.strategies.sequence.ring import ring_faults, shifts, with_room
 from meshwright.strategies.sequence.rounds import around
 
 
 @dataclass(frozen=True)
-class Hybrid(Strategy):
+class Hybrid(Deals):
     """Tokens of each sample dealt along `axis`: `inner` neighbours exchange them for heads, whose keys travel round the rest."""
 
     name: ClassVar[str] = "hybrid"
-    phase: ClassVar[Phase] = "shard"
-    by_token: ClassVar[bool] = True
-    axis: str = "cp"
     inner: int = 2
     balance: Literal["zigzag", "contiguous"] = "zigzag"
     wire: Literal["", "bfloat16"] = ""
@@ -77,11 +75,7 @@ class Hybrid(Strategy):
             yield from head_faults(space, self.name, self.inner, "inner", _divisors(space.mesh.size(AXIS)))
 
     def deal(self, ranks: int) -> Deal:
-        """Which tokens each of so many ranks has."""
         return Deal(ranks, inner=self.inner if self.inner > 0 else 1, folded=self.balance == "zigzag")
-
-    def place(self, space: Space) -> Space:
-        return dealt(space, AXIS, self.deal(space.mesh.size(AXIS))) if self.axis == AXIS else space
 
     def rewrite(self, program: Program, space: Space, job: Job) -> Program:
         deal = self.deal(space.mesh.size(self.axis))
@@ -94,7 +88,7 @@ class Hybrid(Strategy):
             *_, of_given, of_taken = exchanged(space, job, self.axis, deal, attend, rows)
             return of_given + self._shifts(space, job, attend, rows)[1] + of_taken
 
-        program = counted(met(program, space, job, forth, back), self.axis)
+        program = added_along(met(program, space, job, forth, back), self.axis)
         return with_room(program, deal.ranks // deal.inner)
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
@@ -124,7 +118,7 @@ class Hybrid(Strategy):
         """Those of one forward, and of one backward."""
         deal = self.deal(space.mesh.size(self.axis))
         heads, groups = local_heads(space, attend)
-        needs, counts = Needs.of(heads, groups, deal.inner), token_counts(deal, attend.keys)
+        needs, counts = Needs.of(heads, groups, deal.inner), deal.counts(attend.keys)
         most = max(sum(counts[first : first + deal.inner]) for first in range(0, deal.ranks, deal.inner))
         numel = rows * (heads // deal.inner if needs.uses else needs.most) * most * (attend.width + attend.values)
         return shifts(numel, deal.ranks // deal.inner - 1, self.axis, self.wire, job)

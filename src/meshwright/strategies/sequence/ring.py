@@ -40,13 +40,13 @@ from meshwright.core.errors import Fault, nearest
 from meshwright.core.job import Job
 from meshwright.core.program import Action, Program, Transfer
 from meshwright.core.space import Space
-from meshwright.core.steps import SCRATCH
-from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
+from meshwright.core.steps import SCRATCH, added_along
+from meshwright.core.strategy import Handler, Runtime
 from meshwright.core.tokens import Attend, Deal
 from meshwright.model.attend import Asked
 from meshwright.strategies.sequence.asked import fitted, kept
 from meshwright.strategies.sequence.circle import Circle
-from meshwright.strategies.sequence.dealt import AXIS, counted, dealt, local_heads, met, token_faults
+from meshwright.strategies.sequence.dealt import Deals, local_heads, met, token_faults
 from meshwright.strategies.sequence.rounds import around
 
 BALANCES = ("zigzag", "contiguous")
@@ -54,13 +54,10 @@ WIRES = ("", "bfloat16")
 
 
 @dataclass(frozen=True)
-class Ring(Strategy):
+class Ring(Deals):
     """Tokens of each sample dealt along `axis`; keys and values travel round it, in the dtype `wire` where that is not empty."""
 
     name: ClassVar[str] = "ring"
-    phase: ClassVar[Phase] = "shard"
-    by_token: ClassVar[bool] = True
-    axis: str = "cp"
     balance: Literal["zigzag", "contiguous"] = "zigzag"
     wire: Literal["", "bfloat16"] = ""
 
@@ -74,15 +71,12 @@ class Ring(Strategy):
         yield from ring_faults(self.name, self.balance, self.wire)
 
     def deal(self, ranks: int) -> Deal:
-        """Which tokens each of so many ranks has."""
         return Deal(ranks, folded=self.balance == "zigzag")
-
-    def place(self, space: Space) -> Space:
-        return dealt(space, AXIS, self.deal(space.mesh.size(AXIS))) if self.axis == AXIS else space
 
     def rewrite(self, program: Program, space: Space, job: Job) -> Program:
         forth, back = (partial(moves, space, job) for moves in (self._forth, self._back))
-        return with_room(counted(met(program, space, job, forth, back), self.axis), space.mesh.size(self.axis))
+        program = added_along(met(program, space, job, forth, back), self.axis)
+        return with_room(program, space.mesh.size(self.axis))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         runtime.attend(partial(self._answer, runtime))
@@ -98,7 +92,7 @@ class Ring(Strategy):
 
     def _shifts(self, space: Space, job: Job, attend: Attend, rows: int) -> tuple[list[Transfer], list[Transfer]]:
         ranks = space.mesh.size(self.axis)
-        most = max(self.deal(ranks).count(attend.keys, index) for index in range(ranks))
+        most = max(self.deal(ranks).counts(attend.keys))
         _, groups = local_heads(space, attend)
         return shifts(rows * groups * most * (attend.width + attend.values), ranks - 1, self.axis, self.wire, job)
 

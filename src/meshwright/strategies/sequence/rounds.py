@@ -24,8 +24,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.core.tokens import Span
-from meshwright.strategies.sequence.circle import Circle, Kind, Pair, count_of
+from meshwright.core.tokens import Span, count_of
+from meshwright.strategies.sequence.circle import Circle, Kind, Pair
 from meshwright.strategies.sequence.kernel import attend, attend_backward, merge
 from meshwright.strategies.sequence.plain import NEVER, Thin, sums_in
 

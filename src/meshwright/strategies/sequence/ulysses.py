@@ -38,24 +38,22 @@ from meshwright.core.errors import Fault
 from meshwright.core.job import Job
 from meshwright.core.program import Program, Transfer
 from meshwright.core.space import Space
-from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
+from meshwright.core.steps import added_along
+from meshwright.core.strategy import Handler, Runtime
 from meshwright.core.tokens import Attend, Deal
 from meshwright.model.attend import Asked
 from meshwright.strategies.sequence.asked import Fitted, fitted, kept
 from meshwright.strategies.sequence.circle import Circle, Coming
-from meshwright.strategies.sequence.dealt import AXIS, counted, dealt, met, token_faults
+from meshwright.strategies.sequence.dealt import AXIS, Deals, met, token_faults
 from meshwright.strategies.sequence.heads import Exchange, exchanged, head_faults
 from meshwright.strategies.sequence.rounds import around
 
 
 @dataclass(frozen=True)
-class Ulysses(Strategy):
+class Ulysses(Deals):
     """Tokens of each sample dealt along `axis`, and in attention heads instead."""
 
     name: ClassVar[str] = "ulysses"
-    phase: ClassVar[Phase] = "shard"
-    by_token: ClassVar[bool] = True
-    axis: str = "cp"
 
     def check(self, job: Job, space: Space) -> Iterator[Fault]:
         yield from token_faults(self.name, self.axis, space)
@@ -66,11 +64,7 @@ class Ulysses(Strategy):
             yield from head_faults(space, self.name, ranks, f"mesh.{AXIS}", range(1, 2 * ranks))
 
     def deal(self, ranks: int) -> Deal:
-        """Which tokens each of so many ranks has."""
         return Deal(ranks, inner=ranks, folded=False)
-
-    def place(self, space: Space) -> Space:
-        return dealt(space, AXIS, self.deal(space.mesh.size(AXIS))) if self.axis == AXIS else space
 
     def rewrite(self, program: Program, space: Space, job: Job) -> Program:
         deal = self.deal(space.mesh.size(self.axis))
@@ -83,7 +77,7 @@ class Ulysses(Strategy):
             *_, of_given, of_taken = exchanged(space, job, self.axis, deal, attend, rows)
             return of_given + of_taken
 
-        return counted(met(program, space, job, forth, back), self.axis)
+        return added_along(met(program, space, job, forth, back), self.axis)
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         deal = self.deal(runtime.plan.space.mesh.size(self.axis))
