@@ -1,6 +1,8 @@
 """The words of the verbs that a plan goes through: plan, verify, train."""
 
+import json
 import signal
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +16,7 @@ from meshwright.core.errors import PlanError, raise_faults
 
 EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
 OWN = ("--out", "--world", "--all", "--steps", "--on", "--rank", "--shrink", "--json", "--from-step", "--explain-model")
+OWN += ("--devices", "--hardware", "--batch", "--sequence", "--fix", "--tokens", "--price")
 
 World = Annotated[int | None, typer.Option(help="The number of ranks, for a mesh axis of -1.", min=1)]
 Config = Annotated[Path, typer.Argument(help="A config or plan file (TOML); keys behind it (--train.steps 100) replace its own.")]
@@ -27,9 +30,23 @@ def plan(
     every: Annotated[bool, typer.Option("--all", help="One row per action.")] = False,
     explain: Annotated[bool, typer.Option("--explain-model", help="Show what the model is made of; no plan.")] = False,
     as_json: Annotated[Path | None, typer.Option("--json", help="Write the explanation here too.")] = None,
+    devices: Annotated[int, typer.Option(help="Choose a plan: CONFIG is then a model, for so many devices.", min=0)] = 0,
+    hardware: Annotated[str, typer.Option(help="Of what kind: h100, a100 ...")] = "",
+    batch: Annotated[int, typer.Option(help="Rows of a step.", min=0)] = 0,
+    sequence: Annotated[int, typer.Option(help="Tokens of a row (default: as the model says).", min=0)] = 0,
+    fix: Annotated[list[str] | None, typer.Option(help="An axis that is given: tp=8.")] = None,
+    tokens: Annotated[float, typer.Option(help="Days for so many tokens.", min=0)] = 0.0,
+    price: Annotated[float, typer.Option(help="Of a device and hour.", min=0)] = 0.0,
 ) -> None:
-    """Resolve a config into a plan, refuse what cannot work, and show what will happen."""
+    """Resolve a config into a plan, refuse what cannot work, and show what will happen.
+
+    With --devices, --hardware and --batch: choose one, for a model that is a transformers config or sizes in words
+    ("175b: layers 96 hidden 12288 heads 96").
+    """
     with said(OWN):
+        if devices or hardware:
+            _choose(str(config), devices, hardware, batch, sequence, fix or (), tokens, price, out=out, as_json=as_json)
+            return
         verb = behind("plan")
         if explain:
             _explain(verb, config, context.args, out, as_json)
@@ -42,6 +59,35 @@ def plan(
         if out is not None:
             verb.write_plan(resolved, out)
             console.print(f"plan written to {out}", soft_wrap=True)
+
+
+def _choose(
+    model: str,
+    devices: int,
+    hardware: str,
+    batch: int,
+    sequence: int,
+    fix: Sequence[str],
+    tokens: float,
+    price: float,
+    *,
+    out: Path | None,
+    as_json: Path | None,
+) -> None:
+    """Choose a layout for `model`, show it, and write what is asked for."""
+    lacking = [name for name, value in (("--devices", devices), ("--hardware", hardware), ("--batch", batch)) if not value]
+    if lacking:
+        text = f"a plan is to be chosen, and {' and '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not said"
+        raise PlanError(text, fix="say all three: --devices 64 --hardware h100 --batch 1024", where="plan")
+    verb = behind("choose")
+    budget = verb.Budget(tokens, price)
+    chosen = verb.choose(verb.Asked(model, devices, hardware, batch, sequence, tuple(fix), budget=budget))
+    console.print(verb.view(chosen))
+    if out is not None:
+        verb.write_config(chosen, out)
+        console.print(f"config written to {out}", soft_wrap=True)
+    if as_json is not None:
+        as_json.write_text(json.dumps(verb.as_dict(chosen), indent=1) + "\n", encoding="utf-8")
 
 
 def verify(

@@ -1,36 +1,65 @@
-"""What known devices can do at most, so that a speed can be said as a share of it (mfu, model FLOPs utilisation).
+"""What known devices are and can do at most: facts of their makers, in devices.csv, each line with its source.
 
-Peaks are those of the makers for dense matrix products, in TFLOP/s, as collected in github.com/stas00/ml-engineering
-(compute/accelerator, commit 744d01e) and github.com/cli99/llm-analysis (gpu_configs). A device that is not in the table,
-every CPU among them, has no peak here: then a speed is shown as it is, in FLOP/s, and no share is made up.
+A speed can then be said as a share of the peak (mfu, model FLOPs utilisation), and a plan be priced before any device is rented.
+A device that is not in the table, every CPU among them, has no peak here: then a speed is shown as it is, in FLOP/s, and no share
+is made up. Rates of links are in one direction and per device: `link_rate` to the devices of its own host, `nic_rate` out of it.
 """
 
+import csv
 import os
 import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+DTYPES = ("float16", "bfloat16", "float8", "float32")
 
 
 @dataclass(frozen=True)
-class Peak:
-    """A device: what its driver calls it (a pattern), and its TFLOP/s by dtype of the operands."""
+class Device:
+    """A kind of device: its `memory` in bytes, FLOP/s by dtype of the operands, bytes/s, its hosts, and how many `units` compute.
 
+    `pattern` is what its driver, or a table of results, calls it.
+    """
+
+    name: str
     pattern: str
-    tflops: Mapping[str, float]
+    flops: Mapping[str, float]
+    memory: float
+    memory_rate: float
+    link_rate: float
+    nic_rate: float
+    per_host: int
+    units: int
+    source: str
+
+    def peak(self, dtype: str) -> float | None:
+        """The most floating-point operations per second on operands of `dtype`; None where it has none for it."""
+        return self.flops.get(dtype)
 
 
-# the first that matches: GH200 before H200, PCIe before SXM
-PEAKS = (
-    Peak(r"V100-SXM", {"float16": 125, "float32": 15.7}),
-    Peak(r"A[18]00\b", {"bfloat16": 312, "float16": 312, "float32": 19.5}),
-    Peak(r"H100 PCIe", {"bfloat16": 756, "float16": 756, "float32": 51}),
-    Peak(r"H100 (80GB HBM3|SXM)|H800(?! PCIe)|GH200|H200(?! NVL)", {"bfloat16": 989, "float16": 989, "float32": 67}),
-    Peak(r"GB[23]00", {"bfloat16": 2500, "float16": 2500, "float32": 80}),
-    Peak(r"\bB[23]00", {"bfloat16": 2250, "float16": 2250, "float32": 80}),
-    Peak(r"MI300X", {"bfloat16": 1307, "float16": 1307, "float32": 163.4}),
-    Peak(r"MI325X", {"bfloat16": 1300, "float16": 1300, "float32": 163.4}),
-)
+@cache
+def devices() -> tuple[Device, ...]:
+    """All that are known, in the order in which a name is looked up."""
+    with (files("meshwright.core") / "devices.csv").open(encoding="utf-8") as file:
+        return tuple(_device(line) for line in csv.DictReader(file))
+
+
+def find_device(called: str) -> Device | None:
+    """The device that its driver (or a person) calls so; None when it is unknown.
+
+    A slice of a device (MIG) can do less than the whole, so it is unknown.
+    """
+    words = called if "MIG" not in called else ""
+    return next((each for each in devices() if re.search(each.pattern, words, re.IGNORECASE)), None)
+
+
+def peak_flops(device: str, dtype: str) -> float | None:
+    """The most floating-point operations per second of the device that its driver calls `device`; None when unknown."""
+    found = find_device(device)
+    return None if found is None else found.peak(dtype)
 
 
 def cores() -> int:
@@ -38,11 +67,16 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def peak_flops(device: str, dtype: str) -> float | None:
-    """The most floating-point operations per second of the device that its driver calls `device`; None when unknown.
-
-    A slice of a device (MIG) can do less than the whole, so it is unknown.
-    """
-    found = next((peak for peak in PEAKS if re.search(peak.pattern, device) and "MIG" not in device), None)
-    tflops = None if found is None else found.tflops.get(dtype)
-    return None if tflops is None else tflops * 1e12
+def _device(line: Mapping[str, str]) -> Device:
+    return Device(
+        name=line["name"],
+        pattern=line["pattern"],
+        flops={dtype: float(line[dtype]) * 1e12 for dtype in DTYPES if line[dtype]},
+        memory=float(line["memory_gb"]) * 2**30,  # makers count memory in GiB
+        memory_rate=float(line["memory_gb_s"]) * 1e9,
+        link_rate=float(line["link_gb_s"]) * 1e9,
+        nic_rate=float(line["nic_gb_s"]) * 1e9,
+        per_host=int(line["per_host"]),
+        units=int(line["units"]),
+        source=line["source"],
+    )

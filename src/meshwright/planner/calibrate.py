@@ -1,0 +1,71 @@
+"""Rates learnt from steps that were measured: the constants of a machine that explain them best, near what they were.
+
+    minimise   sum over steps of  rho(log(predicted / measured))   +   strength^2 sum over rates of  log(rate / rate before)^2
+
+rho is quadratic for small errors and linear for large ones, so that a run that was disturbed does not bend the rest. Sources
+weigh alike whatever their number of steps. What is learnt is of the machine: it holds for other models and other plans on it, and
+is judged on those.
+
+Method: least squares in the logarithms by a trust region, scipy.optimize.least_squares; Huber-like loss (soft l1).
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import exp, log
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from meshwright.planner.hardware import Machine
+from meshwright.planner.layout import Layout
+from meshwright.planner.rates import NAMES, Rates
+from meshwright.planner.shapes import Shape
+from meshwright.planner.sketch import step
+
+SOFT = 0.1  # errors above this count linearly
+# no rate leaves what hardware can be: a share is below 1, a kernel takes some microseconds to start
+LIMITS = {
+    **dict.fromkeys(("product", "product_float8", "product_rowwise", "attention", "attention_old"), (0.05, 0.98)),
+    **dict.fromkeys(("memory", "link", "nic", "sums_hidden", "tensor_hidden"), (0.05, 0.98)),
+    "start_s": (1e-6, 2e-5),
+    "latency_s": (1e-6, 1e-4),
+}
+ROUNDS = 25
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step that was measured: of what, laid out how, on which machine; seconds, and where the figure comes from."""
+
+    shape: Shape
+    layout: Layout
+    machine: Machine
+    seconds: float
+    source: str = ""
+
+    def predicted(self, rates: Rates) -> float:
+        """Its seconds at these rates."""
+        return step(self.shape, self.layout, replace(self.machine, rates=rates)).seconds
+
+
+def calibrated(before: Rates, steps: Sequence[Measured], strength: float = 0.15) -> Rates:
+    """The rates that explain `steps`, near `before`: `strength` is how strongly each is held there."""
+    if not steps:
+        return before
+    start = np.array([log(vars(before)[name]) for name in NAMES])
+    counts = Counter(each.source for each in steps)
+    weights = np.array([3 / counts[each.source] ** 0.5 for each in steps])
+
+    def rates(point: np.ndarray) -> Rates:
+        return Rates(**{name: exp(value) for name, value in zip(NAMES, point, strict=True)})
+
+    def errors(point: np.ndarray) -> np.ndarray:
+        given = rates(point)
+        off = np.array([log(each.predicted(given) / each.seconds) for each in steps])
+        return np.concatenate([off * weights, strength * (point - start)])
+
+    limits = [LIMITS.get(name, (1e-9, 1e9)) for name in NAMES]
+    bounds = np.log([low for low, _ in limits]), np.log([high for _, high in limits])
+    inside = np.clip(start, bounds[0] + 1e-6, bounds[1] - 1e-6)
+    return rates(least_squares(errors, inside, bounds=bounds, loss="soft_l1", f_scale=SOFT, max_nfev=ROUNDS).x)

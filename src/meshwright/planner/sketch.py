@@ -1,0 +1,195 @@
+"""The seconds of a step, from sizes alone: what each rank computes, sends and waits for, summed in closed form.
+
+    a layer, forward     4 or 5 products, attention, what only passes through memory, the meetings of tensor ranks
+    backward             each product twice, attention 2.5 times; what is rerun, once more
+    a micro-batch        its layers; on the last rank along pp the head and the loss
+    a step               micros x the slowest rank  +  what ranks along pp wait  +  sums over copies that nothing hides
+                         + the optimizer
+
+A sketch takes microseconds, a program seconds: a search makes thousands of the one and few of the other. Its closed forms are
+those of the papers; what they leave out (unlike parts, transfers that meet) the clock finds when the program is played.
+
+Papers: D. Narayanan et al. 2021, arXiv 2104.04473, section 3; V. Korthikanti et al. 2022, arXiv 2205.05198, section 4.
+"""
+
+from dataclasses import dataclass
+
+from meshwright.planner.hardware import Machine
+from meshwright.planner.layout import Layout
+from meshwright.planner.roofline import HALF, attention, gathered, passed, product, sent
+from meshwright.planner.shapes import Shape
+
+STEPPED = 28  # bytes that AdamW reads and writes per weight: gradient, master, two moments, and the weight itself
+
+
+@dataclass(frozen=True)
+class Both:
+    """Seconds of a forward and of its backward."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    def __add__(self, other: "Both") -> "Both":
+        return Both(self.forward + other.forward, self.backward + other.backward)
+
+    @property
+    def all(self) -> float:
+        """Of both together."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Step:
+    """The seconds of a step, and where they go; the parts add up to the whole."""
+
+    compute: float
+    tensor: float
+    waiting: float
+    copies: float
+    optimizer: float
+    fixed: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.compute + self.tensor + self.waiting + self.copies + self.optimizer + self.fixed
+
+
+def step(shape: Shape, layout: Layout, machine: Machine) -> Step:
+    """What a step of `shape` under `layout` takes on `machine`."""
+    computed, met = layer(shape, layout, machine), meetings(shape, layout, machine)
+    if layout.reruns == "layers":
+        computed = Both(computed.forward, computed.backward + layout.rerun_share * computed.forward)
+        met = Both(met.forward, met.backward + layout.rerun_share * met.forward)
+    first, last = entry(shape, layout, machine), head(shape, layout, machine)
+    gathers = _gathers(shape, layout, machine, computed + met)
+    layers, per_rank = layout.layers(shape), shape.layers / layout.pp
+    one = computed + met + gathers
+    if layout.pp == 1:
+        slowest, waiting, handed = one.all * shape.layers + first.all + last.all, 0.0, 0.0
+    else:
+        slowest = max(one.all * layers, one.all * per_rank + max(first.all, last.all)) if layers == per_rank else one.all * layers
+        whole = Both(one.forward * per_rank, one.backward * per_rank)
+        ends = layout.pp * whole.all + first.all + last.all - slowest
+        order = layout.order
+        share = (order.f * whole.forward + order.b * whole.backward + order.w * whole.backward / 2) / whole.all
+        handed = handover(shape, layout, machine)
+        waiting = share * ends / layout.chunks + 2 * (layout.pp - 1) * handed
+    busy = layout.micros * slowest
+    between = layout.micros * handed * layout.chunks * machine.rates.handover
+    tensor = layout.micros * met.all * layers
+    return Step(
+        compute=busy - tensor,
+        tensor=tensor,
+        waiting=waiting + between,
+        copies=_sums(shape, layout, machine),
+        optimizer=_stepped(shape, layout) / (machine.device.memory_rate * machine.rates.memory),
+        fixed=machine.rates.fixed_s,
+    )
+
+
+def layer(shape: Shape, layout: Layout, machine: Machine) -> Both:
+    """What a layer computes for one micro-batch on one rank."""
+    tokens, tp, h, f = layout.tokens(shape), layout.tp, shape.hidden, shape.inner / layout.tp
+    heads = h / tp
+    groups = max(shape.groups / tp, 1) * shape.width
+    made = [(heads + 2 * groups, h), (h, heads), (shape.inward * f, h), (h, f)]
+    forward = sum(product(machine, tokens, out, into, layout.dtype) for out, into in made)
+    backward = sum(
+        product(machine, tokens, into, out, layout.dtype) + product(machine, out, into, tokens, layout.dtype)
+        for out, into in made
+    )
+    seen = _attended(shape, layout, machine, heads)
+    rates = machine.rates
+    across = HALF * tokens * h / (tp if layout.sequence else 1) * rates.stream * (1.0 if layout.fused else rates.unfused)
+    inside = HALF * tokens * (2 * (heads + 2 * groups) + 1.5 * (shape.inward + 1) * f) * rates.inside
+    between = passed(machine, across + inside * (0.7 if layout.compiled else 1.0), 8)
+    again = seen.forward if layout.reruns == "attention" and layout.kernel in ("eager", "softmax") else 0.0
+    again += 0.3 * between if layout.reruns == "attention" else 0.0
+    return Both(forward + seen.forward + between, backward + seen.backward + 2 * between + again)
+
+
+def _attended(shape: Shape, layout: Layout, machine: Machine, heads: float) -> Both:
+    """Attention: a fused kernel computes half of the pairs, those not masked; another one all, and their scores pass memory."""
+    tokens = layout.tokens(shape)
+    flops = 4 * tokens * shape.sequence * heads
+    if layout.kernel in ("flash1", "flash2"):
+        old = layout.kernel == "flash1"
+        return Both(attention(machine, flops / 2, back=False, old=old), attention(machine, flops / 2, back=True, old=old))
+    rates = machine.rates
+    scores = tokens * shape.sequence * shape.heads / layout.tp
+    times = rates.scores_eager if layout.kernel == "eager" else rates.scores_fused
+    computed = flops / (machine.peak("float16") * rates.product * 0.7)
+    forward = computed + passed(machine, HALF * scores * times, 4)
+    return Both(forward, 2 * computed + passed(machine, 1.5 * HALF * scores * times, 6))
+
+
+def head(shape: Shape, layout: Layout, machine: Machine) -> Both:
+    """The logits of one micro-batch, and their loss."""
+    tokens, words, h = layout.tokens(shape), shape.vocab / layout.tp, shape.hidden
+    lost = 6 * tokens * words * machine.rates.loss
+    forward = product(machine, tokens, words, h, layout.dtype) + passed(machine, lost, 6)
+    backward = product(machine, tokens, h, words, layout.dtype) + product(machine, words, h, tokens, layout.dtype)
+    return Both(forward, backward + passed(machine, lost, 4))
+
+
+def entry(shape: Shape, layout: Layout, machine: Machine) -> Both:
+    """The embedding of one micro-batch."""
+    return Both(passed(machine, 8 * layout.tokens(shape) * shape.hidden, 6), 0.0)
+
+
+def meetings(shape: Shape, layout: Layout, machine: Machine) -> Both:
+    """What tensor ranks send each other in a layer, and ranks along cp: keys and values, unless attention hides them."""
+    tokens, h, tp = layout.tokens(shape), shape.hidden, layout.tp
+    seen = 1 - min(1.0, machine.rates.tensor_hidden) if layout.hidden else 1.0
+    one = seen * gathered(machine, HALF * tokens * h, tp, 1, layout.ranks)
+    forward, backward = 4 * one, (5 if layout.sequence else 4) * one
+    if layout.cp > 1:
+        beside = _attended(shape, layout, machine, h / tp)
+        travels = 2 * HALF * layout.micro_batch * shape.sequence * max(shape.groups / tp, 1) * shape.width
+        seconds = gathered(machine, travels, layout.cp, tp, layout.ranks)
+        forward += max(0.0, seconds - beside.forward) / 2
+        backward += max(0.0, 2 * seconds - beside.backward) / 2
+    return Both(forward, backward)
+
+
+def handover(shape: Shape, layout: Layout, machine: Machine) -> float:
+    """Seconds in which a micro-batch goes from one rank along pp to the next."""
+    nbytes = HALF * layout.tokens(shape) * shape.hidden / (layout.tp if layout.sequence else 1)
+    return sent(machine, nbytes, layout.tp * layout.sharers)
+
+
+def _gathers(shape: Shape, layout: Layout, machine: Machine, one: Both) -> Both:
+    """Where weights lie in shards: what a layer waits for them longer than it computes, and what both slow each other."""
+    if layout.shards < 3 or layout.sharers == 1:
+        return Both()
+    nbytes = HALF * shape.layer_numel / layout.tp
+    whole = gathered(machine, nbytes, layout.sharers, layout.tp, layout.ranks)
+    back = whole + gathered(machine, nbytes / HALF * layout.sums, layout.sharers, layout.tp, layout.ranks)
+    beside = machine.rates.beside
+    return Both(
+        max(0.0, whole - one.forward) + beside * min(one.forward, whole),
+        max(0.0, back - one.backward) + beside * min(one.backward, back),
+    )
+
+
+def _own(shape: Shape, layout: Layout) -> float:
+    """The weights of one rank along tp and pp: of the last one, with the head."""
+    tables = 2 if layout.pp == 1 and not shape.tied else 1
+    return (layout.layers(shape) * shape.layer_numel + tables * shape.table_numel) / layout.tp
+
+
+def _sums(shape: Shape, layout: Layout, machine: Machine) -> float:
+    """The sums over copies, and the shares of weights brought together again, as far as nothing hides them."""
+    if layout.sharers == 1:
+        return 0.0
+    own = _own(shape, layout) if layout.shards < 3 else 2 * shape.table_numel / layout.tp
+    there = gathered(machine, own * layout.sums, layout.sharers, layout.tp, layout.ranks)
+    back = gathered(machine, own * HALF, layout.sharers, layout.tp, layout.ranks)
+    return (there + back) * (1.0 if layout.shards == 3 else 1 - min(1.0, machine.rates.sums_hidden))
+
+
+def _stepped(shape: Shape, layout: Layout) -> float:
+    """Bytes that the optimizer reads and writes."""
+    own = _own(shape, layout)
+    return own * STEPPED if layout.shards == 0 else own * (STEPPED / layout.sharers + 4)

@@ -1,0 +1,134 @@
+"""Published rows as the planner sees them, and how it is scored on them."""
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.published import RUNS, read_runs
+from benchmarks.published_runs import learnt, main, scores, timed
+from meshwright.planner.layout import Order
+
+ROW = {
+    "row_id": "R1",
+    "source": "Somebody (arXiv 0000.00000) Table 1",
+    "model": "LLaMA-13B",
+    "layers": "40",
+    "hidden": "5120",
+    "heads": "40",
+    "ffn": "13824",
+    "vocab": "32000",
+    "seq_len": "2048",
+    "hardware": "A100-80GB SXM (8/node)",
+    "gpus": "64",
+    "tp": "2",
+    "pp": "4",
+    "micro_batch": "2",
+    "global_batch": "256",
+    "zero_fsdp": "ZeRO-1",
+    "schedule": "interleaved-1F1B",
+    "virtual_stages": "2",
+    "recompute": "full (every layer)",
+    "status": "ok",
+    "step_time_s": "10",
+}
+
+
+@pytest.fixture
+def table(tmp_path: Path):
+    def write(*rows: dict[str, str]) -> Path:
+        path = tmp_path / "runs.csv"
+        with path.open("w", encoding="utf-8", newline="") as file:
+            names = dict.fromkeys(name for row in rows for name in row)
+            lines = csv.DictWriter(file, list(names))
+            lines.writeheader()
+            lines.writerows(rows)
+        return path
+
+    return write
+
+
+def test_a_row_becomes_a_shape_a_layout_and_a_machine(table):
+    [run], skipped = read_runs(table(ROW))
+    assert not skipped
+    assert (run.source, run.seconds, run.machine.device.name, run.machine.count) == ("Somebody", 10, "A100", 64)
+    assert run.shape.gated
+    layout = run.layout
+    assert (layout.dp, layout.tp, layout.pp, layout.chunks, layout.shards) == (8, 2, 4, 2, 1)
+    assert (layout.micro_batch, layout.micros, layout.reruns, layout.order) == (2, 16, "layers", Order())
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"n_experts": "8"}, "experts, which are not built yet"),
+        ({"hardware": "TPU v3"}, "a device that is not known: 'TPU v3'"),
+        ({"hidden": "", "heads": "?"}, "no hidden, heads"),
+        ({"micro_batch": ""}, "no micro-batch or no global batch"),
+        ({"step_time_s": "0.001"}, "faster than the peak of its devices: its batch or its time is of another run"),
+    ],
+)
+def test_a_row_that_lacks_something_is_skipped_with_the_reason(table, change: dict[str, str], why: str):
+    runs, [skipped] = read_runs(table({**ROW, **change}))
+    assert not runs
+    assert (skipped.key, skipped.why) == ("R1", why)
+
+
+def test_a_time_is_taken_from_what_the_row_says(table):
+    silent = {**ROW, "step_time_s": ""}
+    [said], _ = read_runs(table({**silent, "tokens_per_s_per_gpu": "512"}))
+    assert said.seconds == 256 * 2048 / (512 * 64)
+    [said], _ = read_runs(table({**silent, "std_model_tflops_per_gpu": "100"}))
+    assert said.seconds == pytest.approx(said.shape.flops(256 * 2048) / (100e12 * 64))
+    runs, skipped = timed(table(silent))
+    assert not runs
+    assert skipped[0].why == "no time"
+
+
+def test_what_a_row_says_of_kernels_orders_and_precision_is_heard(table):
+    notes = {"notes": "trial 1; kernel flash_attention2 + RMS kernel; more"}
+    rows = [
+        {**ROW, **notes},
+        {**ROW, "notes": "kernel torch; x"},
+        {**ROW, "schedule": "ZB-2p", "virtual_stages": ""},
+        {**ROW, "hardware": "H100", "precision": "fp8 rowwise", "recompute": "selective (every 2nd layer)"},
+    ]
+    fused, eager, filled, rowwise = (run.layout for run in read_runs(table(*rows))[0])
+    assert (fused.kernel, fused.fused) == ("flash2", True)
+    assert (eager.kernel, eager.fused) == ("eager", False)
+    assert filled.order == Order(0.0, 0.0, 0.0, 2.0)
+    assert (rowwise.dtype, rowwise.reruns, rowwise.rerun_share) == ("float8_rowwise", "layers", 0.5)
+
+
+def test_the_shipped_table_is_read_and_every_row_is_accounted_for():
+    runs, skipped = read_runs(RUNS)
+    assert len(runs) + len(skipped) == 1321
+    assert len({run.key for run in runs}) == len(runs)
+    assert sum(run.status == "OOM" for run in runs) > 300
+    assert 0.3 < sum(run.fitted for run in runs) / len(runs) < 0.7
+
+
+def test_a_group_is_fitted_on_or_scored_but_never_both():
+    runs, _ = timed(RUNS)
+    some = [run for run in runs if run.source == "Zero Bubble PP"]
+    for group in {run.group for run in some}:
+        assert len({run.fitted for run in some if run.group == group}) == 1
+    [score] = scores(some, learnt(some))
+    assert (score.scored, score.fitted) == (sum(not run.fitted for run in some), sum(run.fitted for run in some))
+    assert score.error < 0.08
+    assert score.rank is not None
+    assert score.rank > 0.9
+
+
+def test_a_planner_that_knows_nothing_of_pipelines_scores_badly():
+    """The planted bug: every rank along pp is taken to wait for nobody."""
+    runs, _ = timed(RUNS)
+    some = [run for run in runs if run.source == "Zero Bubble PP"]
+    blind = [replace(run, layout=replace(run.layout, order=Order(0.0, 0.0, 0.0))) for run in some]
+    assert scores(blind, learnt(blind))[0].error > 1.5 * scores(some, learnt(some))[0].error
+
+
+def test_a_file_that_is_not_there_is_told(capsys):
+    assert main(["/nowhere.csv"]) == 2
+    assert "there is no file /nowhere.csv" in capsys.readouterr().err

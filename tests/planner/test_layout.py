@@ -1,0 +1,31 @@
+"""Layouts: what follows from their sizes, and what keeps them from being plans."""
+
+from meshwright.planner.layout import Layout
+from meshwright.planner.shapes import Shape
+
+SHAPE = Shape("gpt", 60, 6656, 52)
+
+
+def test_ranks_multiply_and_copies_along_two_axes_share_weights():
+    layout = Layout(dp=3, tp=2, pp=5, cp=7)
+    assert layout.ranks == 210
+    assert layout.sharers == 21
+    assert layout.tokens(SHAPE) == 2048 / 7
+
+
+def test_the_fullest_rank_has_the_layers_that_do_not_come_out_even():
+    assert Layout(pp=4).layers(SHAPE) == 15
+    assert Layout(pp=16).layers(SHAPE) == 4
+    assert Layout(pp=2).layers(Shape("odd", 30, 64, 4)) == 15
+    assert Layout(pp=16).layers(Shape("with ends", 30, 64, 4)) == 2  # 30 layers, the embedding and the head
+
+
+def test_a_layout_that_no_plan_can_have_is_told_with_the_repair():
+    layout = Layout(tp=8, pp=31, chunks=2, micros=3)
+    said = [str(fault) for fault in layout.faults(SHAPE)]
+    assert len(said) == 3
+    assert "tp 8 ranks share 52 heads" in said[0]
+    assert "pp 31 x 2 chunks for 60 layers" in said[1]
+    assert "3 micro-batches in chunks on pp 31" in said[2]
+    assert all("repair: " in text for text in said)
+    assert not list(Layout(tp=4, pp=4, chunks=3, micros=8).faults(SHAPE))

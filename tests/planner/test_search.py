@@ -1,0 +1,84 @@
+"""The search: the winner of all that there is, only what fits, what is fixed, and in time."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.core.hardware import Device
+from meshwright.planner.hardware import Machine, machine
+from meshwright.planner.layout import Order
+from meshwright.planner.rates import Rates
+from meshwright.planner.search import Wish, meshes, search
+from meshwright.planner.shapes import Shape, parse_shape
+
+ORDERS = {"1f1b": (Order(), 1), "interleaved": (Order(), 0), "zb_v": (Order(0.0, 0.0, 0.0), 2)}
+SMALL = Shape("small", 12, 1536, 12, vocab=32_000, sequence=8192)
+
+
+def wish(shape: Shape = SMALL, kind: str = "A100", devices: int = 8, batch: int = 16, **said: object) -> Wish:
+    return Wish(shape, machine(kind, devices), batch, ORDERS, **said)
+
+
+@pytest.mark.parametrize(("devices", "size"), [(1, 1536), (6, 1536), (8, 1536), (8, 6144), (12, 6144)])
+def test_the_winner_of_a_search_is_that_of_all_layouts(devices: int, size: int):
+    asked = wish(replace(SMALL, hidden=size), devices=devices, batch=24)
+    short, whole = search(asked), search(asked, prune=False)
+    assert [each.layout for each in short.best] == [each.layout for each in whole.best]
+    assert short.seen < whole.seen
+    assert short.best
+
+
+def test_what_does_not_fit_is_not_found_and_the_nearest_is_told():
+    found = search(wish(parse_shape("175b: layers 96 hidden 12288 heads 96"), "V100", 8, 8))
+    assert not found.best
+    assert found.nearest is not None
+    layout, held = found.nearest
+    assert layout.ranks == 8
+    assert held.total > 32 * 2**30
+
+
+def test_all_that_is_found_fits_and_uses_every_device():
+    asked = wish(parse_shape("13b: layers 40 hidden 5120 heads 40 gated ffn 13824"), devices=32, batch=64)
+    found = search(asked)
+    assert len(found.best) == 10
+    for each in found.best:
+        assert each.footprint.total <= asked.memory
+        assert each.layout.ranks == 32
+        assert each.layout.dp * each.layout.micro_batch * each.layout.micros == 64
+        assert not list(each.layout.faults(asked.shape))
+    seconds = [each.seconds for each in found.best]
+    assert seconds == sorted(seconds)
+
+
+def test_an_axis_that_is_fixed_stays():
+    assert {layout.pp for layout in meshes(wish(fixed={"pp": 4}))} == {4}
+    assert all(each.layout.tp == 2 for each in search(wish(fixed={"tp": 2})).best)
+
+
+def test_tensor_ranks_stay_on_a_host():
+    assert max(layout.tp for layout in meshes(wish(devices=64))) <= 8
+
+
+def test_what_contradicts_itself_is_told():
+    said = [str(fault) for fault in wish(fixed={"tp": 3, "xp": 2}, batch=0).faults()]
+    assert "a batch of 0 rows" in said[0]
+    assert "tp 3 on 8 devices" in said[1]
+    assert "'xp' is no axis that a search divides" in said[2]
+
+
+def test_a_device_without_memory_for_more_sharers_makes_the_search_share():
+    """The same cluster with a fifth of the memory: states lie in shards."""
+    shape = parse_shape("7b: layers 32 hidden 4096 heads 32")
+    large = machine("A100", 64)
+    little = Machine(replace(large.device, memory=large.device.memory / 5), 64, large.rates)
+    roomy, tight = (search(Wish(shape, each, 64, ORDERS)).best[0] for each in (large, little))
+    assert tight.footprint.total < little.device.memory < roomy.footprint.total
+    assert tight.seconds > roomy.seconds
+
+
+def test_slow_links_make_the_search_send_less():
+    """Where nothing but a thin wire joins hosts, no micro-batch gathers weights over it."""
+    slow = Device("slow", "slow", {"bfloat16": 300e12}, 80 * 2**30, 2e12, 300e9, 0.05e9, 8, 108, "made up")
+    shape = parse_shape("7b: layers 32 hidden 4096 heads 32")
+    best = search(Wish(shape, Machine(slow, 32, Rates()), 256, ORDERS)).best[0].layout
+    assert best.shards < 3
