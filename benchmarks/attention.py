@@ -213,6 +213,9 @@ class Seat:
         """As core/strategy.py has it."""
         self._answer = answer
 
+    def convolve(self, answer: Callable[[Any], Any]) -> None:
+        """As core/strategy.py has it: nothing here convolves."""
+
 
 def stated(strategy: Strategy, call: Call, mesh: Mesh) -> dict[str, list[Transfer]]:
     """What the program of `strategy` says that a rank moves in a forward, F, and in a backward, B."""

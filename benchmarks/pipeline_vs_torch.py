@@ -177,7 +177,8 @@ def again_on_paper(length: Length) -> Result:
     now = Result.of(NAME, CLAIM, values=(), median=0.0, spread=(0.0, 0.0), bar=BAR, holds=True, repeats=length.steps)
     detail = {**before["detail"], "holds": held, "on paper": {**paper, "measured": {"date": now.date, "commit": now.commit}}}
     contests = [before["detail"][schedule]["cpu"]["holds"] for schedule in THEIRS]
-    return Result(**{**before, "detail": detail, "holds": overall([*contests, *held.values()])})
+    values: dict[str, Any] = {**before, "detail": detail, "holds": overall([*contests, *held.values()])}
+    return Result(**values)
 
 
 def main() -> None:

@@ -3,18 +3,19 @@
     published_runs.csv     1,321 rows that others measured, each with its source: a paper, a repository at a commit, a page
 
 What a row does not say is filled in as its source does it (`HABITS`), or the row is skipped, and counted under the reason:
-experts, devices that are not known, no batch, no time. FLOP conventions differ by source: a step's time is what the row says, or
-what follows from tokens per second, or from the model FLOP/s that were brought to one convention; where a source prints hardware
-FLOPs by a formula of its own that is known (`FORMULAS`), from those.
+experts, states on the host, devices that are not known, no batch, no time. FLOP conventions differ by source: a step's time is
+what the row says, or what follows from tokens per second, or from the model FLOP/s that were brought to one convention; where a
+source prints hardware FLOPs by a formula of its own that is known (published_times.py), from those.
 """
 
 import csv
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
+from benchmarks.published_times import seconds_of
 from meshwright.core.hardware import Device, find_device
 from meshwright.planner.hardware import Machine
 from meshwright.planner.layout import Kernel, Layout, Order, Rerun
@@ -30,14 +31,15 @@ NETWORKS: tuple[tuple[str, float, int], ...] = (
     (r"V100.*Jean Zay", 12.5e9, 4),
     (r"RoCE", 25e9, 8),
 )
+PLAIN = ("gpt", "mpt", "opt")  # models whose MLP has no gate
 # orders by what a row calls them: the closed forms of their papers
 ORDERS: Mapping[str, Order] = {
     "1f1b": Order(),
     "gpipe": Order(),
     "interleaved": Order(),
-    "zb-1p": Order(1.0, 1.0, -1.0),
-    "zb-2p": Order(0.0, 0.0, 0.0, 2.0),
-    "zb-v": Order(0.0, 0.0, 0.0),
+    "zb-1p": Order(1.0, 1.0, -1.0, even=True),
+    "zb-2p": Order(0.0, 0.0, 0.0, 2.0, even=True),
+    "zb-v": Order(0.0, 0.0, 0.0, even=True, folded=True),
 }
 
 
@@ -74,7 +76,10 @@ HABITS: tuple[tuple[str, Habits], ...] = (
 
 @dataclass(frozen=True)
 class Run:
-    """A row: where it comes from, what was run on what, and what was measured. `seconds` None: it says no time."""
+    """A row: where it comes from, what was run on what, and what was measured. `seconds` None: it says no time.
+
+    `peak` is in bytes, and `metric` what it was read from; `cited` is the source in full, `precision` what the row says of it.
+    """
 
     key: str
     source: str
@@ -85,6 +90,8 @@ class Run:
     status: str
     peak: float | None
     metric: str
+    cited: str = ""
+    precision: str = ""
 
     @property
     def group(self) -> str:
@@ -139,22 +146,31 @@ def _number(row: Mapping[str, str], column: str) -> float | None:
 
 
 def _run(key: str, source: str, row: Mapping[str, str]) -> Run:
+    if "single transformer layer" in row.get("notes", ""):
+        raise _Lacks("the time of one layer, and of no step")
     if (_number(row, "n_experts") or 0) > 1:
         raise _Lacks("experts, which are not built yet")
+    if "ffload" in row.get("zero_fsdp", ""):
+        raise _Lacks("memory of the host, which is not built yet")
     device = find_device(row.get("hardware", ""))
     if device is None:
         raise _Lacks(f"a device that is not known: {row.get('hardware')!r}")
     shape, said = _shape(row), {name: _number(row, name) for name in row}
     layout = _layout(source, row, shape, said)
     count = int(said.get("gpus") or layout.ranks)
-    seconds = _seconds(row, said, shape, layout, count)
-    peak, unit = said.get("peak_mem"), row.get("mem_unit", "")
-    held = None if peak is None else peak * {"GiB": GIB, "GB": GB, "MiB": 2**20}.get(unit, GB)
+    seconds = seconds_of(row, said, shape, layout, count)
+    peak, metric = said.get("peak_mem"), row.get("mem_metric", "")
+    binary = any(word in metric for word in ("nvidia-smi", "Table"))  # MiB / 1024, though they are called GB
+    unit = GIB if binary else {"GiB": GIB, "GB": GB, "MiB": 2**20}.get(row.get("mem_unit", ""), GB)
+    held = None if peak is None else peak * unit
     machine = _machine(row.get("hardware", ""), device, count)
+    if machine.device.peak(layout.dtype.partition("_")[0]) is None and layout.dtype.startswith("float"):
+        raise _Lacks(f"a device without {layout.dtype.partition('_')[0]}")
     tokens = layout.micros * layout.micro_batch * layout.dp * shape.sequence
     if seconds and shape.flops(tokens) / 1.15 > seconds * count * machine.peak(layout.dtype.partition("_")[0]):
         raise _Lacks("faster than the peak of its devices: its batch or its time is of another run")
-    return Run(key, source, shape, layout, machine, seconds, row.get("status", "ok"), held, row.get("mem_metric", ""))
+    status, cited, precision = row.get("status", "ok"), row.get("source", ""), row.get("precision", "")
+    return Run(key, source, shape, layout, machine, seconds, status, held, metric, cited, precision)
 
 
 def _machine(called: str, device: Device, count: int) -> Machine:
@@ -183,7 +199,7 @@ def _shape(row: Mapping[str, str]) -> Shape:
     )
     gated, known = replace(plain, gated=True), (sizes["params_b"] or 0) * 1e9
     name = plain.name.lower()
-    if "llama" in name or (known and "gpt" not in name and _off(gated, known) < _off(plain, known)):
+    if "llama" in name or (known and not any(word in name for word in PLAIN) and _off(gated, known) < _off(plain, known)):
         return gated
     return plain
 
@@ -212,12 +228,13 @@ def _layout(source: str, row: Mapping[str, str], shape: Shape, said: Mapping[str
         pp=pp,
         cp=cp,
         shards=_shards(row.get("zero_fsdp", "").lower()),
-        chunks=int(said.get("virtual_stages") or 1),
+        chunks=_chunks(source, row.get("schedule", "").lower(), said.get("virtual_stages"), shape, pp),
         micro_batch=micro,
         micros=batch / (micro * dp),
         reruns=_reruns(row.get("recompute", "").lower()),
         sequence=row.get("seq_parallel", "").startswith("yes"),
         order=_order(row.get("schedule", "").lower()),
+        gathers=1 if source.startswith("torchtitan") and "fp8 tensorwise" in row.get("precision", "").lower() else 2,
         dtype=_dtype(row.get("precision", "").lower(), habits),
         sums=habits.sums,
         kernel=_kernel(notes, habits),
@@ -226,6 +243,13 @@ def _layout(source: str, row: Mapping[str, str], shape: Shape, said: Mapping[str
         hidden=habits.hidden or "async tp" in notes.lower(),
         rerun_share=0.5 if "every 2nd" in row.get("recompute", "") else 1.0,
     )
+
+
+def _chunks(source: str, schedule: str, said: float | None, shape: Shape, pp: int) -> int:
+    """Of layers per rank along pp. Zero Bubble PP's interleaved runs have as many as there are (arXiv 2401.10241, section 5)."""
+    if not said and source.startswith("Zero Bubble") and "interleaved" in schedule:
+        return max(1, round((shape.layers + 2) / pp))
+    return int(said or 1)
 
 
 def _shards(text: str) -> int:
@@ -245,7 +269,9 @@ def _reruns(text: str) -> Rerun:
 
 
 def _dtype(text: str, habits: Habits) -> str:
-    if "fp8" in text or "fp4" in text:
+    if "fp4" in text:
+        return "float4"
+    if "fp8" in text:
         return "float8_rowwise" if "row" in text else "float8"
     return habits.dtype
 
@@ -264,32 +290,6 @@ def _kernel(notes: str, habits: Habits) -> Kernel:
         "flash_attention": "flash1",
     }
     return kernels.get(word, "flash2" if word.startswith("flash") else habits.kernel)
-
-
-def _seconds(row: Mapping[str, str], said: Mapping[str, float | None], shape: Shape, layout: Layout, count: int) -> float | None:
-    """Of a step: said, or by tokens per second, or by model FLOP/s in the one convention, or by a formula of the source."""
-    tokens = layout.micros * layout.micro_batch * layout.dp * shape.sequence
-    step, rate, samples = said.get("step_time_s"), said.get("tokens_per_s_per_gpu"), said.get("samples_per_s_per_gpu")
-    model, printed = said.get("std_model_tflops_per_gpu"), said.get("tflops_per_gpu")
-    if step:
-        return step
-    if rate:
-        return tokens / (rate * count)
-    if samples:
-        return tokens / shape.sequence / (samples * count)
-    if model:
-        return shape.flops(tokens) / (model * 1e12 * count)
-    formula = next((each for words, each in FORMULAS if words in row.get("flops_convention", "")), None)
-    return formula(shape, tokens) / (printed * 1e12 * count) if formula and printed else None
-
-
-def _hardware_flops(shape: Shape, tokens: float) -> float:
-    """With all layers run once more (arXiv 2104.04473, section 5.1)."""
-    h, length = shape.hidden, shape.sequence
-    return 96 * tokens * shape.layers * h * h * (1 + length / (6 * h) + shape.vocab / (16 * shape.layers * h))
-
-
-FORMULAS: tuple[tuple[str, Callable[[Shape, float], float]], ...] = (("hardware FLOPs incl. full recompute", _hardware_flops),)
 
 
 def sources(runs: Iterable[Run]) -> Iterator[str]:

@@ -4,6 +4,8 @@
     the other half           is predicted with them, and scores: mean absolute error, bias, and the rank correlation of layouts
 
 A source whose rows all fell into the half that scores is predicted with the rates of its devices alone (planner/rates.toml).
+Peaks of memory, and runs that ran out of it, score too (benchmarks/planner_memory.py, benchmarks/planner_fit.py).
+
 Rows that lack what a prediction needs are skipped and counted. FILE has the columns of data/published_runs.csv; constants are
 fitted on its own half and on that of the file that is shipped.
 
@@ -21,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import spearmanr
 
+from benchmarks import planner_fit, planner_memory
 from benchmarks.published import RUNS, Run, Skipped, read_runs, sources
 from meshwright.planner.calibrate import Measured, calibrated
 from meshwright.planner.rates import Rates
@@ -122,6 +125,9 @@ def main(arguments: Sequence[str]) -> int:
     runs, skipped = timed(file)
     shipped = [] if file.resolve() == RUNS.resolve() else timed(RUNS)[0]
     show(scores(runs, learnt([*runs, *shipped])), skipped)
+    everything, _ = read_runs(file)
+    planner_memory.show(planner_memory.groups(everything))
+    planner_fit.show(planner_fit.verdicts(planner_fit.labelled(everything)))
     return 0
 
 

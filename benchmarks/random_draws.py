@@ -5,6 +5,8 @@ A plan follows from a seed and a number alone, so that one can be drawn again by
 drawn would be refused, and for a few reasons. One in `SPOILT` is spoilt on purpose, by leaving out a technique, adding one, or by
 another size of an axis or of the batch: such a plan may be refused, with a repair, or it works all the same.
 
+Of some the last batch is `missing` rows, as an epoch's may be, and some have a guard, whose last step does harm.
+
 `DEALT` are the strategies that deal out the tokens of a sample along cp: each makes itself from a generator and the ranks there,
 and says whether it exchanges heads, which must then divide.
 """
@@ -17,7 +19,7 @@ from typing import Literal
 
 from benchmarks.random_models import KNOWN, Known, reading_of
 from meshwright.api import make_plan
-from meshwright.core.job import Job, Optimizer, Train
+from meshwright.core.job import Guard, Job, Optimizer, Train
 from meshwright.core.mesh import AXES, Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.sources import DataSource, ModelSource
@@ -28,6 +30,7 @@ from meshwright.strategies.data.naive import Naive
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.data.zero import Zero
 from meshwright.strategies.memory.recompute import Recompute
+from meshwright.strategies.memory.tiles import Tiles
 from meshwright.strategies.pipeline.pipeline import Pipeline
 from meshwright.strategies.pipeline.schedules import SCHEDULES
 from meshwright.strategies.sequence.hybrid import Hybrid
@@ -41,6 +44,7 @@ from meshwright.strategies.tensor.sequence import Sequence
 from meshwright.strategies.tensor.vocabulary import Vocabulary
 
 MOST_RANKS, CHEAP_RANKS, STEPS, SPOILT = 24, 5, 2, 8
+WATCHED = Guard("skip", window=STEPS)  # judges the step behind STEPS
 DATA_AXES = ("dp_replicate", "dp_shard")
 SIZES = {  # how many ranks, and how often
     "pp": ((1, 2, 3, 4), (7, 5, 3, 1)),
@@ -50,7 +54,7 @@ SIZES = {  # how many ranks, and how often
     "tp": ((2, 3, 4, 6), (6, 3, 1, 1)),
 }
 ALGORITHMS = ("backend", "backend", "ring", "tree", "root", "naive", "parallel", "tree <= 1 KiB, else ring")
-BALANCES: tuple[Literal["zigzag", "contiguous"], ...] = ("zigzag", "contiguous")
+BALANCES: tuple[Literal["zigzag", "contiguous", "striped"], ...] = ("zigzag", "contiguous", "striped")
 DEALT: tuple[tuple[Callable[[Random, int], Strategy], bool], ...] = (
     (lambda rng, ranks: Ring(balance=rng.choice(BALANCES)), False),
     (lambda rng, ranks: Ulysses(), True),
@@ -69,7 +73,8 @@ TECHNIQUES: Mapping[str, str] = MappingProxyType(  # what may meet in a plan: by
         **dict.fromkeys(("zero 1", "zero 2", "zero 3"), "zero"),
         **{name: name for name in ("line", "sequence", "vocabulary", *SQUARES, "ulysses", "ring", "hybrid")},
         **dict.fromkeys(SCHEDULES, "pipeline"),
-        **{name: name for name in ("scatter", "recompute", "micro-batches", "clipping", "dropout")},
+        **{name: name for name in ("scatter", "recompute", "tiles", "micro-batches", "clipping")},
+        **{name: name for name in ("dropout", "guard", "missing rows")},
     }
 )
 Sizes = dict[str, int]
@@ -88,10 +93,13 @@ class Draw:
     micro_batch: int
     clip: float
     spoilt: str = ""
+    missing: int = 0
+    guard: bool = False
 
     def __str__(self) -> str:
         said = "; ".join(map(str, self.strategies))
         batch = f"{self.micros} x {self.micro_batch} rows" + (f", clip {self.clip}" if self.clip else "")
+        batch += (f", {self.missing} missing" if self.missing else "") + (", guard" if self.guard else "")
         spoilt = f" ({self.spoilt})" if self.spoilt else ""
         return f"{self.number} of seed {self.seed}: {self.model} on {self.mesh}, {batch}: {said}{spoilt}"
 
@@ -102,12 +110,19 @@ class Draw:
         return self.micros * self.micro_batch * self.mesh.extent(split) + (self.spoilt == "one row more")
 
     @property
+    def steps(self) -> int:
+        """How many are compared; a guard judges the last one."""
+        return STEPS + self.guard
+
+    @property
     def techniques(self) -> tuple[str, ...]:
         """What meets in it: strategies (stages of ZeRO and schedules by themselves), and what the job asks of all of them."""
         found = [named for strategy in self.strategies for named in _names(strategy)]
         found += ["micro-batches"] if self.micros > 1 else []
         found += ["clipping"] if self.clip else []
         found += ["dropout"] if KNOWN[self.model].random else []
+        found += ["guard"] if self.guard else []
+        found += ["missing rows"] if self.missing else []
         return tuple(dict.fromkeys(found))
 
     def plan(self) -> Plan:
@@ -118,6 +133,7 @@ class Draw:
             DataSource("random", sequence=known.tokens[0]),
             Train(batch=self.rows, clip=self.clip),
             Optimizer("sgd", lr=0.1, weight_decay=0.1, momentum=0.5),
+            guard=WATCHED if self.guard else Guard(),
         )
         return make_plan(reading_of(self.model), job, self.mesh, self.strategies, self.micro_batch)
 
@@ -146,7 +162,11 @@ def draw(seed: int, number: int) -> Draw:
     strategies, micros = _strategies(rng, known, matrices, sizes)
     rng.shuffle(strategies)
     micro_batch, clip = rng.choice((1, 1, 2)), rng.choice((0.0, 0.5, 0.5))
-    drawn = Draw(seed, number, known.name, mesh, tuple(strategies), micros, micro_batch, clip)
+    led = any(isinstance(strategy, Master) for strategy in strategies)  # then no other rank has a loss that a guard could look at
+    guard = rng.random() < 0.2 and not led
+    drawn = Draw(seed, number, known.name, mesh, tuple(strategies), micros, micro_batch, clip, guard=guard)
+    if rng.random() < 0.25 and drawn.rows > 1:
+        drawn = replace(drawn, missing=rng.randint(1, drawn.rows - 1))
     return _spoilt(rng, drawn) if rng.randrange(SPOILT) == 0 else drawn
 
 
@@ -187,6 +207,8 @@ def _strategies(rng: Random, known: Known, matrices: str, sizes: Sizes) -> tuple
     found += _store(rng, matrices, sizes)
     if rng.random() < 0.35:
         found.append(Recompute(keep_mb=rng.choice((0.0, 0.0, 0.01, 0.1))))
+    if matrices in ("", "line") and known.words and rng.random() < 0.3:
+        found.append(_tiles(rng, known, matrices))
     if any(isinstance(strategy, Master) for strategy in found):
         micros = 1
     return found, micros
@@ -201,6 +223,12 @@ def _line(rng: Random, known: Known, ranks: int, dealt: int) -> list[Strategy]:
     if known.words and rng.random() < 0.5:
         found.append(Vocabulary())
     return found
+
+
+def _tiles(rng: Random, known: Known, matrices: str) -> Strategy:
+    """The loss in tiles, or MLPs that are whole and draw nothing, or both."""
+    mlp = rng.choice((1, 2, 3)) if not matrices and not known.random else 1
+    return Tiles(rng.choice((1, 2, 8)) if mlp > 1 else rng.choice((2, 3, 8)), mlp)
 
 
 def _pipeline(rng: Random, known: Known, ranks: int) -> tuple[Strategy, int]:
@@ -250,7 +278,7 @@ def _spoilt(rng: Random, drawn: Draw) -> Draw:
     """`drawn` with something that a user might get wrong."""
     listed = drawn.strategies
     shards = (Line(), Sequence(), Vocabulary(), Grid(), Cube(), Ring(), Ulysses())
-    more = (*shards, Replicate(), Naive(), Zero(), Master(), Pipeline(), Recompute())
+    more = (*shards, Replicate(), Naive(), Zero(), Master(), Pipeline(), Recompute(), Tiles(mlp=2))
     match rng.choice(("one less", "one more", "one more", "another size", "one row more")):
         case "one less" if listed:
             left = rng.choice(listed)

@@ -1,6 +1,7 @@
 """The models of `random_plans`: unmodified classes of transformers in sizes that divide by hardly anything, and for grids.
 
     llama, gpt2, t5      6 heads, 3 keys where keys are grouped, 61 words, a width of 29 between; 9 tokens (of T5: 9 and 6)
+    t5, alike            the same with 9 tokens on either side
     .., even             24 heads, 12 keys, 72 words: what grids of 2 x 2 and 3 x 3 ranks divide; 12 tokens (of T5: 12 and 8)
     gpt2, dropout        the odd one, with masks; its head is its embedding, as in the others
     two inputs           CLIP: words and images, two chains that meet in the loss
@@ -72,14 +73,13 @@ def _text(tokens: int, decoded: int, rows: int, generator: torch.Generator) -> R
 def _odd(name: str, family: str, tokens: tuple[int, ...], *, random: bool = False, **more: Any) -> Known:
     decoded = tokens[1] if len(tokens) > 1 else 0
     make = partial(model_of, family_named(family), **more)
-    heads = 6 if len(tokens) == 1 and not random else 0
-    return Known(name, make, partial(_text, tokens[0], decoded), tokens, 6, 6, random=random, heads=heads)
+    return Known(name, make, partial(_text, tokens[0], decoded), tokens, 6, 6, random=random, heads=6)
 
 
 def _even(family: str, tokens: tuple[int, ...], **more: Any) -> Known:
     decoded = tokens[1] if len(tokens) > 1 else 0
     make = partial(model_of, family_named(family), even=True, **more)
-    heads = 24 if len(tokens) == 1 else 0
+    heads = 24
     return Known(f"{family}, even", make, partial(_text, tokens[0], decoded), tokens, 6, 6, even=True, heads=heads)
 
 
@@ -91,6 +91,7 @@ KNOWN: Mapping[str, Known] = MappingProxyType(
             _odd("gpt2", "gpt2", (9,), n_layer=4),
             _odd("gpt2, dropout", "gpt2", (9,), n_layer=4, random=True, **DROPS),
             _odd("t5", "t5", (9, 6), num_layers=2),
+            _odd("t5, alike", "t5", (9, 9), num_layers=2),
             Known(
                 "two inputs",
                 partial(clip, 4),

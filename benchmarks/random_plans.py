@@ -3,7 +3,8 @@
 Of each number under a seed one plan follows (benchmarks/random_draws.py): a model, a mesh of up to 24 ranks, strategies with
 options of their own, micro-batches, clipping. `make_plan` refuses it, each fault with a repair, or it is compared, its ranks as
 threads, with one ordinary PyTorch loop in float64, as `verify` does: samples, loss, every gradient, the norm and every parameter
-after each of two SGD steps. Nothing else may happen. What does is a finding:
+after each of two SGD steps; from a third, which does harm, a guard must spare them. Nothing else may happen. What does is a
+finding:
 
     crashed      something else than a refusal was raised, or a plan was made and then refused
     differs      by more than 1e-10 of the largest magnitude in its block, or sent what it did not say
@@ -24,27 +25,29 @@ What has been found lies in benchmarks/scratch, by commit: a run goes on where a
 import sys
 import traceback
 from argparse import ArgumentParser
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing import get_context
 from queue import Empty, SimpleQueue
 from threading import Thread, get_ident
+from typing import Any
 
 import torch
 
 from benchmarks.combinations import FINDINGS, Pairs, Row, of_pairs, reason_of, refused_by, reviewed
 from benchmarks.kept import Kept
-from benchmarks.random_draws import STEPS, TECHNIQUES, Draw, draw
+from benchmarks.random_draws import TECHNIQUES, Draw, draw
 from benchmarks.random_models import KNOWN, reading_of
 from benchmarks.result import Result
 from meshwright.api import parity_case
 from meshwright.core.errors import PlanError
 from meshwright.core.hardware import cores
 from meshwright.core.plan import Plan
+from meshwright.engine.loss import Batch
 from meshwright.run.rank import share
 from meshwright.testing.spawn import on_threads
-from meshwright.verifier.parity import TOLERANCE, compare_rank, judge
+from meshwright.verifier.parity import TOLERANCE, RankReport, compare_rank, judge, planned_messages
 from meshwright.verifier.reference import run_reference
 from meshwright.verifier.verdict import Verdict
 
@@ -54,6 +57,7 @@ CLAIM = (
     "model with two inputs) are each refused with a repair or equal one device to 1e-10 in float64; nothing else"
 )
 SEED, COUNT, LIMIT_S = 8, 2000, 240.0
+HARM = "harm"  # the column of a batch by which its loss is multiplied
 MATCHED = 0.8  # the least share of all that must be equal, not refused
 
 
@@ -100,11 +104,38 @@ def plan_or_refusal(drawn: Draw) -> Plan | Row:
 def compared(drawn: Draw, plan: Plan, limit_s: float) -> Verdict:
     """The verdict over all ranks; no rank waits longer than `limit_s` for another one."""
     known, reading = KNOWN[drawn.model], reading_of(drawn.model)
-    batches = known.batches(STEPS, drawn.rows)
-    case = parity_case(reading, plan, known.loss(), lambda plan, rank: lambda step: share(batches[step], plan, rank))
-    reference = run_reference(case, STEPS)
+    batches = known.batches(drawn.steps, drawn.rows)
+    batches[-1] = {key: value[: drawn.rows - drawn.missing] for key, value in batches[-1].items()}
+    loss = known.loss()
+    if drawn.guard:
+        batches[-1][HARM] = torch.full((drawn.rows - drawn.missing, 1), 1e6)
+        loss = replace(loss.within(_harmed), targets=(*loss.targets, HARM))
+    case = parity_case(reading, plan, loss, lambda plan, rank: lambda step: share(batches[step], plan, rank))
+    reference = run_reference(case, drawn.steps)
+    if drawn.guard:
+        case = replace(case, plan=replace(case.plan, job=replace(case.plan.job, guard=plan.job.guard)))
+        reference.steps[-1] = replace(reference.steps[-1], parameters=reference.steps[-2].parameters)
     reports = on_threads(lambda world: compare_rank(case, world, reference), plan.mesh, timeout_s=limit_s)
+    for report in reports if drawn.guard else ():
+        _without_last(report, case.plan.at(report.rank))
     return judge(case, reports, "threads", {})
+
+
+def _without_last(report: RankReport, plan: Plan) -> None:
+    """Forget what was sent in the last step, in which it is asked who did harm: that is in no program."""
+    report.steps -= 1
+    rows = report.rows[: report.steps] or [()] * report.steps
+    report.sent = report.sent[: sum(len(planned_messages(plan, each)) for each in rows)]
+    report.rows = report.rows[: report.steps]
+
+
+def _harmed(total: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`total` as many times as large as the batch says, of which the model hears nothing."""
+
+    def harmed(outputs: Any, batch: Batch, *more: Any) -> torch.Tensor:
+        return total(outputs, batch, *more) * (batch[HARM].amax() if HARM in batch and len(batch[HARM]) else 1.0)
+
+    return harmed
 
 
 def planned(seed: int, numbers: Iterable[int]) -> list[Row]:

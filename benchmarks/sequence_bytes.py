@@ -81,6 +81,7 @@ class Deal:
 DEALS: Mapping[str, Deal] = {
     **{f"ring of {ranks}": Deal(Ring(), ranks) for ranks in (2, 3, 4)},
     "ring of 4, contiguous": Deal(Ring(balance="contiguous"), 4),
+    "ring of 4, striped": Deal(Ring(balance="striped"), 4),
     "ring of 3, bfloat16 on the wire": Deal(Ring(wire="bfloat16"), 3, wire=2),
     **{f"ulysses on {ranks}": Deal(Ulysses(), ranks, ranks) for ranks in (2, 3, 6)},
     "hybrid, 2 x 2": Deal(Hybrid(), 4, 2),

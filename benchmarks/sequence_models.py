@@ -4,8 +4,9 @@
     ring of 3, ulysses on 2, hybrid of 2 x 2 beside copies (DDP), shards (ZeRO 1, 2, 3), divided matrices with a divided sequence,
     pipelines and recompute: rows of 18 or 24
 
-The families are those of benchmarks/tensor_families.py. Some Llamas more: rows of several documents, rows that are padded, layers
-that see a window (Qwen3), rows that are shorter than there are ranks.
+The families are those of benchmarks/tensor_families.py; images of ViT are as many patches, less one, below each other. Some more:
+rows of several documents, rows that are padded, layers that see a window (Qwen3), rows that are shorter than there are ranks,
+and an encoder whose rows are longer than those of its decoder (T5).
 """
 
 from collections.abc import Iterator, Mapping
@@ -46,6 +47,7 @@ DEALS: Mapping[str, tuple[int, Strategy]] = {
     "ring of 3": (3, Ring()),
     "ring of 4": (4, Ring()),
     "ring of 3, contiguous": (3, Ring(balance="contiguous")),
+    "ring of 3, striped": (3, Ring(balance="striped")),
     "ulysses on 2": (2, Ulysses()),
     "ulysses on 3": (3, Ulysses()),
     "hybrid, 2 x 2": (4, Hybrid()),
@@ -53,6 +55,7 @@ DEALS: Mapping[str, tuple[int, Strategy]] = {
     "hybrid, 3 x 2": (6, Hybrid(inner=3)),
 }
 SOME = ("ring of 3", "ulysses on 2", "hybrid, 2 x 2")
+UNLIKE = ("copies", "ZeRO 3 and recompute", "line and pipeline", "pipeline")
 COPIES = Replicate(axis="cp")
 SHARD = Batch("dp_shard")
 BESIDE: Mapping[str, tuple[Mapping[str, int], tuple[Strategy, ...]]] = {
@@ -72,7 +75,9 @@ KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama, padded": ("llama", {}),
     "qwen3, window": ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
     "gpt2, padded": ("gpt2", {}),
+    "t5, unlike lengths": ("t5", {}),
 }
+PATCH, FEWER = 4, 4  # pixels of a patch's side; tokens that a decoder's rows have less
 
 
 @dataclass(frozen=True)
@@ -104,11 +109,15 @@ def cases() -> Iterator[Case]:
         for how in SOME:
             ranks, strategy = DEALS[how]
             for beside, (axes, others) in BESIDE.items():
-                yield Case(family, f"{how}, {beside}", Mesh(**axes, cp=ranks), (strategy, *others), EVEN[ranks])
+                named = tuple(each for each in others if family != "vit" or not isinstance(each, Vocabulary))  # it has no words
+                yield Case(family, f"{how}, {beside}", Mesh(**axes, cp=ranks), (strategy, *named), EVEN[ranks])
     for kind in KINDS:
         for how in SOME:
             ranks, strategy = DEALS[how]
             yield Case(kind, f"{how}, alone", Mesh(cp=ranks), (strategy, COPIES))
+            for beside in UNLIKE if kind.endswith("lengths") else ():
+                axes, others = BESIDE[beside]
+                yield Case(kind, f"{how}, {beside}", Mesh(**axes, cp=ranks), (strategy, *others))
     for how in ("ring of 4", "ulysses on 3", "hybrid, 3 x 2"):
         ranks, strategy = DEALS[how]
         yield Case("llama", f"{how}, alone", Mesh(cp=ranks), (strategy, COPIES), 2)
@@ -118,7 +127,9 @@ def rows_of(model: str, tokens: int, count: int, rows: int) -> list[dict[str, to
     """Global batches of random numbers for the model of that name, `rows` samples each."""
     family, _, kind = model.partition(", ")
     found = batches(named(family), count, rows, tokens)
-    at = torch.arange(tokens)
+    at, noise = torch.arange(tokens), torch.Generator().manual_seed(1)
+    for batch in found if family == "vit" else ():
+        batch["pixel_values"] = torch.randn(rows, 3, *_image(tokens), generator=noise)
     for batch in found if kind else ():
         starts = torch.tensor([1 + row % (tokens - 1) for row in range(rows)]).unsqueeze(1)
         if kind == "documents":  # positions begin anew, which is how transformers is told of them
@@ -126,7 +137,14 @@ def rows_of(model: str, tokens: int, count: int, rows: int) -> list[dict[str, to
         elif kind == "padded":
             batch["attention_mask"] = (at >= starts // 2).long()
             batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
+        elif kind == "unlike lengths":
+            batch |= {key: batch[key][:, :-FEWER] for key in ("decoder_input_ids", "labels")}
     return found
+
+
+def _image(tokens: int) -> tuple[int, int]:
+    """The height and width of an image that is so many tokens: patches, and the one of the class."""
+    return PATCH * (tokens - 1), PATCH
 
 
 @cache
@@ -134,8 +152,8 @@ def reading_of(model: str, tokens: int) -> Reading:
     """What the model of that name is made of, learnt from two rows."""
     transformers.utils.logging.set_verbosity_error()
     name, more = KINDS.get(model, (model, {}))
-    family = named(name)
-    return read(lambda: model_of(family, **more), rows_of(model, tokens, 1, 2)[0], loss=loss_of(family))
+    family, more = named(name), {**more, "image_size": _image(tokens)} if name == "vit" else more
+    return read(lambda: model_of(family, even=False, **more), rows_of(model, tokens, 1, 2)[0], loss=loss_of(family))
 
 
 def compared(case: Case) -> dict[str, object]:

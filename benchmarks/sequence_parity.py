@@ -1,8 +1,9 @@
 """Tokens of samples on several ranks beside one device: attention alone, and whole models, every number in float64.
 
-attention     ring (zigzag and contiguous), ulysses and hybrid on 2, 3, 4 and 6 ranks x masks (benchmarks/attention.py) x lengths
-              of 1, 3, 7, 37 and 64 tokens, grouped queries, heads of other widths for values; the output and every gradient,
-              held against the formula. In float32 too, against that in float64: within so many roundings of the largest value
+attention     ring (zigzag, contiguous, striped), ulysses and hybrid on 2, 3, 4 and 6 ranks x masks (benchmarks/attention.py) x
+              lengths of 1, 3, 7, 37 and 64 tokens, grouped queries, heads of other widths for values; the output and every
+              gradient, held against the formula. In float32 too, against that in float64: within so many roundings of the
+              largest value
 whole models  benchmarks/sequence_models.py: `verify` compares the plan, its ranks as threads, with one ordinary PyTorch loop:
               samples, loss, every gradient before clipping, its norm, every parameter, after two SGD steps with weight decay and
               clipping; and the ledger with the program
@@ -39,8 +40,8 @@ from meshwright.testing.spawn import on_threads
 NAME = "sequence_parity"
 CLAIM = (
     "samples whose tokens are on several ranks, by ring, Ulysses and their hybrid, equal one device to 1e-10 in float64: "
-    "attention on 2, 3, 4 and 6 ranks with every mask and length (float32 within 16 roundings), and Llama, Qwen3, GPT-2, T5 and "
-    "ViT, alone, with DDP, ZeRO 1-3, 1-D and sequence parallelism, pipelines and recompute"
+    "attention on 2, 3, 4 and 6 ranks with every mask and length (float32 within 16 roundings), and Llama, Qwen3, GPT-2, T5 "
+    "(rows of unlike lengths too) and ViT, alone, with DDP, ZeRO 1-3, 1-D and sequence parallelism, pipelines and recompute"
 )
 TOLERANCE = 1e-10
 ROUNDINGS = 16 * 2.0**-23  # of float32; torch's own kernel is up to 5 from the formula on one device
@@ -48,10 +49,12 @@ LENGTHS = (1, 3, 7, 37, 64)
 DEALS: Mapping[str, tuple[int, Strategy]] = {
     **{f"ring of {ranks}": (ranks, Ring()) for ranks in (2, 3, 4, 6)},
     **{f"ring of {ranks}, contiguous": (ranks, Ring(balance="contiguous")) for ranks in (3, 4)},
+    **{f"ring of {ranks}, striped": (ranks, Ring(balance="striped")) for ranks in (2, 3, 4)},
     **{f"ulysses on {ranks}": (ranks, Ulysses()) for ranks in (2, 3, 4, 6)},
     "hybrid, 2 x 2": (4, Hybrid()),
     "hybrid, 2 x 3": (6, Hybrid(inner=2)),
     "hybrid, 3 x 2": (6, Hybrid(inner=3)),
+    "hybrid, 2 x 3, striped": (6, Hybrid(inner=2, balance="striped")),
 }
 
 

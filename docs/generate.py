@@ -30,7 +30,10 @@ ROOT = Path(__file__).parents[1]
 # what the techniques of a family share: no technique itself
 SHARED = (
     *(f"pipeline/{name}" for name in ("counts", "crossing", "fill", "greedy", "order", "routes", "schedules", "spans")),
-    *(f"sequence/{name}" for name in ("asked", "circle", "dealt", "heads", "kernel", "plain", "rounds")),
+    *(
+        f"sequence/{name}"
+        for name in ("asked", "between", "circle", "dealt", "heads", "kernel", "plain", "regions", "rounds", "seen")
+    ),
     *(f"tensor/{name}" for name in ("booking", "joined", "overlap", "refusals", "ways")),
 )
 FOLDERS = ("docs/techniques", "docs/algorithms")

@@ -7,20 +7,34 @@ import pytest
 import torch
 
 from meshwright import api
-from meshwright.api import build, make_plan
+from meshwright.api import build, make_plan, verify
 from meshwright.comm.fake import FakeWorld
 from meshwright.core.errors import CollectiveError
 from meshwright.core.job import Optimizer
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
+from meshwright.core.strategy import Strategy
 from meshwright.core.units import size
 from meshwright.engine.player import Player
-from meshwright.lighter import Change, OutOfMemory, Seen, Telling, asked_nbytes, changes, exhausted, planned_nbytes, told
+from meshwright.lighter import (
+    Change,
+    OutOfMemory,
+    Seen,
+    Telling,
+    asked_nbytes,
+    changes,
+    dealable,
+    exhausted,
+    planned_nbytes,
+    told,
+)
 from meshwright.run.guard import kind_of
 from meshwright.strategies.data.batch import Batch
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.data.zero import Zero
 from meshwright.strategies.pipeline.pipeline import Pipeline
+from meshwright.strategies.sequence.ring import Ring
+from tests.strategies.tensor.llama import batches, known
 from tests.tiny import reading_of, tiny_job
 
 CPU = torch.device("cpu")
@@ -89,6 +103,35 @@ def test_parts_are_told_of_schedules_with_fewer_micro_batches_in_flight_and_of_s
     assert "use more ranks (mesh.dp_shard, or mesh.pp for smaller parts)" in told(
         MemoryError(), plan, 0, Seen(0, 1, None, {}), []
     )
+
+
+@pytest.mark.parametrize("stores", [(Zero(),), (Replicate(axis="dp_shard"),)], ids=["shards", "copies"])
+def test_the_tokens_of_a_row_are_dealt_to_the_ranks_that_had_rows_of_their_own(stores: tuple[Strategy, ...]):
+    long = known(length=40)
+    plan = make_plan(long, tiny_job(), Mesh(dp_shard=2), (SHARD, *stores), 1)
+    change = next(change for change in changes(long, plan, 0) if "cp" in change.words)
+    assert change.words == 'mesh.cp = 2 in the place of mesh.dp_shard, and [[strategies]] name = "ring"'
+    assert (change.plan.mesh, change.plan.micro_batch) == (Mesh(cp=2), 1)
+    assert change.nbytes < sum(planned_nbytes(plan, 0).values())
+    assert verify(long, change.plan, batches(1, change.plan.job.train.batch, 40)).passed
+    assert "mesh.dp_shard, or mesh.cp for fewer tokens of each row" in told(
+        MemoryError(), plan, 0, Seen(0, 1, None, {}), [], deals=dealable(long)
+    )
+
+
+def test_where_tokens_cannot_be_dealt_or_are_nobody_says_so():
+    assert not any("cp" in change.words for change in changes(READING, copies(), 0))
+    assert "mesh.cp" not in told(MemoryError(), copies(), 0, Seen(0, 1, None, {}), [], deals=dealable(READING))
+    dealt = make_plan(known(), tiny_job(), Mesh(cp=2), (Ring(), Replicate(axis="cp")))
+    assert not any("cp" in change.words for change in changes(known(), dealt, 0) if "zero" not in change.words)
+
+
+def test_the_change_that_fits_is_told_though_others_come_before():
+    plan = copies()
+    others = [Change(f"change {number}", plan, 100 - number) for number in range(6)]
+    text = told(MemoryError(), plan, 0, Seen(0, 0, 96, {}), others)
+    assert "this fits:  change 5" in text
+    assert "change 4" not in text
 
 
 def test_the_message_says_what_was_planned_what_was_live_and_the_first_change_that_fits():

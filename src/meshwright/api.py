@@ -37,13 +37,14 @@ from meshwright.engine.precision import refuse_unable
 from meshwright.engine.state import State, Subject
 from meshwright.lighter import Telling
 from meshwright.model.buffers import buffer_faults
-from meshwright.model.courses import Courses, bordered
+from meshwright.model.courses import bordered, courses_of
 from meshwright.model.dice import Dice
 from meshwright.model.given import completed
 from meshwright.model.norms import split_faults
 from meshwright.model.ondemand import OnDemand
 from meshwright.model.reading import Reading
 from meshwright.model.reading import read as read_model
+from meshwright.model.reruns import rerun_faults
 from meshwright.model.sources import Model, load_factory, with_weights
 from meshwright.model.wide import widened
 from meshwright.run.rank import Engine, share
@@ -97,19 +98,20 @@ def make_plan(
     anatomy = seen_by(reading, job, mesh, chosen)
     plan = Plan.make(job, mesh, anatomy, chosen, micro_batch, run)
     module = reading.blueprint.instance()
-    raise_faults([*split_faults(plan, module), *buffer_faults(plan, module, reading.stateful)])
+    raise_faults([*split_faults(plan, module), *buffer_faults(plan, module, reading.stateful), *rerun_faults(plan)])
     return plan
 
 
 def seen_by(reading: Reading, job: Job, mesh: Mesh, strategies: Iterable[Strategy]) -> Anatomy:
     """The anatomy of the model, with what is learnt only where somebody needs it.
 
-    That is what crosses the borders of parts that the mesh puts on ranks of their own, and, for strategies that ask, what the
-    model does with tokens.
+    That is what crosses the borders of parts that the mesh puts on ranks of their own, for strategies that ask, what the model
+    does with tokens, and what it holds in the job's dtypes; in float64, in which nobody trains, an estimate stands for that.
     """
     dtype, compute = (getattr(torch, each) for each in (job.precision.parameters, job.precision.compute))
     anatomy = bordered(reading, dtype, compute, dealt=mesh.cp > 1).anatomy if mesh.pp > 1 else reading.anatomy
-    return replace(anatomy, tokens=reading.tokens) if any(each.by_token for each in strategies) else anatomy
+    anatomy = replace(anatomy, tokens=reading.tokens) if any(each.by_token for each in strategies) else anatomy
+    return anatomy if dtype == torch.float64 else replace(anatomy, weighed=reading.weighed(dtype, compute))
 
 
 def default_strategies(mesh: Mesh, anatomy: Anatomy) -> tuple[Strategy, ...]:
@@ -153,7 +155,7 @@ def build(
             "build got a model and no example batch", fix="pass example=batch, or the Reading that made the plan", where="build"
         )
     reading = read(model, example or {}, loss=loss, seed=plan.job.train.seed)
-    if reading.anatomy != replace(plan.anatomy, borders=None, tokens=None):
+    if reading.anatomy != replace(plan.anatomy, borders=None, tokens=None, weighed=None):
         text = f"the plan is for '{plan.anatomy.name}' and the model is '{reading.anatomy.name}', with other blocks or parameters"
         raise PlanError(text, fix="make the plan again from this model", where="build")
     check_loss(plan, loss)
@@ -192,7 +194,7 @@ def make_subject(
         return reading.blueprint.value(name, master, device, rows)
 
     values = OnDemand(blank | masters, value, value)
-    return Subject(module, blocks, parameters, reading.anatomy, stand_in, values, Courses(reading, dtype))
+    return Subject(module, blocks, parameters, reading.anatomy, stand_in, values, courses_of(reading, dtype))
 
 
 def make_dice(reading: Reading, plan: Plan) -> Dice | None:
@@ -246,10 +248,8 @@ def parity_case(reading: Reading, plan: Plan, loss: Loss, rows: Callable[[Plan, 
         mine = rows(plan, rank)
         return lambda step: None if (batch := mine(step)) is None else _wide(batch)
 
-    courses = Courses(reading, torch.float64)  # of all ranks, which are threads: to learn one takes as long as some steps
-
     def wide_subject() -> Subject:
-        return replace(make_subject(reading, torch.device("cpu"), torch.float64), courses=courses)
+        return make_subject(reading, torch.device("cpu"), torch.float64)
 
     loss = loss.within(widened)
     return Case(exact, one_device, loss, wide_subject, lambda: make_dice(reading, exact), wide_rows)

@@ -3,7 +3,8 @@
     planned   states to the byte, buffers, and activations as the trial run has found them
     live      what this rank held of them when it failed, and the whole process
     changes   in the order of what they cost in time: shards of moments, and of gradients; a schedule that keeps fewer
-              micro-batches in flight; half the micro-batch; shards of the weights; recompute
+              micro-batches in flight; half the micro-batch; shards of the weights; recompute; the tokens of rows dealt to the
+              ranks that had rows of their own
 
 The first change that comes below the limit is named, where there is a limit: the memory of the device, or what the system
 grants the process. What the plan does not know of is taken to shrink with the micro-batch, and else to stay.
@@ -20,6 +21,7 @@ import psutil
 import torch
 
 from meshwright.core.errors import CollectiveError, PlanError, raise_faults
+from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.program import Program
 from meshwright.core.strategy import Strategy
@@ -30,9 +32,12 @@ from meshwright.model.reading import Reading
 from meshwright.planner.memory import state_bytes
 from meshwright.report.sizes import planned_memory
 from meshwright.strategies import STRATEGIES
+from meshwright.strategies.data.batch import Batch
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.data.zero import Zero
 from meshwright.strategies.pipeline.pipeline import Pipeline
+from meshwright.strategies.sequence.dealt import AXIS
+from meshwright.strategies.sequence.ring import Ring
 
 if sys.platform != "win32":
     import resource
@@ -95,18 +100,27 @@ def planned_nbytes(plan: Plan, rank: int) -> dict[str, int]:
 
 
 def changes(reading: Reading, plan: Plan, rank: int) -> Iterator[Change]:
-    """The plans of the same job and mesh that take less than `plan`, those first that cost least in time."""
+    """The plans of the same job and as many ranks that take less than `plan`, those first that cost least in time."""
     now = sum(planned_nbytes(plan, rank).values())
-    tried = [*_shards(plan, (1, 2)), *_fewer_in_flight(plan), *_smaller(plan), *_shards(plan, (3,)), *_again(plan)]
-    for words, strategies, micro_batch in tried:
+    here = [*_shards(plan, (1, 2)), *_fewer_in_flight(plan), *_smaller(plan), *_shards(plan, (3,)), *_again(plan)]
+    tried = [(plan.mesh, plan.anatomy, each) for each in here]
+    if dealable(reading):
+        tried += [(mesh, replace(plan.anatomy, tokens=reading.tokens), each) for mesh, each in _dealt(plan)]
+    for mesh, anatomy, (words, strategies, micro_batch) in tried:
         try:
-            other = Plan.make(plan.job, plan.mesh, plan.anatomy, strategies, micro_batch, plan.run)
+            other = Plan.make(plan.job, mesh, anatomy, strategies, micro_batch, plan.run)
             raise_faults(split_faults(other, reading.blueprint.instance()))
         except PlanError:  # that technique does not go with this model or job
             continue
         nbytes = sum(planned_nbytes(other, rank).values())
         if nbytes < now or other.micro_batch < plan.micro_batch:
             yield Change(words, other, nbytes)
+
+
+def dealable(reading: Reading) -> bool:
+    """Whether the tokens of a row can be on several ranks."""
+    tokens = reading.tokens
+    return tokens is not None and bool(tokens.attends) and not any(passing.mixes for passing in tokens.visits)
 
 
 class Telling:
@@ -129,11 +143,15 @@ class Telling:
         live = {} if self.player is None else self.player.sizes()
         seen = Seen(self._before, process_nbytes(self._device), memory_limit(self._device), live)
         others = list(changes(self._reading, self._plan, self._rank))
-        raise OutOfMemory(told(error, self._plan, self._rank, seen, others)) from error
+        deals = self._plan.mesh.cp == 1 and dealable(self._reading)
+        raise OutOfMemory(told(error, self._plan, self._rank, seen, others, deals=deals)) from error
 
 
-def told(error: BaseException, plan: Plan, rank: int, seen: Seen, others: Sequence[Change]) -> str:
-    """The message: what was asked for, what was planned and what was live by category, and the changes."""
+def told(error: BaseException, plan: Plan, rank: int, seen: Seen, others: Sequence[Change], *, deals: bool = False) -> str:
+    """The message: what was asked for, what was planned and what was live by category, and the changes.
+
+    `deals`: more ranks may have some of the tokens of each row.
+    """
     planned = planned_nbytes(plan, rank)
     limit, words = seen.limit, str(error).strip() or type(error).__name__
     within = "" if limit is None else f" of {size(limit)}"
@@ -141,10 +159,12 @@ def told(error: BaseException, plan: Plan, rank: int, seen: Seen, others: Sequen
     lines.append(f"  planned    {_parts(planned)}")
     lines.append(f"  live       {_parts(seen.live) or 'nothing yet: the model was being made'}; in all {size(seen.used)}{within}")
     fits = None if limit is None else next((each for each in others if seen.expected(each, plan, words) < limit), None)
-    for each in others[:SHOWN]:
+    shown = others[:SHOWN]
+    for each in (*shown, *([fits] if fits is not None and fits not in shown else [])):
         word = "this fits: " if each == fits else "takes less:"
         lines.append(f"  {word} {each.words}: {size(each.nbytes)} planned instead of {size(sum(planned.values()))}")
-    more = "mesh.dp_shard" if plan.mesh.pp == 1 else "mesh.dp_shard, or mesh.pp for smaller parts"
+    more = "mesh.dp_shard" + (", or mesh.cp for fewer tokens of each row" if deals else "")
+    more += "" if plan.mesh.pp == 1 else ", or mesh.pp for smaller parts"
     if not others:
         lines.append(f"  no change of this plan takes less: use more ranks ({more}), or a smaller model")
     elif fits is None and limit is not None:
@@ -207,6 +227,29 @@ def _smaller(plan: Plan) -> Iterator[Tried]:
     divisors = [n for n in range(1, plan.micro_batch // 2 + 1) if plan.local_batch % n == 0]
     if divisors:
         yield f"micro_batch = {divisors[-1]}", plan.strategies, divisors[-1]
+
+
+def _dealt(plan: Plan) -> Iterator[tuple[Mesh, Tried]]:
+    """Ranks that had rows of their own with some of the tokens of all: a row is no longer whole on any."""
+    split = [strategy.axis for strategy in plan.strategies if isinstance(strategy, Batch)]
+    for axis in split if plan.mesh.cp == 1 else ():
+        ranks = plan.mesh.size(axis)
+        mesh = replace(plan.mesh, **{axis: 1, AXIS: ranks})
+        others = tuple(_along(old, axis) for old in plan.strategies if not (isinstance(old, Batch) and old.axis == axis))
+        words = f'mesh.{AXIS} = {ranks} in the place of mesh.{axis}, and [[strategies]] name = "{Ring.name}"'
+        yield mesh, (words, (*others, Ring()), plan.micro_batch)
+
+
+def _along(old: Strategy, axis: str) -> Strategy:
+    """A strategy with what it stored along `axis` along that of tokens."""
+    match old:
+        case Zero() if old.axis == axis:
+            return replace(old, axis=AXIS)
+        case Zero() if old.across == axis:
+            return replace(old, across="")
+        case Replicate() if old.axis == axis:
+            return replace(old, axis=AXIS)
+    return old
 
 
 def _again(plan: Plan) -> Iterator[Tried]:

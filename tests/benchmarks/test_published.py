@@ -64,6 +64,7 @@ def test_a_row_becomes_a_shape_a_layout_and_a_machine(table):
     [
         ({"n_experts": "8"}, "experts, which are not built yet"),
         ({"hardware": "TPU v3"}, "a device that is not known: 'TPU v3'"),
+        ({"zero_fsdp": "ZeRO-2 + Offload"}, "memory of the host, which is not built yet"),
         ({"hidden": "", "heads": "?"}, "no hidden, heads"),
         ({"micro_batch": ""}, "no micro-batch or no global batch"),
         ({"step_time_s": "0.001"}, "faster than the peak of its devices: its batch or its time is of another run"),
@@ -97,7 +98,7 @@ def test_what_a_row_says_of_kernels_orders_and_precision_is_heard(table):
     fused, eager, filled, rowwise = (run.layout for run in read_runs(table(*rows))[0])
     assert (fused.kernel, fused.fused) == ("flash2", True)
     assert (eager.kernel, eager.fused) == ("eager", False)
-    assert filled.order == Order(0.0, 0.0, 0.0, 2.0)
+    assert filled.order == Order(0.0, 0.0, 0.0, 2.0, even=True)
     assert (rowwise.dtype, rowwise.reruns, rowwise.rerun_share) == ("float8_rowwise", "layers", 0.5)
 
 

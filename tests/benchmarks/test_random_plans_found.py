@@ -1,5 +1,7 @@
 """What plans by chance have found, each with a small plan of its own."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.random_draws import Draw
@@ -8,8 +10,12 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.strategy import Strategy
 from meshwright.strategies.data.batch import Batch
+from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.data.zero import Zero
+from meshwright.strategies.memory.recompute import Recompute
+from meshwright.strategies.memory.tiles import Tiles
 from meshwright.strategies.pipeline.pipeline import Pipeline
+from meshwright.strategies.sequence.ring import Ring
 from meshwright.strategies.tensor.cube import Cube
 from meshwright.strategies.tensor.grid import Grid
 from meshwright.strategies.tensor.line import Line
@@ -60,3 +66,14 @@ def test_shards_along_two_axes_by_two_strategies_are_refused_with_the_one_that_d
     assert not isinstance(found, Plan)
     assert "cut into shards along dp_shard already, and now along dp_replicate too" in found["said"]
     assert 'across = "dp_shard"' in found["said"]
+
+
+def test_mlps_that_view_what_they_take_in_run_in_tiles_of_several_rows():
+    row = tried(replace(drawn("gpt2", Mesh(), Tiles(mlp=2)), micro_batch=2), 50.0)
+    assert row.get("error", 1.0) < TOLERANCE, row
+
+
+def test_a_last_batch_with_fewer_rows_sends_as_much_where_its_own_plan_would_keep_more():
+    strategies = Ring(), Replicate("cp"), Recompute(keep_mb=0.01)
+    row = tried(replace(drawn("llama", Mesh(cp=2), *strategies), micro_batch=2, missing=1), 50.0)
+    assert row.get("error", 1.0) < TOLERANCE, row

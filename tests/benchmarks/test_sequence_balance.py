@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from benchmarks.attention import Sizes, dense
-from benchmarks.sequence_balance import BAR, Case, Kernels, cases, counted, operations, result, worst
-from meshwright.strategies.sequence import rounds
+from benchmarks.sequence_balance import BAR, HOW, OTHERS, Case, Kernels, cases, counted, operations, packed, result, worst
+from meshwright.strategies.sequence import seen
+from meshwright.strategies.sequence.regions import Region
 from meshwright.strategies.sequence.ring import Ring
 
 
@@ -37,9 +38,9 @@ def test_an_even_deal_that_is_given_up_fails_the_claim(monkeypatch: pytest.Monke
 
 
 def test_pairs_that_are_masked_are_counted_where_a_kernel_goes_through_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "_by_position", lambda *of: "some")
+    monkeypatch.setattr(seen, "regions", lambda low, high, *_: [Region((0, len(low)), (0, high.max()), "some")])
     row = counted_by_name("ring, zigzag", "causal", 64)
-    assert row["of one device"] > 1.9
+    assert row["of one device"] > 1.5
 
 
 def test_operations_by_hand() -> None:
@@ -52,6 +53,26 @@ def test_scores_outside_of_a_kernel_are_not_left_uncounted() -> None:
         dense(Sizes(tokens=5).call("none", torch.float32))
 
 
-def test_causal_rows_have_a_bar_and_others_are_shown() -> None:
-    assert {case.mask for case in cases() if case.counts} == {"causal"}
-    assert {case.mask for case in cases() if not case.counts} == {"causal", "none", "window", "documents"}
+@pytest.mark.parametrize("mask", ["window", "documents", "packed 3"])
+def test_striped_documents_and_windows_are_even_and_zigzag_ones_are_not(mask: str) -> None:
+    even, uneven = (counted_by_name(how, mask, 2048) for how in ("ring, striped", "ring, zigzag"))
+    assert worst(even) <= even["bar"] == OTHERS
+    assert uneven["bar"] is None
+    assert worst(uneven) > OTHERS
+    causal = counted_by_name("ring, zigzag", "causal")
+    assert result([causal, even]).holds is True
+    assert result([causal, {**uneven, "bar": OTHERS}]).holds is False
+
+
+def test_bars_are_for_what_is_to_be_even_and_others_are_shown() -> None:
+    bars = {(case.how, case.mask.split()[0]): case.bar for case in cases()}
+    assert {how for (how, mask), bar in bars.items() if bar == BAR} == {how for how in HOW if "contiguous" not in how}
+    assert {how for (how, mask), bar in bars.items() if bar == OTHERS} == {"ring, striped", "hybrid, striped"}
+    assert {mask for (how, mask), bar in bars.items() if bar == OTHERS} == {"window", "documents", "packed"}
+
+
+def test_documents_that_begin_anywhere_are_unlike_in_each_row() -> None:
+    mask = packed(0, 2, 200)
+    assert not torch.equal(mask[0], mask[1])
+    assert mask.diagonal(dim1=-2, dim2=-1).all()
+    assert not mask.triu(1).any()

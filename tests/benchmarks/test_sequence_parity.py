@@ -17,7 +17,12 @@ ALONE = [
     Case("hybrid, 3 x 2", "prefix", 1),
     Case("hybrid, 2 x 3", "window", 37, "float32"),
 ]
-MODELS = ("llama, ring of 3, line and sequence", "qwen3, hybrid, 2 x 2, ZeRO 3 and recompute")
+MODELS = (
+    "llama, ring of 3, line and sequence",
+    "qwen3, hybrid, 2 x 2, ZeRO 3 and recompute",
+    "vit, ulysses on 2, pipeline",
+    "t5, unlike lengths, ring of 3, copies",
+)
 
 
 @pytest.mark.parametrize("case", ALONE, ids=str)

@@ -5,6 +5,7 @@ import pytest
 from meshwright.core.tokens import STAND_IN, Deal, Span, filled
 
 DEALS = [Deal(1), Deal(2), Deal(3), Deal(4), Deal(6, 2), Deal(6, 3), Deal(4, 4, folded=False), Deal(3, folded=False)]
+DEALS += [Deal(3, striped=True), Deal(6, 2, striped=True)]
 
 
 def positions(spans: tuple[Span, ...]) -> list[int]:
@@ -42,6 +43,14 @@ def test_folded_every_rank_looks_at_as_many_tokens_and_straight_the_last_at_most
     folded, straight = pairs(Deal(4), length), pairs(Deal(4, folded=False), length)
     assert max(folded) <= 1.001 * sum(folded) / 4
     assert max(straight) / (sum(straight) / 4) == pytest.approx(1.75, abs=0.001)
+
+
+@pytest.mark.parametrize("deal", [Deal(4, striped=True), Deal(8, 2, striped=True)], ids=str)
+def test_striped_every_rank_has_its_share_of_each_stretch(deal: Deal):
+    firsts = range(0, deal.ranks, deal.inner)
+    for begin, end in ((0, 100), (37, 41), (300, 512)):
+        shares = [sum(begin <= at < end for at in positions(deal.together(512, first))) for first in firsts]
+        assert max(shares) - min(shares) <= 1
 
 
 def test_a_rank_with_fewer_than_two_tokens_runs_stand_ins():

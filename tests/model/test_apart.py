@@ -21,6 +21,11 @@ def brought(local: torch.Tensor, dim: int) -> torch.Tensor:
 SHARE = Share(LENGTH, Deal(2).spans(LENGTH, 0), brought)
 
 
+def shares(planned: int, found: int) -> Share:
+    """Rows of the plan's length and of this one."""
+    return SHARE if planned == LENGTH else Share(found, Deal(2).spans(found, 0))
+
+
 def some(whole: torch.Tensor = WHOLE, dim: int = 1) -> Apart:
     return apart(SHARE.of(whole, dim), dim, SHARE)
 
@@ -62,7 +67,7 @@ def test_what_treats_tokens_one_by_one_stays_apart(compute):
 
 
 @pytest.mark.parametrize(
-    "compute", [lambda x: x[:, 0], lambda x: x[:, 1:], lambda x: x.sum(1), lambda x: x.flatten(), lambda x: x[:, [0, 2]]]
+    "compute", [lambda x: x[:, :2], lambda x: x[:, 1:], lambda x: x.amax(1), lambda x: x.flatten(), lambda x: x[:, [0, 2]]]
 )
 def test_for_whatever_else_all_tokens_are_brought_together(compute):
     made = compute(some())
@@ -81,28 +86,61 @@ def test_gradients_go_to_this_ranks_tokens():
 def test_a_block_is_given_its_rows_of_masks_and_tables_and_gives_an_apart():
     mask, table = torch.ones(1, 1, LENGTH, LENGTH), torch.arange(float(LENGTH))[None]
     slots = ("0.0", "1.mask", "1.tables.0", "1.tables.1")
-    passing = Passing("b", takes=((1,), (2, 3), (1,), (1,)), slots=slots)
-    args, kwargs = taken(((some(),), {"mask": mask, "tables": (table, table), "flag": None}), passing, SHARE)
+    passing = Passing("b", takes=((1,), (2, 3), (1,), (1,)), slots=slots).of(LENGTH)
+    args, kwargs = taken(((some(),), {"mask": mask, "tables": (table, table), "flag": None}), passing, shares)
     assert args[0].shape == (2, SHARE.count, 3)
     assert type(args[0]) is torch.Tensor
     assert kwargs["mask"].shape == (1, 1, SHARE.count, LENGTH)
     assert [each.tolist() for each in kwargs["tables"]] == [SHARE.of(table, 1).tolist()] * 2
-    out = given((args[0], table), ((1,), ()), SHARE)
+    out = given((args[0], table), ((1, SHARE), None))
     assert type(out[0]) is Apart
     assert out[1] is table
     assert locals_of(out)[0] is args[0]
 
 
+def test_what_layers_are_given_alike_is_cut_once():
+    mask, learnt = torch.ones(1, 1, LENGTH, LENGTH), torch.ones(1, LENGTH, 3, requires_grad=True)
+    first = SHARE.of(mask, 2)
+    assert SHARE.of(mask, 2) is first
+    assert SHARE.of(mask, 3) is not first
+    assert SHARE.of(learnt, 1) is not SHARE.of(learnt, 1)
+    mask[..., 0] = 5.0
+    assert SHARE.of(mask, 2) is not first
+    assert (SHARE.of(mask, 2)[..., 0] == 5.0).all()
+    with torch.inference_mode():
+        read = torch.ones(1, LENGTH, 3)
+        assert SHARE.of(read, 1).shape == (1, SHARE.count, 3)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_many_spans_are_cut_as_few_ones_are(dim: int):
+    spans = Deal(2, striped=True).spans(40, 1)
+    whole = torch.randn(40, 40, dtype=torch.float64, requires_grad=True)
+    mine = Share(40, spans).of(whole, dim)
+    assert torch.equal(mine, whole[1::2] if dim == 0 else whole[:, 1::2])
+    mine.sum().backward()
+    assert whole.grad is not None
+    assert float(whole.grad.sum()) == 800
+
+
+def test_a_block_is_given_tokens_of_rows_of_two_lengths():
+    mask, theirs = torch.ones(2, 1, LENGTH, 4), apart(torch.zeros(2, 2, 3), 1, shares(9, 4))
+    passing = Passing("b", ((1,), (1,), (2, 3)), slots=("0.0", "0.1", "1.mask"), takes_of=(LENGTH, 9, LENGTH))
+    (mine, other), kwargs = taken(((some(), theirs), {"mask": mask}), passing, shares)
+    assert (mine.shape, other.shape) == ((2, SHARE.count, 3), (2, 2, 3))
+    assert kwargs["mask"].shape == (2, 1, SHARE.count, 4)
+
+
 def test_rows_of_another_length_are_refused():
     with pytest.raises(PlanError, match="dim 1 of that was tokens"):
-        taken(((torch.ones(1, 5),), {}), Passing("layer", takes=((1,),), slots=("0.0",)), SHARE)
+        taken(((torch.ones(1, 5),), {}), Passing("layer", takes=((1,),), slots=("0.0",)).of(LENGTH), shares)
 
 
 def test_a_mask_that_was_not_there_in_the_trial_run_is_taken_by_rows_and_nothing_else():
-    passing = Passing("layer", takes=((1,),), slots=("0.0",))
+    passing = Passing("layer", takes=((1,),), slots=("0.0",)).of(LENGTH)
     given_now = ((some(),), {"mask": torch.ones(2, 1, LENGTH, LENGTH), "width": torch.ones(3)})
-    _, kwargs = taken(given_now, passing, SHARE)
+    _, kwargs = taken(given_now, passing, shares)
     assert kwargs["mask"].shape == (2, 1, SHARE.count, LENGTH)
     assert kwargs["width"].shape == (3,)
     with pytest.raises(PlanError, match="was not there in the trial run"):
-        taken(((some(),), {"table": torch.ones(LENGTH, 3)}), passing, SHARE)
+        taken(((some(),), {"table": torch.ones(LENGTH, 3)}), passing, shares)

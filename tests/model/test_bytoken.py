@@ -113,6 +113,7 @@ ALONE: dict[str, Rule] = {
     "sorted": lambda self, x: x.sort(-1).values.cumsum(-1).flip(-1),
     "gathered": lambda self, x: x.gather(-1, x.argsort(-1)),
     "masked": lambda self, x: x.masked_fill(x > 0, 0.0),
+    "the mean of ones": lambda self, x: x * torch.ones(x.shape[:2]).mean(),
 }
 MIXING: dict[str, tuple[Rule, str]] = {
     "eager attention": (eager, "attends by itself (matmul): call F.scaled_dot_product_attention"),
@@ -131,9 +132,9 @@ MIXING: dict[str, tuple[Rule, str]] = {
     "softmax": (lambda self, x: x.softmax(dim=1), "takes softmax over tokens"),
     "the best": (lambda self, x: x + x.topk(3, 1).values.sum(1, keepdim=True), "takes topk over tokens"),
     "a norm": (lambda self, x: F.layer_norm(x, x.shape[1:]), "takes layer_norm over tokens"),
-    "a convolution": (
-        lambda self, x: self.conv(x.transpose(1, 2)).transpose(1, 2),
-        "layers.0.conv computes 'conv1d' along tokens",
+    "a pool": (
+        lambda self, x: F.avg_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2),
+        "layers.0 computes 'avg_pool1d' along tokens",
     ),
     "statistics": (lambda self, x: F.instance_norm(x.transpose(1, 2)).transpose(1, 2), "'instance_norm' along tokens"),
     "recurrence": (lambda self, x: self.rnn(x)[0], "layers.0.rnn carries a state from token to token (gru)"),
@@ -154,6 +155,14 @@ MIXING: dict[str, tuple[Rule, str]] = {
     "repeated": (lambda self, x: x.repeat(1, 2, 1)[:, : x.shape[1]], "repeats tokens"),
     "squeezed": (lambda self, x: x[None].squeeze(), "squeezes whatever has size 1"),
     "by their number": (lambda self, x: x / x.shape[1], "computes with the number of tokens (div)"),
+    "by ones added up": (lambda self, x: x / torch.ones(x.shape[:2]).sum(1)[:, None, None], "inside of the block (sum)"),
+    "by the last position": (lambda self, x: x * torch.arange(x.shape[1]).max(), "inside of the block (arange)"),
+    "into a table": (
+        lambda self, x: x + torch.zeros(WIDTH).scatter_add(0, x.argmax(-1).flatten(), x[..., 0].flatten()),
+        "adds tokens up in a table (scatter_add)",
+    ),
+    "a variance of all": (lambda self, x: x / x.var(False), "takes var over tokens"),
+    "a sum over no dims": (lambda self, x: x * x.sum(()), "takes sum over tokens"),
     "by the root of it": (lambda self, x: x * x.shape[1] ** -0.5, "computes with the number of tokens (mul)"),
     "unknown": (lambda self, x: torch.fft.fft(x, dim=1).real, "computes 'fft_fft' with tokens, of which nothing is known"),
     "MultiheadAttention": (lambda self, x: self.attend(x, x, x)[0], "attends by itself"),

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
 from meshwright.core.errors import PlanError
-from meshwright.model.courses import Courses, bordered
+from meshwright.model.courses import Courses, bordered, courses_of
 from tests.model.both_ways import Chain, reading_of
 from tests.model.in_parts import X, chained
 
@@ -27,6 +27,19 @@ def test_a_course_is_learnt_once_for_all_rows_of_a_shape_and_once_for_evaluation
     assert [value.name for value in still.borders.live("layers.2")] == ["layers.1"]
 
 
+def test_the_course_goes_that_nobody_has_asked_for_longest():
+    courses = Courses(reading_of(lambda: Chain(glue), X), torch.float64, most=2)
+    kinds = [{"x": torch.zeros(2, *between, 6)} for between in ((), (3,), (4,))]
+    first, second = courses.of(kinds[0]), courses.of(kinds[1])
+    assert courses.of(kinds[0]) is first
+    third = courses.of(kinds[2])
+    assert courses.of(kinds[0]) is first, "it was asked for after the second"
+    assert courses.of(kinds[2]) is third
+    assert courses.of(kinds[1]) is not second
+    assert courses.of(kinds[2]) is third
+    assert courses.of(kinds[0]) is not first
+
+
 def test_an_anatomy_has_borders_when_somebody_asks_for_them():
     reading = reading_of(lambda: Chain(glue), X)
     assert reading.anatomy.borders is None
@@ -35,6 +48,15 @@ def test_an_anatomy_has_borders_when_somebody_asks_for_them():
     assert borders.visits == reading.anatomy.visits
     assert {value.dtype for value in borders.values} == {"float32"}
     assert {value.dtype for value in bordered(reading, torch.float64).anatomy.borders.values} == {"float64"}
+
+
+def test_whoever_asks_for_borders_or_courses_of_a_reading_has_the_same_ones():
+    reading = reading_of(lambda: Chain(glue), X)
+    borders = bordered(reading, compute=torch.float32).anatomy.borders
+    assert bordered(reading).anatomy.borders is borders, "products in the dtype of parameters are no other way"
+    assert courses_of(reading, torch.float32).of(reading.example).borders is borders
+    assert bordered(reading, compute=torch.bfloat16).anatomy.borders is not borders
+    assert courses_of(reading, torch.float64) is not courses_of(reading, torch.float32)
 
 
 def test_a_value_whose_shape_grows_with_the_square_of_the_rows_closes_its_borders():

@@ -52,6 +52,8 @@ def test_every_way_to_call_dropout_draws_the_same():
     x = torch.randn(3, 9)
     expected = run(on("/0"), torch.arange(3), lambda: F.dropout(x, 0.5))
     assert torch.equal(run(on("/0"), torch.arange(3), lambda: torch.dropout(x, 0.5, True)), expected)
+    assert torch.equal(run(on("/0"), torch.arange(3), lambda: torch.dropout(x, p=0.5, train=True)), expected)
+    assert torch.dropout(x, p=0.5, train=False) is x
     assert torch.equal(run(on("/0"), torch.arange(3), lambda: nn.Dropout(0.5)(x)), expected)
     assert run(on("/0"), torch.arange(3), lambda: F.dropout(x, 0.5, inplace=True)) is x
     assert torch.equal(x, expected)

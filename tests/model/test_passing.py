@@ -8,9 +8,8 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
 from meshwright.api import read
-from meshwright.core.tokens import Attend, Tokens
+from meshwright.core.tokens import Attend, Together, Tokens
 from meshwright.model import bytoken
-from meshwright.model.passing import LONGEST, _lengths
 from meshwright.model.sources import Model
 from tests.model.test_bytoken import ALONE, LENGTH, MIXING, WIDTH, WORDS, Layer, Layers, layer, tokens_of
 from tests.strategies.tensor.families import DECODER, ENDS, FAMILIES, GROUPED, TOKENS, batches, of
@@ -87,7 +86,7 @@ def test_glue_brings_together_what_it_needs_all_of():
             return self.head(x - x.mean(1, keepdim=True))
 
     tokens = tokens_of(lambda: Summing(ALONE["attention"]))
-    assert tokens.met == (("layers.0", LENGTH * WIDTH),)
+    assert tokens.met == (Together("layers.0", WIDTH, back=("head",)),)  # a sum of all tokens will do
     assert why(tokens) == []
     assert tokens_of(lambda: Layers(ALONE["attention"])).met == ()
     assert family("gpt2, dropout").met == ()  # it looks into the ids for padding, which every rank has read
@@ -96,8 +95,11 @@ def test_glue_brings_together_what_it_needs_all_of():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("gemma2", "model.layers.0.self_attn attends by itself (matmul)"),  # it caps its scores
-        ("mamba", "backbone.layers.0.mixer computes 'conv1d' along tokens"),
+        (
+            "gemma2",  # it caps its scores
+            "model.layers.0.self_attn attends by itself (matmul): transformers' Gemma2Model has no other way to attend",
+        ),
+        ("mamba", "backbone.layers.0.mixer takes some of the tokens (indexing)"),
         ("rwkv", "rwkv.blocks.0.attention.time_shift pads tokens"),
         ("mixtral, shown", "model.layers.0 hands router_logits on behind what it gives out"),
     ],
@@ -121,14 +123,30 @@ def test_an_encoder_and_a_decoder_attend_with_biases_whose_gradient_is_needed():
     assert not any(each.causal and each.mask is None for each in tokens.attends)  # the bias of a decoder forbids by itself
 
 
-def test_inputs_of_several_lengths_are_named():
+def test_rows_of_several_lengths_each_have_their_tokens():
     batch = batches("t5", 1)[0]
     short = {**batch, "decoder_input_ids": batch["decoder_input_ids"][:, :-2], "labels": batch["labels"][:, :-2]}
     tokens = read(MORE["t5"], short).tokens
     assert tokens is not None
-    assert set(why(tokens)) == {
-        f"it takes in rows of several lengths (input_ids {TOKENS}, decoder_input_ids {TOKENS - 2} tokens)"
-    }
+    assert why(tokens) == []
+    assert (tokens.length, tokens.lengths) == (TOKENS, (TOKENS, TOKENS - 2))
+    assert tokens.others == (("decoder_input_ids", TOKENS - 2), ("labels", TOKENS - 2))
+    pairs = [(TOKENS, TOKENS)] * 2 + [(TOKENS - 2, TOKENS - 2), (TOKENS - 2, TOKENS)] * 2
+    assert [(each.queries, each.keys) for each in tokens.attends] == pairs
+    assert [tokens.run_by(each) for each in ("encoder.block.0", "decoder.block.1")] == [TOKENS, TOKENS - 2]
+
+
+def test_rows_that_are_no_tokens_may_have_another_length():
+    class Marked(Layers):
+        def forward(self, input_ids: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+            first, second, third = marks.unbind(1)
+            return super().forward(input_ids) + (first * second + third)[:, None, None]
+
+    batch = {key: torch.ones(2, LENGTH, dtype=torch.int64) for key in ("input_ids", "labels")}
+    tokens = read(lambda: Model(Marked(ALONE["attention"])), {**batch, "marks": torch.ones(2, 3, dtype=torch.int64)}).tokens
+    assert tokens is not None
+    assert why(tokens) == []
+    assert (tokens.lengths, tokens.inputs) == ((LENGTH,), ("input_ids",))
 
 
 def test_a_row_of_keys_is_given_whole_to_a_block():
@@ -209,19 +227,6 @@ def test_any_length_of_rows_is_understood(length: int):
     assert tokens.attends[0].queries == length
 
 
-def test_the_trial_is_on_a_prime_that_divides_no_size():
-    module = nn.Linear(77, 65)
-
-    def first(length: int) -> list[int]:
-        found = iter(_lengths(module, length))
-        return [next(found) for _ in range(3)]
-
-    assert first(64) == [61, 67, 71]
-    assert first(13) == [17, 19, 23]  # 5, 7, 11 and 13 divide 65 or 77
-    assert first(4096)[0] == 4093
-    assert first(100_000)[0] == LONGEST - 1
-
-
 def test_a_model_that_runs_on_rows_of_one_length_alone_is_told():
     class Fixed(Small):
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -245,11 +250,6 @@ def test_a_forward_that_looks_at_values_of_tokens_is_told():
     assert set(why(tokens)) == {"its forward looks at values, so nobody can say beforehand what it does with tokens"}
 
 
-def test_a_model_of_pictures_has_no_tokens():
-    pixels = {"pixel_values": torch.zeros(2, 3, 8, 8), "labels": torch.zeros(2, dtype=torch.int64)}
-    assert read(FAMILIES["vit"], pixels).tokens is None
-
-
 def gap(rule: str) -> float:
     """How far a rule on parts of the tokens is from the rule on all."""
     x = torch.linspace(-1, 1, 2 * LENGTH * WIDTH).view(2, LENGTH, WIDTH).sin()
@@ -264,8 +264,6 @@ def test_a_wrong_rule_is_noticed(monkeypatch: pytest.MonkeyPatch):
     assert gap("a cumulative sum") > 0.1  # what is allowed is compared so, in test_bytoken
 
 
-@pytest.mark.parametrize(
-    "rule", ["eager attention", "a mask from a length", "positions", "a mean", "a convolution", "turned", "moved"]
-)
+@pytest.mark.parametrize("rule", ["eager attention", "a mask from a length", "positions", "a mean", "a pool", "turned", "moved"])
 def test_what_is_refused_would_be_wrong(rule: str):
     assert gap(rule) > 1e-3

@@ -19,7 +19,7 @@ def llama(attention: str = "sdpa") -> nn.Module:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def nowhere() -> None:
+def nowhere(queries: int, keys: int) -> None:
     """All tokens are here."""
 
 
@@ -74,7 +74,7 @@ def test_a_bias_has_rows_of_own_queries_and_columns_of_all_keys() -> None:
     attention = model.encoder.block[0].layer[0].SelfAttention
     whole = attention.compute_bias(9, 9)
     share = Share(9, ((0, 2), (7, 9)))
-    plugged = plug(model, lambda: share)
+    plugged = plug(model, lambda queries, keys: (share, share))
     rows = attention.compute_bias(4, 4)
     assert torch.equal(rows, share.of(whole, 2))
     table = attention.relative_attention_bias.weight
@@ -86,16 +86,18 @@ def test_a_bias_has_rows_of_own_queries_and_columns_of_all_keys() -> None:
 
 def test_a_decoder_s_bias_forbids_what_comes_behind() -> None:
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5, decoder_start_token_id=0))
-    plug(model, lambda: Share(5, ((1, 3),)))
+    share = Share(5, ((1, 3),))
+    plug(model, lambda queries, keys: (share, share))
     bias = model.decoder.block[0].layer[0].SelfAttention.compute_bias(2, 2)
     assert (bias[0, 0] > torch.finfo(torch.float32).min).tolist() == [[True] * 2 + [False] * 3, [True] * 3 + [False] * 2]
 
 
 def test_attention_to_an_encoder_gets_a_bias_that_takes_no_memory_and_drops_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5, decoder_start_token_id=0))
-    plugged, cross = plug(model, lambda: Share(5, ((1, 3),))), model.decoder.block[0].layer[1].EncDecAttention
-    bias = cross.compute_bias(2, 2)
-    assert (bias.shape, bias.untyped_storage().nbytes()) == ((1, 3, 2, 5), 4)
+    here = Share(5, ((1, 3),)), Share(8, ((0, 3),))
+    plugged, cross = plug(model, lambda queries, keys: here), model.decoder.block[0].layer[1].EncDecAttention
+    bias = cross.compute_bias(2, 3)
+    assert (bias.shape, bias.untyped_storage().nbytes()) == ((1, 3, 2, 8), 4)
     monkeypatch.setattr(
         nn.functional, "scaled_dot_product_attention", lambda *heads, **more: heads[0].fill_(more["attn_mask"] is None)
     )

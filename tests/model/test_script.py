@@ -49,7 +49,7 @@ def spoilt(one: Ranks, borders: Sequence[str] = ()) -> list[str]:
 
         def played(inputs: Any, store: dict[str, torch.Tensor], scripts: Scripts | None, part: Any = part) -> Ran:
             received = {value.name: store[value.name].clone() for value in part.takes}
-            given, reach = {"scripts": scripts, "inputs": inputs.values()}, lambda visit: None
+            given, reach = {"scripts": scripts, "inputs": inputs}, lambda visit: None
             rows = len(next(iter(inputs.values())))
             return run(partial(module, **inputs), drive, one.course, part, rows, received, reach=reach, **given)
 
@@ -166,7 +166,7 @@ def whole(one: Ranks, hook: Any = None) -> tuple[Scripts, Any]:
     drive, scripts, (part,) = Drive(blocks), Scripts(module, blocks), one.borders.parts(())
 
     def play(inputs: Any, *, truly: bool = False) -> Any:
-        given = {"scripts": None if truly else scripts, "inputs": inputs.values()}
+        given = {"scripts": None if truly else scripts, "inputs": inputs}
         return run(partial(module, **inputs), drive, one.course, part, 4, {}, reach=lambda visit: None, **given).outputs
 
     return scripts, play
@@ -231,10 +231,27 @@ def test_a_tensor_that_comes_as_two_inputs_is_not_taken_for_both_afterwards():
     assert list(scripts.spoilt.values()) == ["one tensor came as two"]
 
 
+def test_inputs_of_the_same_shapes_and_other_names_have_another_script():
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor, plus: torch.Tensor | None = None, minus: torch.Tensor | None = None) -> torch.Tensor:
+            y = self.first(x)
+            return self.second(y + plus if plus is not None else y - minus)
+
+    x = torch.linspace(-2, 2, 24, dtype=torch.float64).view(4, 6)
+    _, play = whole(ranks(Either, {"x": x, "plus": x.clone()}))
+    play({"x": x, "plus": x + 1})
+    inputs = {"x": x * 2, "minus": x + 1}
+    assert same(play(inputs, truly=True), play(inputs))
+
+
 def test_a_constant_that_somebody_writes_into_is_not_used_again():
     one = chained(simple)
     scripts, play = whole(one)
-    key = (one.borders.parts(())[0].visits[0], 4, id(one.course))
+    key = (one.borders.parts(())[0].visits[0], "x", (one.inputs["x"].shape, one.inputs["x"].dtype))
     play(one.inputs)
     script = scripts.find(key)
     assert script is not None

@@ -1,13 +1,13 @@
 """Finding and replacing tensors in what a module takes and gives."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from meshwright.model.values import swap, tensors
+from meshwright.model.values import copied, mapped, swap, tensors
 
 A, B, C = torch.ones(1), torch.zeros(1), torch.full((1,), 2.0)
 NEW = {id(A): B}
@@ -74,3 +74,23 @@ def test_a_model_output_agrees_with_its_attributes():
     swap(output, NEW)
     assert output.last_hidden_state is output["last_hidden_state"] is output[0] is B
     assert output.hidden_states == output["hidden_states"] == (C, B)
+
+
+def test_a_model_output_is_remade_with_other_leaves_as_item_and_as_attribute():
+    one = BaseModelOutput(last_hidden_state=A, hidden_states=(A, C))
+    other = mapped(one, lambda leaf: B if leaf is A else leaf)
+    assert type(other) is BaseModelOutput
+    assert [other.last_hidden_state, other["last_hidden_state"], other[0]] == [B, B, B]
+    assert other.hidden_states[0] is B
+    assert other.attentions is None
+    assert list(other) == ["last_hidden_state", "hidden_states"]
+    other["attentions"] = C
+    assert (one.attentions, one.last_hidden_state, "attentions" in one) == (None, A, False)
+
+
+@pytest.mark.parametrize("value", [OrderedDict(x=A, y=[C]), {"x": A}, [A, (C,)], defaultdict(list, x=A)], ids=str)
+def test_what_is_copied_is_equal_and_of_the_same_kind(value: dict | list):
+    again = copied(value)
+    assert type(again) is type(value)
+    assert again is not value
+    assert repr(again) == repr(value)

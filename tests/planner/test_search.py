@@ -67,10 +67,10 @@ def test_what_contradicts_itself_is_told():
 
 
 def test_a_device_without_memory_for_more_sharers_makes_the_search_share():
-    """The same cluster with a fifth of the memory: states lie in shards."""
+    """The same cluster with a sixth of the memory: states lie in shards."""
     shape = parse_shape("7b: layers 32 hidden 4096 heads 32")
     large = machine("A100", 64)
-    little = Machine(replace(large.device, memory=large.device.memory / 5), 64, large.rates)
+    little = Machine(replace(large.device, memory=large.device.memory / 6), 64, large.rates)
     roomy, tight = (search(Wish(shape, each, 64, ORDERS)).best[0] for each in (large, little))
     assert tight.footprint.total < little.device.memory < roomy.footprint.total
     assert tight.seconds > roomy.seconds

@@ -7,12 +7,12 @@ import pytest
 from meshwright.planner.hardware import machine
 from meshwright.planner.layout import Layout, Order
 from meshwright.planner.shapes import Shape
-from meshwright.planner.sketch import Both, Step, head, layer, meetings, step
+from meshwright.planner.sketch import Both, Step, entry, head, layer, meetings, step
 
 SHAPE = Shape("gpt", 48, 4096, 32, vocab=128)  # hardly any head, so that ranks along pp are alike
 MACHINE = machine("A100", 512)
 FREE = replace(
-    MACHINE, rates=replace(MACHINE.rates, link=1e9, nic=1e9, latency_s=0.0, start_s=0.0, fixed_s=0.0)
+    MACHINE, rates=replace(MACHINE.rates, link=1e9, nic=1e9, latency_s=0.0, start_s=0.0, launch_s=0.0, turn_s=0.0, fixed_s=0.0)
 )  # no transfer costs
 
 
@@ -85,3 +85,42 @@ def test_a_head_of_many_words_falls_on_the_last_rank_along_pp():
 
 def test_moments_in_shards_are_stepped_by_their_owners_alone():
     assert made(dp=8, shards=1).optimizer < made(dp=8).optimizer / 3
+
+
+def test_parts_that_are_folded_have_both_ends_on_one_rank():
+    """Embedding and head of the same rank: each micro-batch pays for both there."""
+    wide = replace(SHAPE, vocab=128_000)
+    ends = (head(wide, Layout(), FREE) + entry(wide, Layout(), FREE)).all
+    straight, folded = (step(wide, Layout(pp=4, micros=16, order=Order(0, 0, 0, folded=each)), FREE) for each in (False, True))
+    assert folded.compute - straight.compute == pytest.approx(16 * (ends - head(wide, Layout(), FREE).all), rel=1e-3)
+
+
+def test_small_kernels_wait_for_the_host_and_large_ones_do_not():
+    slow = replace(FREE, rates=replace(FREE.rates, launch_s=2e-5))
+    small = Shape("small", 48, 256, 4, vocab=128, sequence=128)
+    assert step(small, Layout(), slow).compute > 3 * step(small, Layout(), FREE).compute
+    large = Layout(micro_batch=8)
+    assert step(SHAPE, large, slow).compute == pytest.approx(step(SHAPE, large, FREE).compute, rel=1e-3)
+
+
+def test_sums_that_run_beside_the_backward_wait_for_the_embeddings_alone():
+    there = replace(MACHINE, rates=replace(MACHINE.rates, sums_hidden=0.9))
+    beside = step(SHAPE, Layout(dp=64, micro_batch=16, shards=1, hidden=True), there).copies
+    behind = step(
+        SHAPE, Layout(dp=64, micro_batch=16, shards=1), replace(there, rates=replace(there.rates, sums_hidden=0.0))
+    ).copies
+    assert 0 < beside < behind / 50
+
+
+def test_layers_in_few_bits_pay_for_casts_and_the_head_stays_in_sixteen():
+    h100 = machine("H100", 8)
+    free = replace(h100, rates=replace(h100.rates, casts=0.0))
+    few = Layout(dtype="float8")
+    assert layer(SHAPE, Layout(), h100).all > layer(SHAPE, few, h100).all > layer(SHAPE, few, free).all
+    assert head(SHAPE, few, h100) == head(SHAPE, Layout(), h100)
+
+
+def test_weights_that_are_gathered_in_few_bits_are_waited_for_less():
+    slow = replace(MACHINE, rates=replace(MACHINE.rates, nic=1e-3))
+    two, one = (step(SHAPE, Layout(dp=64, shards=3, gathers=each), slow).compute for each in (2, 1))
+    assert one < 0.8 * two

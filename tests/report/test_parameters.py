@@ -9,6 +9,8 @@ from meshwright.core.plan import Plan
 from meshwright.report.parameters import ParameterRow, divided_words, parameter_rows, parameters_view
 from tests.strategies.tensor.llama import llama, planned
 
+UP = "model.layers.*.mlp.up_proj.weight"
+
 
 def divided(mesh: Mesh, **sizes: object) -> Plan:
     return planned(llama(**sizes), mesh)[1]
@@ -70,8 +72,40 @@ def test_of_a_pipeline_it_is_the_part_of_the_first_rank():
     plan = divided(Mesh(pp=2, tp=2))
     (said,) = divided_words(plan).values()
     rows = by_name(plan).values()
-    held, whole = sum(row.held for row in rows), sum(row.nbytes for row in rows if row.why)
+    held, whole = sum(row.held for row in rows), sum(row.held for row in rows if row.why)
     assert said.startswith(f"{held / 1024:.3g} KiB of ")
-    assert f", {whole} B of it whole" in said
+    assert f"on rank 0, by its part, {whole} B of it whole" in said
     less = by_name(divided(Mesh(pp=2)))["model.embed_tokens.weight"].less
     assert less == 0  # no weight is cut along pp
+
+
+def test_each_part_has_its_own_layers_and_a_row_all_of_them():
+    for mesh, features in ((Mesh(pp=2), 53), (Mesh(pp=2, tp=2), 27)):
+        rows = by_name(divided(mesh, num_hidden_layers=3))
+        up, table, head = (rows[name] for name in (UP, "model.embed_tokens.weight", "lm_head.weight"))
+        assert up.number == 3
+        assert sum(up.parts) == up.nbytes * features // 53
+        assert all(up.parts)
+        assert (table.parts[1], head.parts[0]) == (0, 0)
+        assert all(row.held == row.parts[0] for row in rows.values())
+
+
+def test_a_weight_that_two_parts_use_is_held_by_both():
+    tied = by_name(divided(Mesh(pp=2), tie_word_embeddings=True))["model.embed_tokens.weight"]
+    assert tied.parts == (tied.nbytes, tied.nbytes)
+
+
+def test_a_column_stands_for_each_part_and_of_many_for_the_fullest():
+    console = Console(width=200, record=True, file=StringIO())
+    plan = divided(Mesh(pp=2, tp=2))
+    console.print(parameters_view(plan.space.whole or plan.space, "float32", asked=True))
+    text, rows = console.export_text(), by_name(plan).values()
+    assert "parameters over pp 2 x tp 2" in text
+    assert "in use on rank 0  in use on rank 2" in text
+    assert f"on rank 0, {sum(row.parts[1] for row in rows) / 1024:.3g} KiB on rank 2; " in text
+    many = divided(Mesh(pp=6), num_hidden_layers=7)
+    sums = [sum(each) for each in zip(*(row.parts for row in by_name(many).values()), strict=True)]
+    console.print(parameters_view(many.space.whole or many.space, "float32", asked=True))
+    heads = next(line for line in console.export_text().splitlines() if "in use on rank 5" in line)
+    assert heads.count("in use on rank") == len({0, sums.index(max(sums)), 5})
+    assert f"in use on rank {sums.index(max(sums))}" in heads

@@ -75,6 +75,7 @@ def test_the_winner_is_a_config_that_resolves(tmp_path: Path):
     assert (request.mesh["tp"], request.mesh["pp"]) == (4, 2)
     assert {"pipeline", "line", "sequence", "vocabulary"} <= {strategy.name for strategy in request.strategies or ()}
     assert request.job.train.batch == 128
+    assert request.job.precision.compute == best.dtype == "bfloat16"
     assert request.micro_batch == best.micro_batch
 
 

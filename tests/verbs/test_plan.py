@@ -119,3 +119,22 @@ def test_what_keeps_it_from_being_divided_is_said_behind_the_tables(config: Path
     assert done.exit_code == 2
     assert "parameters over tp 48" in done.output
     assert "set mesh.tp to at most 32" in " ".join((done.output + done.stderr).split())
+
+
+def test_parts_of_a_model_are_explained_one_by_one(config: Path, tmp_path: Path):
+    words = ["--explain-model", "--mesh.pp", "2", "--mesh.tp", "2", "--json", str(tmp_path / "found.json")]
+    done = CliRunner().invoke(app, ["plan", str(config), *words], env={"COLUMNS": "240"})
+    assert done.exit_code == 0, done.output
+    assert "on rank 0" in done.output
+    assert "parameters over pp 2 x tp 2" in done.output
+    rows = {row["pattern"]: row for row in json.loads((tmp_path / "found.json").read_text())["parameters"]}
+    up = rows["model.layers.*.mlp.up_proj.weight"]
+    assert up["number"] == 2
+    assert sum(up["parts"]) == up["nbytes"] // 2
+    assert rows["lm_head.weight"]["parts"][0] == 0
+
+
+def test_more_parts_than_blocks_are_said_behind_the_tables(config: Path):
+    done = CliRunner().invoke(app, ["plan", str(config), "--explain-model", "--mesh.pp", "48"], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert "48 ranks for a model that can be cut into" in " ".join((done.output + done.stderr).split())

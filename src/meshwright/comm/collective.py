@@ -7,7 +7,7 @@ the fake world.
 The table of what goes in, what comes out and how much is sent stands at `Group` (comm/group.py).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
@@ -118,7 +118,8 @@ def moved_bytes(move: Transfer, size: int) -> tuple[float, float]:
     return float(least * width), float(most * width)
 
 
-def ordered_axes(axes: Iterable[str]) -> tuple[str, ...]:
+@lru_cache(maxsize=256)
+def ordered_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
     """`axes` in the order of the mesh, each once, so that equal sets of axes are one group.
 
     Raises PlanError for an axis that no mesh has.

@@ -79,7 +79,7 @@ class TorchWorld(World):
 
         Raises PlanError for an unknown axis.
         """
-        along = ordered_axes(axes)
+        along = ordered_axes(tuple(axes))
         key = along, tuple(among)
         if key not in self._groups:
             ranks = some(self.mesh.peers(self.rank, along), among, self.rank)

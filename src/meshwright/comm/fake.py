@@ -140,7 +140,7 @@ class FakeWorld(World):
 
     def group(self, axes: Iterable[str], among: Sequence[int] = ()) -> Group:
         """The group along `axes`. Raises PlanError for an unknown axis."""
-        key = ordered_axes(axes), tuple(among)
+        key = ordered_axes(tuple(axes)), tuple(among)
         if key not in self._groups:
             ranks = some(self.mesh.peers(self.rank, key[0]), among, self.rank)
             self._groups[key] = FakeGroup(key[0], ranks, ranks.index(self.rank), self.ledger)

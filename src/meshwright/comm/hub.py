@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import prod
-from threading import Condition
+from threading import Condition, RLock
 
 import torch
 
@@ -28,7 +28,7 @@ class Post:
     output: torch.Tensor | None
 
 
-@dataclass
+@dataclass(eq=False)
 class Meeting:
     """One collective of the group `ranks`, the `number`-th of that group: who has come, and whether it is over."""
 
@@ -46,12 +46,16 @@ class Meeting:
 
 
 class ThreadHub:
-    """Where the ranks of `mesh` meet. A wait lasts at most `timeout_s`; after a failure nobody waits."""
+    """Where the ranks of `mesh` meet. A wait lasts at most `timeout_s`; after a failure nobody waits.
+
+    Whoever waits for a meeting is woken when that one is over, and not by others: of 24 ranks all but one may be waiting.
+    """
 
     def __init__(self, mesh: Mesh, timeout_s: float = 60.0) -> None:
         self.mesh = mesh
         self.timeout_s = timeout_s
-        self._changed = Condition()
+        self._lock = RLock()
+        self._bells: dict[Meeting, Condition] = {}  # of those that somebody waits for
         self._meetings: dict[tuple[Line, int], Meeting] = {}
         self._issued: Counter[tuple[int, Line]] = Counter()
         self._last: dict[int, Call] = {}
@@ -65,15 +69,15 @@ class ThreadHub:
 
     def abort(self, rank: int, error: BaseException) -> None:
         """Release every rank that waits, or will wait, with the news that `rank` failed. Only the first abort counts."""
-        with self._changed:
+        with self._lock:
             self._failure = self._failure or (rank, error)
-            self._changed.notify_all()
+            self._wake_all()
 
     def leave(self, rank: int) -> None:
         """Note that `rank` issues nothing more: whoever waits for it learns so at once."""
-        with self._changed:
+        with self._lock:
             self._left.add(rank)
-            self._changed.notify_all()
+            self._wake_all()
 
     def post(self, rank: int, group: Group, post: Post) -> Meeting:
         """The meeting that this call of `rank` belongs to; over, when `rank` was the last to come.
@@ -81,7 +85,7 @@ class ThreadHub:
         A send and its receive meet in their order between these two ranks, whatever the others do.
         Raises CollectiveError when the call differs from what a peer called, or when some rank has failed.
         """
-        with self._changed:
+        with self._lock:
             line = _line(group, post.call)
             number = self._issued[rank, line]
             self._issued[rank, line] += 1
@@ -89,23 +93,26 @@ class ThreadHub:
             self._raise_failure(rank, post.call)
             meeting = self._meetings.setdefault((line, number), Meeting(line[1], group.axes, number))
             meeting.posts[rank] = post
-            if not all(_fits(other.call, post.call) for other in meeting.posts.values()):
+            first = next(iter(meeting.posts.values()))  # whom all that have come fit
+            if not _fits(first.call, post.call):
                 self._fail(rank, f"the ranks do not call the same collective.\n{self._table(meeting)}")
             if meeting.missing:
                 return meeting
             del self._meetings[line, number]
         _complete(post.call, [meeting.posts[peer] for peer in meeting.ranks])
-        with self._changed:
+        with self._lock:
             meeting.over = True
             meeting.posts.clear()
             for call in meeting.calls:
                 call()
-            self._changed.notify_all()
+            bell = self._bells.pop(meeting, None)
+            if bell is not None:
+                bell.notify_all()
         return meeting
 
     def when_over(self, meeting: Meeting, call: Callable[[], None]) -> None:
         """Have `call` called when `meeting` is over, by the rank that ends it; now if it is."""
-        with self._changed:
+        with self._lock:
             if meeting.over:
                 call()
             else:
@@ -120,8 +127,11 @@ class ThreadHub:
         def settled() -> bool:
             return meeting.over or self._failure is not None or not self._left.isdisjoint(meeting.missing)
 
-        with self._changed:
-            in_time = self._changed.wait_for(settled, self.timeout_s)
+        with self._lock:
+            if meeting.over:
+                return
+            bell = self._bells.setdefault(meeting, Condition(self._lock))
+            in_time = bell.wait_for(settled, self.timeout_s)
             if meeting.over:
                 return
             self._raise_failure(rank, call)
@@ -139,8 +149,12 @@ class ThreadHub:
         repair = "Every rank must issue the same collectives, on the same tensors, in the same order"
         error = CollectiveError(f"{text}\n  repair: {repair}")
         self._failure = (rank, error)
-        self._changed.notify_all()
+        self._wake_all()
         raise error
+
+    def _wake_all(self) -> None:
+        for bell in self._bells.values():
+            bell.notify_all()
 
     def _table(self, meeting: Meeting) -> str:
         lines = [f"collective {meeting.number} over {' x '.join(meeting.axes)}:"]

@@ -126,7 +126,7 @@ class ThreadWorld(World):
 
     def group(self, axes: Iterable[str], among: Sequence[int] = ()) -> Group:
         """The group along `axes`. Raises PlanError for an unknown axis."""
-        along = ordered_axes(axes)
+        along = ordered_axes(tuple(axes))
         key = along, tuple(among)
         if key not in self._groups:
             ranks = some(self.mesh.peers(self.rank, along), among, self.rank)

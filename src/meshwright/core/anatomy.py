@@ -14,6 +14,7 @@ from meshwright.core.borders import Borders
 from meshwright.core.calls import Call, Logits, Number, Passage, Portion
 from meshwright.core.cut import Cut
 from meshwright.core.errors import Fault
+from meshwright.core.load import Weighed
 from meshwright.core.tokens import Tokens
 
 ROOT = "(root)"  # parameters that glue between blocks uses directly: complete after the last backward
@@ -134,7 +135,8 @@ class Anatomy:
 
     Per visit, `stream_numel` is the elements per sample that the visit hands on to what follows, and `flops` the
     floating-point operations of its matrix products, per sample and forward. `inside_numel`: the elements per sample that it
-    computes within and its backward needs, weights apart; empty where that is not known.
+    computes within and its backward needs, weights apart; empty where that is not known. `reruns` are the visits that the model
+    itself runs again in backward (torch.utils.checkpoint).
     `random` tells whether training draws dropout, `in_place` whether the model writes into a block's output in place;
     `notes` are what was not understood, in words. `inputs` and `targets` are the batch, as the forward and the loss take
     it, `outputs` what the one hands to the other; `whole_batch` says that the loss is no sum over rows, but needs the
@@ -143,7 +145,7 @@ class Anatomy:
     `numbers` and `portions` are what modules hold and blocks are given of what lies between columns and rows. `passages` are
     those of the stream, in the order of the visits that it goes through. `loss_numel`: the elements per sample that the loss
     keeps of its own, until its backward. `borders` are the values between blocks; None where nobody has asked for them. `tokens`
-    are how those of a sample go through it; likewise.
+    are how those of a sample go through it; likewise. `weighed` is what visits hold in bytes, in the dtypes of a job; likewise.
     """
 
     name: str
@@ -160,6 +162,7 @@ class Anatomy:
     whole_batch: bool = False
     origin: Origin | None = None
     inside_numel: tuple[int, ...] = ()
+    reruns: tuple[str, ...] = ()
     calls: tuple[Call, ...] = ()
     logits: Logits | None = None
     numbers: tuple[Number, ...] = ()
@@ -168,6 +171,7 @@ class Anatomy:
     loss_numel: int = 0
     borders: Borders | None = None
     tokens: Tokens | None = None
+    weighed: Weighed | None = None
 
     @property
     def trainable(self) -> tuple[Weight, ...]:

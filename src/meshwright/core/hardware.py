@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-DTYPES = ("float16", "bfloat16", "float8", "float32")
+DTYPES = ("float16", "bfloat16", "float8", "float4", "float32")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from meshwright.core.anatomy import NBYTES
 from meshwright.core.job import Job
+from meshwright.core.own import own_share
 from meshwright.core.shares import flops_of, head_in_pieces
 from meshwright.core.space import Space
 
@@ -38,7 +39,7 @@ def sizes(count: int, pieces: int) -> list[int]:
 def tokens_of(space: Space) -> int:
     """The rows of logits of a sample on the rank that sees `space`."""
     logits = space.anatomy.logits
-    return 0 if logits is None else int(logits.tokens * space.own_tokens)
+    return 0 if logits is None else int(logits.tokens * own_share(space, space.anatomy.visits[-1]))
 
 
 def cost(space: Space, job: Job, rows: int) -> Cost | None:

@@ -16,6 +16,7 @@ from meshwright.core.errors import raise_faults
 from meshwright.core.job import Job, Optimizer
 from meshwright.core.mesh import Mesh
 from meshwright.core.noise import measured, noise_faults
+from meshwright.core.own import own_shares
 from meshwright.core.owners import brought
 from meshwright.core.program import Action, Program
 from meshwright.core.rules import by_role, grain_of
@@ -80,7 +81,7 @@ class Plan:
     def at(self, rank: int) -> "Plan":
         """This plan as `rank` plays it, with its own weights, slices of them and list where ranks differ in those."""
         space = self.space.at(self.mesh.coordinate(rank))
-        if space.homes == self.space.homes and space.own_tokens == self.space.own_tokens:
+        if space.homes == self.space.homes and own_shares(space) == own_shares(self.space):
             return replace(self, space=space)
         return replace(self, space=space, program=_program(self.job, space, self.strategies, self.micro_batch))
 
@@ -126,13 +127,19 @@ class Plan:
         """Whether the plan computes what one device would compute, up to rounding."""
         return all(strategy.exact for strategy in self.strategies)
 
+    @property
+    def tolerance(self) -> float:
+        """By how much of the largest of its block a number may be off for what strategies round, beside sums in another order."""
+        return sum(strategy.tolerance(self.space) for strategy in self.strategies)
+
     def data_index(self, rank: int) -> int:
         """Which of the `num_data` shares of the samples `rank` plays."""
         return self.mesh.index(self.mesh.coordinate(rank), self.space.data_axes)
 
     def first_rows(self, index: int) -> list[int]:
         """Where the rows of data share `index` begin in the global batch, one start per micro-batch."""
-        return [(micro * self.num_data + index) * self.micro_batch for micro in range(self.num_micro)]
+        shares = self.num_data
+        return [(micro * shares + index) * self.micro_batch for micro in range(self.num_micro)]
 
     def leads(self, rank: int) -> bool:
         """Whether `rank` reads samples, takes losses and steps: all do, unless one is said to do it for others."""

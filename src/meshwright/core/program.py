@@ -34,7 +34,7 @@ class Transfer:
     Of those within an action, `at` says their order. `peer` is, of a send, the index along the axis of the rank that receives,
     and of a receive that of the one that sends. Ranks along the axes `over` have the same to send, and send a piece of it each.
     Of the ranks along the axes those at the indices `among` take part; empty: all. With `near`, they meet in groups of so many
-    neighbours.
+    neighbours. What moves `between` blocks is not moved again where a block is run again.
     """
 
     collective: str
@@ -47,6 +47,7 @@ class Transfer:
     over: tuple[str, ...] = ()
     among: tuple[int, ...] = ()
     near: int = 0
+    between: bool = field(default=False, compare=False)
 
     def ranks(self, mesh: Mesh) -> int:
         """How many ranks of `mesh` meet in it."""

@@ -13,6 +13,7 @@ from fractions import Fraction
 
 from meshwright.core.anatomy import Anatomy
 from meshwright.core.calls import Call
+from meshwright.core.own import own_share
 from meshwright.core.space import Space
 
 ALL = Fraction(1)
@@ -125,5 +126,5 @@ def _divided(space: Space, visit: str, whole: int, parts: list[tuple[_Held, int]
 def _slice(space: Space, visit: str, but: frozenset[str] = frozenset()) -> Fraction:
     """The share of the stream that goes through `visit`; along the axes `but` it does not count."""
     if space.through and visit not in space.through:
-        return space.own_tokens
-    return space.own_tokens / space.mesh.extent(axis for axis in space.stream.axes("S") if axis not in but)
+        return own_share(space, visit)
+    return own_share(space, visit) / space.mesh.extent(axis for axis in space.stream.axes("S") if axis not in but)

@@ -9,7 +9,6 @@ dim of theirs have the shape of its slice, and all sizes that follow are its own
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 
 from meshwright.core.anatomy import Anatomy, Weight
 from meshwright.core.arena import Arena
@@ -143,14 +142,6 @@ class Space:
     def summed_axes(self) -> tuple[str, ...]:
         """The axes along which gradients are summands, for ranks have other samples, or other tokens of them."""
         return self.with_theirs(*self.data_axes)
-
-    @property
-    def own_tokens(self) -> Fraction:
-        """The share of the tokens of a sample that the rank at this coordinate runs."""
-        known = (self.whole or self).anatomy.tokens
-        if self.deal is None or known is None:
-            return Fraction(1)
-        return Fraction(self.deal.run(known.length, self.mesh.index(dict(self.coordinate), self.token_axes)), known.length)
 
     @property
     def norm_axes(self) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from meshwright.core.pieces import cost
 from meshwright.core.program import Action, Hold, Program, Transfer, with_waits
 from meshwright.core.shares import shares
 from meshwright.core.space import Space
+from meshwright.core.weighed import of_loss, taken
 
 ROLE = "stage0"
 LEAN = "F_LEAN"
@@ -171,6 +172,7 @@ class _Turns:
     def __init__(self, space: Space, job: Job, micro_batch: int) -> None:
         self._space, self._job, self._micro_batch = space, job, micro_batch
         self._mine, self._pieces = shares(space), cost(space, job, micro_batch)
+        self._taken = taken(space, job, micro_batch)
         self._using: dict[str, list[Bundle]] = {visit: [] for visit in (*space.anatomy.visits, ROOT)}
         for bundle in space.bundles():
             for visit in bundle.visits:
@@ -204,11 +206,11 @@ class _Turns:
         return [square, step]
 
     def _forward(self, visit: str, micro: int) -> Action:
-        share, width, rows = self._mine[visit], NBYTES[self._job.precision.compute], self._micro_batch
-        held = [Hold(stream(visit, micro), share.hands_on * rows * width)]
-        held += [Hold(inside(visit, micro), share.inside * rows * width)] if self._space.anatomy.inside_numel else []
+        mine = self._taken[visit]
+        held = [Hold(stream(visit, micro), mine.stream)]
+        held += [Hold(inside(visit, micro), mine.inside)] if self._space.anatomy.inside_numel else []
         frees, self.left = self.left, ()
-        return Action("F", visit, micro, flops=share.flops * rows, takes=tuple(held), frees=frees)
+        return Action("F", visit, micro, flops=self._mine[visit].flops * self._micro_batch, takes=tuple(held), frees=frees)
 
     def _loss(self, micro: int) -> Action:
         space, anatomy, width = self._space, self._space.anatomy, NBYTES[self._job.precision.compute]
@@ -221,8 +223,8 @@ class _Turns:
             return Action("LOSS", micro=micro, **how)
         logits = self._mine[last].hands_on * self._micro_batch
         kept = min(logits, PIECE) if space.logits.axes("S") else anatomy.loss_numel * self._micro_batch
-        takes = [Hold(returned(last, micro), logits * width)]
-        takes.append(Hold(SCRATCH, (kept if anatomy.loss_numel else 0) * max(width, NBYTES["float32"])))  # in that at least
+        scratch = of_loss(space, self._job, kept if anatomy.loss_numel else 0, self._micro_batch)
+        takes = [Hold(returned(last, micro), logits * width), Hold(SCRATCH, scratch)]
         frees, self.left = self.left, (SCRATCH,)
         return Action("LOSS", micro=micro, waits=waits, takes=tuple(takes), frees=frees)
 
@@ -245,7 +247,8 @@ class _Turns:
         added = [weight.numel for each in summed for weight in each.weights if weight.name not in later]
         new = {each.name: each for each in (*using, *self._using[ROOT]) if each.name not in self._there}
         self._there |= new.keys()
-        held = [Hold(SCRATCH, max(added, default=0) * width)]
+        fresh = sum(bundle.numel for bundle in new.values()) * width
+        held = [Hold(SCRATCH, self._taken[visit].scratch(max(added, default=0) * width, fresh))]
         held += [Hold(gradient(bundle), bundle.numel * width) for bundle in new.values()]
         frees = [stream(visit, micro), *([inside(visit, micro)] if anatomy.inside_numel else [])]
         if self._space.takes_loss and visit == anatomy.visits[-1]:

@@ -64,6 +64,9 @@ class Runtime(Protocol):
     def attend(self, answer: Callable[[Any], Any]) -> None:
         """Have attention within blocks, asked for with the tokens of this rank, be what `answer` says (model/attend.py)."""
 
+    def convolve(self, answer: Callable[[Any], Any]) -> None:
+        """The same of convolutions over tokens (model/convolve.py)."""
+
     def shift(self, output: Any, tensor: Any, axis: str, by: int = 1) -> Any:
         """Start sending `tensor` to the rank `by` places on, round `axis`, and filling `output` from the one as far behind.
 
@@ -115,6 +118,10 @@ class Strategy(ABC):
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         """Handlers for the kinds of action that this technique introduced."""
         return {}
+
+    def tolerance(self, space: Space) -> float:
+        """By how much of the largest of its block a number may be off for what this technique rounds; 0: it rounds nothing."""
+        return 0.0
 
     def beyond(self) -> tuple[tuple[str, str], ...]:
         """What affects numbers and stands in no table, by key: digests of the files that it names."""

@@ -26,7 +26,7 @@ class Again:
         visit = self._state.passes[micro].visits.get(action.subject)
         if visit is None or visit.kept is None:
             return
-        with self._draws.again(micro, visit.name), self._dealing.again(self._state.micros[micro]):
+        with self._draws.again(micro, visit.name), self._dealing.again(self._state.micros[micro], visit.name):
             self._drive.again(visit)
         if visit.name not in self._looked_through:
             self._looked_through.add(visit.name)

@@ -8,6 +8,7 @@ part makes of it. Parts on the same rank hand their leaves to each other. Where 
 where they have the same and send a piece each, JOIN puts what has come together: RECEIVE piece ---> JOIN ---> x.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,6 +30,8 @@ from meshwright.model.courses import Courses
 from meshwright.model.drive import Drive, Reach, backward, run_backward
 from meshwright.model.parts import Ran, run
 from meshwright.model.writer import Scripts
+
+SHAPES = 4096  # of values that are remembered; where rows have more lengths than that, some are found again
 
 
 @dataclass
@@ -70,9 +73,9 @@ class Crossing:
         self._first = {part.visits[0]: part for part in mine}
         self._last = {part.visits[-1]: part for part in mine}
         self._values = {value.name: value for part in parts for value in part.gives}
-        self._crossed = Crossed(plan.space, self._values.values())
+        self._crossed, self._compute = Crossed(plan.space, self._values.values()), getattr(torch, plan.job.precision.compute)
         self._shapes: dict[tuple[str, Dims, int], tuple[int, ...]] = {}
-        self._held: dict[int, _Held] = {}
+        self._held: defaultdict[int, _Held] = defaultdict(_Held)
         self._scripts = Scripts(state.subject.module, state.subject.blocks)
 
     @property
@@ -98,14 +101,14 @@ class Crossing:
 
         `reach` and `leave` hear of its own visits, `skip` of those before them.
         """
-        part, held = self._first[first], self._of(micro)
-        course, rows = self._course(micro), len(next(iter(inputs.values())))
+        part, held = self._first[first], self._held[micro]
+        course, rows = self._course(micro), next(iter(inputs.values())).shape[0]
         given = {value.name: held.came[value.name] for value in part.takes}
         device, dealt = self._state.world.device, self._dealing.parts()
         call = partial(self._state.subject.module, **inputs)
         # what draws numbers draws them where the model's forward stands; and what stands for all tokens is made anew in each
         scripts = self._scripts if skip is None and dealt is None else None
-        how = {"scripts": scripts, "inputs": inputs.values(), "looks": self._crossed.looks, "dealt": dealt}
+        how = {"scripts": scripts, "inputs": inputs, "looks": self._crossed.looks, "dealt": dealt}
         ran = run(call, self._drive, course, part, rows, given, device, reach=reach, leave=leave, skip=skip, **how)
         if ran.closing is None or ran.passed is None:
             raise RuntimeError("a part was run without gradients in a step")
@@ -126,7 +129,7 @@ class Crossing:
         part = self._last.get(last)
         if part is None:
             return
-        held = self._of(micro)
+        held = self._held[micro]
         ran = held.ran[part.visits[0]]
         for name in ran.given.keys() & held.gradients.keys():  # who has sent all these gradients has the value
             for work in held.sent.pop(name, ()):
@@ -147,7 +150,7 @@ class Crossing:
         part = self._first.get(first)
         if part is None:
             return
-        held = self._of(micro)
+        held = self._held[micro]
         for name, leaf in held.ran.pop(first).received.items():
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             held.gradients.setdefault(name, []).append(gradient)
@@ -159,7 +162,7 @@ class Crossing:
         (name,), micro, move = action.tensors, action.micro or 0, action.transfer
         if move is None:
             raise RuntimeError(f"{action.name} says nothing of what it moves")
-        held, value = self._of(micro), self._values[name]
+        held, value = self._held[micro], self._values[name]
         match action.kind:
             case "SEND":
                 self._sent(action, move, held.came[name], value, micro)
@@ -178,11 +181,6 @@ class Crossing:
                 held.gradients.setdefault(name, []).append(joined)
             case other:
                 raise RuntimeError(f"{action.name}: nothing is known of a {other} between parts")
-
-    def _of(self, micro: int) -> _Held:
-        if micro not in self._held:
-            self._held[micro] = _Held()
-        return self._held[micro]
 
     def _sent(self, action: Action, move: Transfer, tensor: torch.Tensor, value: Value, micro: int) -> None:
         shape, dtype = self._shape(value, micro), getattr(torch, value.dtype)
@@ -203,7 +201,7 @@ class Crossing:
             group, peer = way(self._state.world, move.axes, move.peer, sends=True)
             self._state.works[action.name] = work = group.send(tensor, target=peer, action=action.name)
             if action.kind == "SEND":
-                self._of(micro).sent.setdefault(value.name, []).append(work)
+                self._held[micro].sent.setdefault(value.name, []).append(work)
 
     def _received(self, action: Action, move: Transfer, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, which is filled."""
@@ -221,11 +219,12 @@ class Crossing:
 
     def _course(self, micro: int) -> Course:
         """The course of a forward on this micro-batch: rows may be longer than those of the example, and be fewer."""
-        held = self._of(micro)
+        held = self._held[micro]
         if held.course is None:
             state = self._state
             inputs = state.loss.inputs(state.micros[micro])
-            held.course = self._courses.of(inputs, dealt=self._space.deal is not None)
+            # said, not looked at: what is received is asked for before any forward casts
+            held.course = self._courses.of(inputs, self._compute, dealt=self._space.deal is not None)
             missing = sorted(self._values.keys() - held.course.dims.keys())
             if missing:
                 shapes = ", ".join(f"{key} {list(value.shape[1:])}" for key, value in inputs.items())
@@ -235,9 +234,11 @@ class Crossing:
 
     def _shape(self, value: Value, micro: int) -> tuple[int, ...]:
         """The shape that this rank has of it."""
-        rows, dims = len(next(iter(self._state.micros[micro].values()))), self._course(micro).dims[value.name]
+        rows, dims = next(iter(self._state.micros[micro].values())).shape[0], self._course(micro).dims[value.name]
         key = value.name, dims, rows
         if key not in self._shapes:
+            if len(self._shapes) >= SHAPES:
+                self._shapes.clear()
             self._shapes[key] = self._crossed.shape(replace(value, dims=dims), rows)
         return self._shapes[key]
 

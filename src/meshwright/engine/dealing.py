@@ -9,7 +9,7 @@ the technique that has dealt the tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,16 +18,17 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
 from meshwright.comm.moves import move
-from meshwright.core.errors import PlanError
-from meshwright.core.layout import R, S
+from meshwright.core.layout import P, R, S
 from meshwright.core.plan import Plan
-from meshwright.core.tokens import LEAST, Deal, Tokens
+from meshwright.core.tokens import LEAST, Convolve, Deal, Tokens
 from meshwright.engine.loss import Batch
 from meshwright.engine.state import State
-from meshwright.model.apart import Apart, Share, given
+from meshwright.model.apart import Share, Told, given
 from meshwright.model.attend import Answer, Asked, Attending
-from meshwright.model.only import Dealt
+from meshwright.model.convolve import Beside, Convolving
+from meshwright.model.only import Dealt, Lengths
 from meshwright.model.plugs import plug
+from meshwright.model.positions import positions
 from meshwright.model.values import swap, tensors
 
 
@@ -49,12 +50,16 @@ class AllTokens:
         """Have attention within blocks be what `answer` says."""
         raise RuntimeError("a strategy answers for attention, and none has dealt the tokens")
 
+    def convolve(self, answer: Beside) -> None:
+        """Have convolutions over tokens within blocks be what `answer` says."""
+        raise RuntimeError("a strategy answers for convolutions, and none has dealt the tokens")
+
     def during(self, batch: Batch) -> AbstractContextManager[object]:
         """Round a forward on `batch`."""
         return nullcontext()
 
-    def again(self, batch: Batch) -> AbstractContextManager[object]:
-        """Round one visit of a forward on `batch` that is run again, as it was given then; another forward may be under way."""
+    def again(self, batch: Batch, visit: str) -> AbstractContextManager[object]:
+        """Round a `visit` of a forward on `batch` that is run again, as it was given then; another forward may be under way."""
         return nullcontext()
 
     def parts(self) -> Dealt | None:
@@ -77,17 +82,23 @@ class SomeTokens(Dealt, AllTokens):
     """One rank's part of the tokens of what it runs."""
 
     def __init__(self, plan: Plan, state: State, deal: Deal, tokens: Tokens) -> None:
-        Dealt.__init__(self, tokens, Share(0, ()))
+        Dealt.__init__(self, tokens, Lengths(self._share, {}))
         AllTokens.__init__(self, state)
         self._deal, self._tokens = deal, tokens
         self._group = state.world.group(plan.space.token_axes)
         self.first = self._group.index == 0
+        precision = plan.job.precision  # under autocast, what glue brings together travels as products take it
+        self._wire = None if precision.compute == precision.parameters else getattr(torch, precision.compute)
         self._shares: dict[int, Share] = {}  # by length
+        self._forms: dict[tuple[Any, ...], Lengths] = {}  # by shapes
         self._answer: Answer | None = None
-        self._active, self._depth, self._again, self._answering = False, 0, False, False
+        self._beside: Beside | None = None
+        self._convolves: dict[str, list[Convolve]] = {}
+        for each in tokens.convolves:
+            self._convolves.setdefault(each.visit, []).append(each)
+        self._active, self._depth, self._again, self._answering = False, 0, "", False
         self._calls: dict[str, int] = {}
-        self._along: Sequence[tuple[int, ...]] = ()  # of what the model gives out
-        self._plugged = plug(state.subject.module, lambda: self.share if self._asks() else None)
+        self._plugged = plug(state.subject.module, lambda queries, keys: self.coming(self._visit) if self._asks() else None)
         self._handles = [
             handle
             for name, block in (
@@ -102,6 +113,9 @@ class SomeTokens(Dealt, AllTokens):
     def attend(self, answer: Answer) -> None:
         self._answer = answer
 
+    def convolve(self, answer: Beside) -> None:
+        self._beside = answer
+
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
@@ -110,7 +124,7 @@ class SomeTokens(Dealt, AllTokens):
 
     @contextmanager
     def during(self, batch: Batch) -> Iterator[None]:
-        self.share, self._calls, self._depth, self._active = self._share_of(batch), {}, 0, True
+        self.lengths, self._calls, self._depth, self._active = self._lengths_of(batch), {}, 0, True
         self.under_way.clear()
         try:
             with self._attending():
@@ -119,14 +133,14 @@ class SomeTokens(Dealt, AllTokens):
             self._active = False
 
     @contextmanager
-    def again(self, batch: Batch) -> Iterator[None]:
-        before = self.share, self._again
-        self.share, self._again = self._share_of(batch), True
+    def again(self, batch: Batch, visit: str) -> Iterator[None]:
+        before = self.lengths, self._again, self._asked, self._convolved
+        self.lengths, self._again, self._asked, self._convolved = self._lengths_of(batch), visit, 0, 0
         try:
             with self._attending():
                 yield
         finally:
-            self.share, self._again = before
+            self.lengths, self._again, self._asked, self._convolved = before
 
     def parts(self) -> Dealt | None:
         return self
@@ -134,58 +148,75 @@ class SomeTokens(Dealt, AllTokens):
     def call(self, module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Any:
         return self.here(module(**inputs))
 
-    def here(self, outputs: Any) -> Any:
-        self._along = [(each.along,) if type(each) is Apart else () for each in tensors(outputs)]
-        return super().here(outputs)
-
     def total(self, outputs: Any, batch: Batch) -> torch.Tensor:
-        loss, share = self._state.loss, self._share_of(batch)
-        if loss.by_token and self._dealt(outputs):
-            mine = {key: share.own(value, 1) if key in self._tokens.targets else value for key, value in batch.items()}
-            return loss.total(self._own(outputs, share), mine)
-        return loss.total(given(outputs, self._along, share), batch) * float(self.first)
+        loss, told = self._state.loss, self._lengths_of(batch).told
+        share = self._read(outputs, told) if loss.by_token else None
+        targets = [key for key in self._tokens.targets if key in batch]
+        if share is not None and all(batch[key].shape[1] == share.length for key in targets):
+            mine = {key: share.own(value, 1) if key in targets else value for key, value in batch.items()}
+            return loss.total(_own(outputs, told), mine)
+        return loss.total(given(outputs, told), batch) * float(self.first)
 
-    def _dealt(self, outputs: Any) -> bool:
-        """Whether the loss reads nothing but this rank's tokens: logits of a row, or of all tokens, are alike on all ranks."""
-        split, along = self._state.loss.split, dict(zip(map(id, tensors(outputs)), self._along, strict=True))
-        read = tensors(split.logits(outputs)) if split is not None else tensors(outputs)
-        return all(along.get(id(each)) for each in read)
+    def _read(self, outputs: Any, told: Told) -> Share | None:
+        """Which tokens the loss reads; None where it reads more than those of one row that are here.
 
-    def _own(self, outputs: Any, share: Share) -> Any:
-        """`outputs` without what stands in for tokens."""
-        if share.count >= LEAST:
-            return outputs
-        told = zip(tensors(outputs), self._along, strict=True)
-        return swap(outputs, {id(each): each.narrow(along[0], 0, share.count) for each, along in told if along})
+        Logits of a row as a whole, or of all tokens, are alike on all ranks.
+        """
+        split, known = self._state.loss.split, dict(zip(map(id, tensors(outputs)), told, strict=True))
+        read = [known.get(id(each)) for each in tensors(split.logits(outputs) if split is not None else outputs)]
+        shares = {None if each is None else each[1].length: each for each in read}
+        (found,) = shares.values() if len(shares) == 1 else (None,)
+        return None if found is None else found[1]
 
-    def _attending(self) -> AbstractContextManager[object]:
-        if self._answer is None:
-            return nullcontext()
-        return Attending(self._answered, lambda: self.share, self._asks)
+    @contextmanager
+    def _attending(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._answer is not None:
+                stack.enter_context(Attending(self._answered, lambda: self.asked(self._visit), self._asks))
+            if self._beside is not None and self._convolves:
+                stack.enter_context(Convolving(self._beside, self._convolving, self._aside))
+            yield
+
+    def _convolving(self) -> tuple[str, Sequence[Convolve], int, Lengths] | None:
+        """The visit that convolves, its convolutions, the number of this one, and which tokens are here; None: they all are."""
+        if not self._asks():
+            return None
+        self._convolved += 1
+        return self._visit, self._convolves.get(self._visit, ()), self._convolved - 1, self.lengths
+
+    @property
+    def _visit(self) -> str:
+        """The visit that runs; empty: glue."""
+        return self._again or (self.under_way[-1].visit if self.under_way else "")
 
     def _asks(self) -> bool:
-        inside = bool(self.under_way) and not self.under_way[-1].whole
-        return (inside or self._again) and not self._answering
+        return self._runs.get(self._visit, 0) > 0 and not self._answering
 
     def _answered(self, asked: Asked) -> torch.Tensor:
         """What the technique says; attention that it calls for itself is torch's, though another forward may be under way."""
         if self._answer is None:
             raise RuntimeError("attention is asked of a technique, and none answers")
+        with self._aside():
+            return self._answer(asked)
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
         self._answering = True
         try:
-            return self._answer(asked)
+            yield
         finally:
             self._answering = False
 
-    def _share_of(self, batch: Batch) -> Share:
-        lengths = {key: batch[key].shape[1] for key in self._tokens.inputs if key in batch}
-        if len(set(lengths.values())) != 1:
-            said = ", ".join(f"{key} {length}" for key, length in lengths.items()) or "none of " + ", ".join(self._tokens.inputs)
-            text = f"the rows hold {said} tokens; needed is one length for all that is dealt to ranks"
-            raise PlanError(text, fix="pad the rows to one length", where="batch")
-        length = next(iter(lengths.values()))
+    def _lengths_of(self, batch: Batch) -> Lengths:
+        form = tuple((key, value.shape) for key, value in batch.items())
+        if form not in self._forms:
+            self._forms[form] = Lengths.read(self._share, self._tokens, batch)
+        return self._forms[form]
+
+    def _share(self, length: int) -> Share:
         if length not in self._shares:
-            self._shares[length] = Share(length, self._deal.spans(length, self._group.index), partial(self._bring, length))
+            spans = self._deal.spans(length, self._group.index)
+            self._shares[length] = Share(length, spans, partial(self._bring, length), self._add)
         return self._shares[length]
 
     def _bring(self, length: int, local: torch.Tensor, dim: int) -> torch.Tensor:
@@ -195,12 +226,18 @@ class SomeTokens(Dealt, AllTokens):
         local = local.narrow(dim, 0, counts[self._group.index])
         pad = [0, 0] * (local.ndim - 1 - dim) + [0, most - local.shape[dim]]
         padded = F.pad(local, pad) if pad[-1] else local
-        met = move(padded, self._group, S(dim), R, lambda: self._state.acting)
+        wire = local.dtype if self._wire is None or not local.is_floating_point() else self._wire
+        met = move(padded.to(wire), self._group, S(dim), R, lambda: self._state.acting).to(local.dtype)
         places = torch.empty(length, dtype=torch.int64)
         for index in range(self._group.size):
-            at = torch.cat([torch.arange(*span) for span in self._deal.spans(length, index)] or [places[:0]])
+            at = torch.tensor(positions(self._deal.spans(length, index)))
             places[at] = torch.arange(len(at)) + index * most
         return met.index_select(dim, places.to(met.device))
+
+    def _add(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of what all ranks give; backward gives each that of its gradients. It travels in float32 at least."""
+        wide = torch.promote_types(part.dtype, torch.float32)
+        return move(part.to(wide), self._group, P, R, lambda: self._state.acting).to(part.dtype)
 
     def _enter(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._active:
@@ -217,3 +254,10 @@ class SomeTokens(Dealt, AllTokens):
             return None
         self._depth -= 1
         return self.leave(outputs) if not self._depth else None
+
+
+def _own(outputs: Any, told: Told) -> Any:
+    """`outputs` without what stands in for tokens."""
+    pairs = zip(tensors(outputs), told, strict=True)
+    few = {id(each): each.narrow(known[0], 0, known[1].count) for each, known in pairs if known and known[1].count < LEAST}
+    return swap(outputs, few) if few else outputs

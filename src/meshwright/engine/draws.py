@@ -18,6 +18,7 @@ from meshwright.model.dice import Dice, Sites
 from meshwright.model.drive import Reach
 from meshwright.model.dropout import StatelessDropout
 from meshwright.model.sliced import Division
+from meshwright.model.wide import Wide
 
 STREAM_DIMS, WIDTH = 3, -1  # rows, tokens, width
 IN_BACKWARD = "a recomputation in backward, which redraws its dropout: turn off the model's own checkpointing"
@@ -30,6 +31,7 @@ class Draws:
         self.step = 0
         self._plan, self._state, self._dice = plan, state, dice
         self._stateless = nullcontext() if dice is None else StatelessDropout(dice)
+        self._wide = plan.job.precision.parameters == "float64"
         if dice is not None:
             dice.divide(divisions(plan, state.world.rank, dice.sites))
 
@@ -70,10 +72,18 @@ class Draws:
                 yield
 
     def none(self) -> AbstractContextManager:
-        """Refuse randomness in backward: a model that recomputes by itself would meet other masks than its forward did."""
+        """Refuse randomness in backward: a model that recomputes by itself would meet other masks than its forward did.
+
+        In float64, what it recomputes is as wide as in its forward.
+        """
         if self._dice is not None:
             self._dice.enter(IN_BACKWARD)
-        return self._stateless
+        return self._in_float64() if self._wide else self._stateless
+
+    @contextmanager
+    def _in_float64(self) -> Iterator[None]:
+        with self._stateless, Wide():
+            yield
 
     def _samples(self, micro: int) -> torch.Tensor:
         """The global ids of the samples of a micro-batch."""

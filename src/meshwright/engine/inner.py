@@ -37,8 +37,9 @@ class Inner:
     def begin(self, action: str) -> None:
         """Another block runs, for `action`: nothing has been moved in it."""
         self._state.acting = action
-        self._moved.clear()
-        self._anew.clear()
+        if self._moved:  # where nothing is divided there never is: this runs for every block
+            self._moved.clear()
+            self._anew.clear()
 
     def move(
         self, tensor: torch.Tensor, axis: str, src: Place, dst: Place, meanwhile: Meanwhile = None, *, near: int = 0

@@ -137,8 +137,9 @@ def nothing_counts(where: str) -> PlanError:
 def judge_of(loss: Loss) -> Judge:
     """`loss` as the reading of a model tries it out."""
     if loss.split is None:
-        return Judge(loss.total, loss.targets, loss.whole_batch)
-    return Judge(loss.total, loss.targets, loss.whole_batch, loss.split.logits, loss.split.numbers)
+        return Judge(loss.total, loss.targets, loss.whole_batch, by_token=loss.by_token)
+    split = loss.split.logits, loss.split.numbers
+    return Judge(loss.total, loss.targets, loss.whole_batch, *split, by_token=loss.by_token)
 
 
 def logits_of(outputs: Any) -> torch.Tensor:

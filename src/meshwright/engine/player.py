@@ -113,6 +113,7 @@ class Player(Touched):
             self._play_to(first)
             start, _, waits = self._list[first]
             wait_for(waits, state.works, watch)  # glue before the block may read what came
+            state.acting = start.name
             micro = start.micro or 0
             if watch is None:
                 acts.forward(micro, self._reach(micro), first=start.subject)

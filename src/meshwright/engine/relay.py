@@ -99,7 +99,8 @@ class Relay:
         if state.subject.courses is None:
             raise RuntimeError("a plan has stages, and nothing is known of the courses of its model")
         self._space, self._state, self._drive, self._action = plan.space, state, drive, action
-        self._courses, self._micros, self._dealing = state.subject.courses, micros, dealing
+        self._courses, self._compute = state.subject.courses, getattr(torch, plan.job.precision.compute)
+        self._micros, self._dealing = micros, dealing
         self._ranks, self._group = owners(plan.space), state.world.group(("pp",))
         self._round = max(map(self._ranks.count, self._ranks))
         self._forwards: dict[int, _Forward] = {}
@@ -135,7 +136,7 @@ class Relay:
 
     def _forward(self, micro: Micro) -> _Forward:
         inputs = self._state.loss.inputs(micro.batch)
-        course = self._courses.of(inputs, training=False, dealt=self._space.deal is not None)
+        course = self._courses.of(inputs, self._compute, training=False, dealt=self._space.deal is not None)
         parts = course.borders.parts(self._space.cuts)
         for part, stage in zip(parts, (self._space.stages[rank] for rank in self._ranks), strict=True):
             missing = {block_of(visit) for visit in part.visits}.difference(map(block_of, stage))

@@ -22,6 +22,7 @@ from meshwright.engine.sockets import Sockets
 from meshwright.engine.state import State
 from meshwright.engine.store import Store
 from meshwright.model.attend import Answer
+from meshwright.model.convolve import Beside
 
 
 class Touched:
@@ -70,6 +71,10 @@ class Touched:
     def attend(self, answer: Answer) -> None:
         """Have attention within blocks, asked for with the tokens of this rank, be what `answer` says."""
         self._dealing.attend(answer)
+
+    def convolve(self, answer: Beside) -> None:
+        """Have convolutions over tokens within blocks, asked for with the tokens of this rank, be what `answer` says."""
+        self._dealing.convolve(answer)
 
     def again(self, tensor: torch.Tensor, axis: str, src: Place, dst: Place) -> AbstractContextManager[object]:
         """While it lasts, autograd keeps nothing of what `tensor` became by this move: backward moves it once more."""

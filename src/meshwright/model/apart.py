@@ -18,26 +18,38 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.core.errors import PlanError
 from meshwright.core.tokens import LEAST, Passing, Span, count_of, filled
+from meshwright.model.few import SUMS, picked, summed
 from meshwright.model.foreign import Foreign
+from meshwright.model.positions import cut
 from meshwright.model.tokens import BY_ELEMENT
 from meshwright.model.values import copied, named, swap, tensors
 from meshwright.model.writing import refused, written
 
 Bring = Callable[[torch.Tensor, int], torch.Tensor]  # all tokens of a tensor along a dim, from this rank's
+Shares = Callable[[int, int], "Share"]  # of rows that have so many tokens in the plan, and that many, it seems, now
+Told = Sequence[tuple[int, "Share"] | None]  # of tensors in order: along which dim they have tokens, and which of them
 MASK_DIMS = 4  # rows, heads, queries, keys
+TABLE_DIMS = 3  # of what layers are given alike: masks, and tables by position
 ASKED = frozenset(("size", "dim", "__len__", "numel", "is_floating_point", "is_complex", "element_size", "stride", "ndimension"))
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which of `length` tokens this rank has: those in `spans`. `bring` puts all together, where glue needs them."""
+    """Which of `length` tokens this rank has: those in `spans`. `bring` puts all together, where glue needs them.
+
+    `add` gives the sum of what all ranks have, in the dtype that it is given, where a few tokens or the sum of all will do.
+    """
 
     length: int
     spans: tuple[Span, ...]
     bring: Bring = field(compare=False, repr=False, default=lambda local, dim: local)
+    add: Callable[[torch.Tensor], torch.Tensor] = field(compare=False, repr=False, default=lambda part: part)
+    _cut: WeakTensorKeyDictionary = field(compare=False, repr=False, default_factory=WeakTensorKeyDictionary)  # for all layers
 
     @property
     def count(self) -> int:
@@ -53,20 +65,20 @@ class Share:
         """What this rank runs of a `tensor` that has all tokens along `dim`; differentiable."""
         if self.whole:
             return tensor
-        return _pieces(tensor, dim, filled(self.spans))
+        if tensor.ndim < TABLE_DIMS or tensor.requires_grad or tensor.is_inference() or isinstance(tensor, FakeTensor):
+            return cut(tensor, dim, filled(self.spans))
+        said, known = (dim, tensor._version), self._cut.get(tensor)
+        if known is None or known[0] != said:
+            known = self._cut[tensor] = said, cut(tensor, dim, filled(self.spans))
+        return known[1]
 
     def own(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """What this rank has of a `tensor` that has all tokens along `dim`."""
-        return tensor if self.whole else _pieces(tensor, dim, self.spans)
+        return tensor if self.whole else cut(tensor, dim, self.spans)
 
     def positions(self, device: torch.device | str) -> torch.Tensor:
         """The positions of this rank's tokens, int64."""
         return self.of(torch.arange(self.length, device=device), 0)
-
-
-def _pieces(tensor: torch.Tensor, dim: int, spans: Sequence[Span]) -> torch.Tensor:
-    parts = [tensor.narrow(dim, begin, end - begin) for begin, end in spans or ((0, 0),)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 class Apart(torch.Tensor):
@@ -122,51 +134,80 @@ def locals_of(value: Any) -> Any:
     return swap(value, found) if found else value
 
 
-def taken(value: Any, passing: Passing, share: Share) -> Any:
-    """What the visit of `passing` is given, `value`, as it runs on this rank's tokens.
+def taken(value: Any, passing: Passing, shares: Shares) -> Any:
+    """What the visit of `passing`, all of it said, is given, `value`, as it runs on this rank's tokens.
 
     Of a tensor that has tokens along two dims, such as a mask, the second stays whole. Raises PlanError for another length, and
     for a tensor with tokens that the visit was not given in the trial run.
     """
-    known, found = dict(zip(passing.slots, passing.takes, strict=True)), dict[int, torch.Tensor]()
+    known = dict(zip(passing.slots, passing.takes, strict=True))
+    counts = dict(zip(passing.slots, passing.takes_of, strict=True))
+    found, mine, new = dict[int, torch.Tensor](), list[Share](), list[torch.Tensor]()
     for slot, tensor in named(value):
+        dims, planned = known.get(slot), counts.get(slot, 0)
         if type(tensor) is Apart:  # without dims it is a row of a mask: it has all keys
-            whole = known.get(slot) == ()
-            found[id(tensor)] = tensor.share.bring(tensor.local, tensor.along) if whole else tensor.local
-            continue
-        dims = known[slot] if slot in known else _as_mask(tensor, share, passing.visit)
-        if dims and (tensor.ndim <= dims[0] or tensor.shape[dims[0]] != share.length):
-            text = f"it is given a tensor of shape {list(tensor.shape)}, and in the trial run dim {dims[0]} of that was tokens"
-            raise PlanError(f"{text}: there are {share.length}", fix="give each row as many tokens", where=passing.visit)
-        if dims:
-            found[id(tensor)] = share.of(tensor, dims[0])
+            if dims:
+                mine.append(_share_of(tensor, tensor.along, shares, planned, passing.visit))
+            if dims != ():
+                found[id(tensor)] = tensor.local
+            elif id(tensor) not in found:
+                found[id(tensor)] = tensor.share.bring(tensor.local, tensor.along)
+        elif dims is None:
+            new.append(tensor)
+        elif dims:
+            mine.append(_share_of(tensor, dims[0], shares, planned, passing.visit))
+            found[id(tensor)] = mine[-1].of(tensor, dims[0])
+    for tensor in new:
+        share = _as_mask(tensor, mine, passing.visit)
+        if share is not None:
+            found[id(tensor)] = share.of(tensor, 2)
     return swap(copied(value), found) if found else value
 
 
-def own_of(value: Any, passing: Passing, share: Share) -> Any:
+def own_of(value: Any, passing: Passing, shares: Shares) -> Any:
     """What a visit gives out, `value`: of one that every rank runs `whole`, this rank's tokens."""
     if not passing.whole:
         return value
-    told = zip(tensors(value), passing.gives, strict=True)
-    return swap(value, {id(each): share.of(each, dims[0]) for each, dims in told if dims})
+    told = zip(tensors(value), passing.gives, passing.gives_of, strict=True)
+    found = {
+        id(each): _share_of(each, dims[0], shares, planned, passing.visit).of(each, dims[0])
+        for each, dims, planned in told
+        if dims
+    }
+    return swap(value, found)
 
 
-def _as_mask(tensor: torch.Tensor, share: Share, visit: str) -> tuple[int, ...]:
-    """Which dims are tokens of a tensor that was not there in the trial run: a batch may need a mask that another does not."""
-    if tensor.ndim == MASK_DIMS and tuple(tensor.shape[-2:]) == (share.length, share.length):
-        return (2, 3)
-    if share.length in tensor.shape:
+def _share_of(tensor: torch.Tensor, dim: int, shares: Shares, planned: int, visit: str) -> Share:
+    """Which tokens of `tensor` this rank has, where they are along `dim`."""
+    count = tensor.shape[dim] if dim < tensor.ndim else 0
+    share = shares(planned, count)
+    if share.length != count:
+        text = f"it is given a tensor of shape {list(tensor.shape)}, and in the trial run dim {dim} of that was tokens"
+        raise PlanError(f"{text}: there are {share.length}", fix="give each row as many tokens", where=visit)
+    return share
+
+
+def _as_mask(tensor: torch.Tensor, mine: Sequence[Share], visit: str) -> Share | None:
+    """Whose rows are those of a tensor that was not there in the trial run: a batch may need a mask that another does not.
+
+    `mine` are the tokens of what the visit was given besides.
+    """
+    if tensor.ndim == MASK_DIMS and len({*tensor.shape[-2:]}) == 1 and tensor.shape[-1] > 1:
+        rows = next((share for share in mine if share.length == tensor.shape[-1]), None)
+        if rows is not None:
+            return rows
+    if any(share.length in tensor.shape for share in mine):
         text = f"it is given a tensor of shape {list(tensor.shape)}, which was not there in the trial run"
         raise PlanError(text, fix="make the plan from an example batch that has all that later ones have", where=visit)
-    return ()
+    return None
 
 
-def given(value: Any, dims: Sequence[tuple[int, ...]], share: Share) -> Any:
-    """What a block gives out, `value`, as glue shall see it: the n-th tensor in it has tokens along `dims[n]`."""
+def given(value: Any, told: Told) -> Any:
+    """What a block gives out, `value`, as glue shall see it: the n-th tensor in it has the tokens `told[n]`."""
     found = {}
-    for number, tensor in enumerate(tensors(value)):
-        if number < len(dims) and dims[number] and type(tensor) is not Apart:
-            found[id(tensor)] = apart(tensor, dims[number][0], share)
+    for tensor, known in zip(tensors(value), told, strict=False):
+        if known is not None and type(tensor) is not Apart:
+            found[id(tensor)] = apart(tensor, *known)
     return swap(value, found) if found else value
 
 
@@ -174,7 +215,10 @@ def _by_token(name: str, func: Any, args: Any, kwargs: Any, found: Sequence[Apar
     """What `func` makes of tokens, each by itself; None where it does not."""
     first = found[0]
     if name == "getitem":
-        return _picked(args)
+        view = _picked(args)
+        return picked(*args) if view is None and type(args[0]) is Apart and not aparts(args[1]) else view
+    if name in SUMS and args and type(args[0]) is Apart:
+        return summed(name, *args, **kwargs)
     if name in ("view", "reshape") and _same_form(*args):
         return apart(first.local, first.along, first.share)
     if name not in BY_ELEMENT or any(each.share != first.share for each in found):

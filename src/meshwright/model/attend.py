@@ -48,11 +48,11 @@ Answer = Callable[[Asked], torch.Tensor]  # [.., heads, own queries, width of va
 
 
 class Attending(TorchFunctionMode):
-    """While active, attention within blocks, as `inside()` tells, is `answer`; `share()` are the tokens of this forward."""
+    """While active, attention within blocks, as `inside()` tells, is `answer`; `shares()` are queries and keys of the call."""
 
-    def __init__(self, answer: Answer, share: Callable[[], Share], inside: Callable[[], bool]) -> None:
+    def __init__(self, answer: Answer, shares: Callable[[], tuple[Share, Share]], inside: Callable[[], bool]) -> None:
         super().__init__()
-        self._answer, self._share, self._inside = answer, share, inside
+        self._answer, self._shares, self._inside = answer, shares, inside
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention or not self._inside():
@@ -60,11 +60,13 @@ class Attending(TorchFunctionMode):
         return self._asked(Attention(*args, **(kwargs or {})))
 
     def _asked(self, given: Attention) -> torch.Tensor:
-        share = self._share()
-        count, idle = share.count, max(0, LEAST - share.count)
+        queries, keys = self._shares()
         query, key, value, mask = given.query, given.key, given.value, given.attn_mask
-        if idle:  # what stands in attends to nothing, and nobody to it
-            query, key, value = query[..., :count, :], key[..., :count, :], value[..., :count, :]
-            mask = mask[..., :count, :] if mask is not None and mask.shape[-2] > 1 else mask
-        made = self._answer(Asked(query, key, value, mask, given.dropout_p, given.is_causal, given.factor, share, share))
+        idle = max(0, LEAST - queries.count)
+        if idle:  # what stands in attends to nothing
+            query = query[..., : queries.count, :]
+            mask = mask[..., : queries.count, :] if mask is not None and mask.shape[-2] > 1 else mask
+        if keys.count < LEAST:  # and nobody to it
+            key, value = key[..., : keys.count, :], value[..., : keys.count, :]
+        made = self._answer(Asked(query, key, value, mask, given.dropout_p, given.is_causal, given.factor, queries, keys))
         return F.pad(made, (0, 0, 0, idle)) if idle else made

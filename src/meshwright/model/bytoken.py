@@ -8,19 +8,21 @@ divides no size of the model, so whatever that number divides was made from the 
     keys    [.., 1, tokens]                                                        all keys, for whatever query
     same    zeros, ones, what is expanded: the same for every token
     part    some of the tokens: a cache may keep them, and nobody may compute with them
+    around  tokens with something before and behind them, for a convolution (model/around.py)
     made    a range, a triangle, a part of a table: made within the block from a length, so on a rank it would be another
 
 Operations go by torch's names, less underscores. One that is not known here is named as what it is: nobody knows.
 """
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from math import isclose, log, prod
 from typing import Any, Literal
 
 import torch
 
-from meshwright.model.contracting import contracts
+from meshwright.model.contracting import PAIRS, contracts
+from meshwright.model.indexing import plain
 from meshwright.model.operations import (
     APART,
     ARITHMETIC,
@@ -29,18 +31,20 @@ from meshwright.model.operations import (
     CONVOLUTIONS,
     DIMS,
     ELEMENTWISE,
+    LOOKUPS,
     MOVES,
     NORMS,
     RECURRENT,
+    SAME,
     VIEWS,
 )
+from meshwright.model.primes import factors, has_tokens, prime_in
 from meshwright.model.tokens import reads
 from meshwright.model.values import tensors
 
-Kind = Literal["own", "mask", "keys", "same", "made", "part"]
+Kind = Literal["own", "mask", "keys", "same", "made", "part", "around"]
 PART = "takes some of the tokens (indexing)"
 MADE_INSIDE = "makes positions or a mask inside of the block ({0}): give them to it, or declare smaller blocks"
-OWN_ATTENTION = "call F.scaled_dot_product_attention (in transformers: attn_implementation = 'sdpa' in the config)"
 
 
 @dataclass(frozen=True)
@@ -88,8 +92,8 @@ class Step:
 
 
 def token_dims(tensor: torch.Tensor, length: int) -> tuple[int, ...]:
-    """The dims of `tensor` whose size `length`, a prime, divides."""
-    return tuple(dim for dim, size in enumerate(tensor.shape) if size and size % length == 0)
+    """The dims of `tensor` whose size `length`, a prime or several (model/primes.py), tells."""
+    return tuple(dim for dim, size in enumerate(tensor.shape) if has_tokens(size, length))
 
 
 def followed(step: Step) -> str:
@@ -132,14 +136,14 @@ def _apart(step: Step) -> None:
     tall = [each for each in before if each.kind == "made"]
     constant = step.name in CONSTANT or (step.name in BROADCAST and not before)
     constant = constant or (bool(before) and not tall and step.name in ELEMENTWISE | VIEWS | MOVES)
-    if step.name == "setitem" and before and not _plain(step.args[1], step.dims(step.args[0]), step.args[0].ndim):
+    if step.name == "setitem" and before and not plain(step.args[1], step.dims(step.args[0]), step.args[0].ndim):
         step.held[step.args[0]] = Along("made", made=step.name)
     for each in step.made:
-        if before and not step.dims(each) and step.name in APART | {"getitem"}:  # a view, into which somebody may write
-            step.held[each] = Along("part", made=PART)
         if step.dims(each) and constant:
             step.held[each] = Along("same")
-        elif step.dims(each):
+        elif before and not tall and not step.dims(each) and step.name in APART | {"getitem"}:
+            step.held[each] = Along("part", made=PART)  # a view, into which somebody may write
+        elif step.dims(each) or tall or (before and step.name not in CONSTANT | SAME):  # a sum of ones tells how many there are
             step.held[each] = Along("made", made=tall[0].made if tall else step.name)
 
 
@@ -150,11 +154,11 @@ def _on_masks(step: Step, own: Sequence[torch.Tensor]) -> tuple[str, int]:
         return why or f"computes '{step.name}' of tokens and of a mask", 1
     if step.name not in ELEMENTWISE | VIEWS | BROADCAST | {"getitem", "unsqueeze", "squeeze"}:
         return f"computes '{step.name}' with a mask", 1
-    if step.name == "getitem" and not _plain(step.args[1], step.dims(step.args[0]), step.args[0].ndim):
+    if step.name == "getitem" and not plain(step.args[1], step.dims(step.args[0]), step.args[0].ndim):
         return "cuts its mask to the number of its own tokens", 1
     for each in step.made:
         dims, last = step.dims(each), each.ndim - 1
-        known = dims in ((last - 1, last), (last,)) and all(each.shape[dim] == step.length for dim in dims)
+        known = dims in ((last - 1, last), (last,)) and all(each.shape[dim] in factors(step.length) for dim in dims)
         if not known:
             return f"turns its mask round ({step.name})", 1
     return "", 1
@@ -193,7 +197,7 @@ def _on_own(step: Step, own: Sequence[torch.Tensor]) -> tuple[str, int]:
     if name in RECURRENT:
         return f"carries a state from token to token ({name})", 1
     if name == "multi_head_attention_forward":
-        return f"attends by itself (nn.MultiheadAttention): {OWN_ATTENTION}", 1
+        return PAIRS.format("nn.MultiheadAttention"), 1
     why = contracts(name, step.args, step.kwargs, step.length)
     return (f"computes '{name}' with tokens, of which nothing is known" if why is None else why), behind
 
@@ -213,7 +217,7 @@ def _aligned(step: Step, given: Sequence[torch.Tensor] | None = None) -> str:
 
 def _counted(step: Step) -> str:
     """Whether a number that it computes with is how many tokens there are, or what people make of that."""
-    made_of = (step.length, 1 / step.length, step.length**0.5, step.length**-0.5, log(step.length))
+    made_of = [made for n in factors(step.length) for made in (n, 1 / n, n**0.5, n**-0.5, log(n))]
     numbers = [each for each in (*step.args, *step.kwargs.values()) if type(each) in (int, float)]
     counted = step.name in ARITHMETIC and any(isclose(each, number) for each in numbers for number in made_of)
     return f"computes with the number of tokens ({step.name})" if counted else ""
@@ -226,7 +230,8 @@ def _viewed(step: Step, tensor: torch.Tensor) -> tuple[str, int]:
     found = step.dims(made)
     if len(found) == 1:
         after = prod(made.shape[found[0] + 1 :])
-        if inner % after == 0 and made.shape[found[0]] % (step.length * (inner // after)) == 0:
+        own = prime_in(tensor.shape[dim], step.length)
+        if own and inner % after == 0 and made.shape[found[0]] % (own * (inner // after)) == 0:
             return "", inner // after
     return f"moves elements from token to token ({step.name})", 1
 
@@ -238,7 +243,7 @@ def _over(step: Step, own: Sequence[torch.Tensor]) -> str:
     place, default = DIMS[step.name]
     first = step.argument(0, "input", "tensors")
     if isinstance(first, torch.Tensor) and first not in step.held:  # rows of a table, by what tokens say
-        return _aligned(step, own)
+        return _aligned(step, own) if step.name in LOOKUPS else f"adds tokens up in a table ({step.name})"
     over = step.argument(place, "dim", "dims", "axis", default=default)
     if isinstance(over, torch.Tensor):  # the larger one of two
         return _aligned(step)
@@ -249,7 +254,7 @@ def _over(step: Step, own: Sequence[torch.Tensor]) -> str:
     (dim,) = step.dims(own[0])
     if step.name == "stack":
         return _aligned(step)
-    if None in over or any(each % ndim == dim for each in over):
+    if not over or any(each is None or type(each) is bool or each % ndim == dim for each in over):  # x.var(False): over all
         return "takes tokens apart" if step.name in APART else f"takes {step.name} over tokens"
     return _aligned(step)
 
@@ -260,37 +265,11 @@ def _indexed(step: Step) -> str:
     if tensor not in step.held or step.held[tensor].kind == "same":
         if step.name == "setitem" and tensor not in step.held:
             return "writes tokens into a table"
-        if step.name == "setitem" and not _plain(index, step.dims(tensor), tensor.ndim):
+        if step.name == "setitem" and not plain(index, step.dims(tensor), tensor.ndim):
             return "writes into some of the tokens"
         return _aligned(step, [each for each in tensors((index,)) if each in step.held])
     if tensors((index,)):
         return f"takes tokens by an index ({step.name})"
-    if not _plain(index, step.dims(tensor), tensor.ndim, tensor.shape[step.dims(tensor)[0]]):
+    if not plain(index, step.dims(tensor), tensor.ndim, tensor.shape[step.dims(tensor)[0]]):
         return PART
     return ""
-
-
-def _plain(index: Any, dims: Sequence[int], ndim: int, length: int = 0) -> bool:
-    """Whether an index leaves the `dims` alone. A slice of them that stops at their `length` does, where that is not 0.
-
-    Of its own tokens, a block counts how many they are. A mask has all keys, and would be cut.
-    """
-    parts = index if isinstance(index, tuple) else (index,)
-    if not all(each is None or each is Ellipsis or type(each) in (slice, int, list) for each in parts):
-        return False
-    return all(dim not in dims or _all(each, length) for dim, each in _spread(parts, ndim))
-
-
-def _all(each: Any, length: int) -> bool:
-    return isinstance(each, slice) and (each == slice(None) or (length > 0 and range(length)[each] == range(length)))
-
-
-def _spread(parts: Sequence[Any], ndim: int) -> Iterator[tuple[int, Any]]:
-    """For each dim that is indexed, how."""
-    named, dim = sum(each is not None and each is not Ellipsis for each in parts), 0
-    for each in parts:
-        if each is Ellipsis:
-            dim += ndim - named
-        elif each is not None:
-            yield dim, each
-            dim += 1

@@ -11,17 +11,18 @@ from typing import Any
 
 import torch
 
+from meshwright.model.primes import has_tokens
+
 _PRODUCTS = {"matmul": 0, "mm": 0, "bmm": 0, "mv": 0, "rmatmul": 0, "addmm": 1, "baddbmm": 1, "linear": 0}
-PAIRS = (
-    "attends by itself ({0}): call F.scaled_dot_product_attention (in transformers: attn_implementation = 'sdpa' in the config)"
-)
+ATTENDS = "attends by itself"
+PAIRS = f"{ATTENDS} ({{0}})"
 SUMS = "sums over tokens ({0})"
 
 
 def contracts(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int) -> str | None:
     """Why the product `name` does not treat each token by itself; "": it does, None: it is no product that is known.
 
-    Tokens are along dims whose size `length` divides.
+    Tokens are along dims whose size `length` tells (model/primes.py).
     """
     if name == "einsum":
         return _einsum(args, length)
@@ -34,7 +35,7 @@ def contracts(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], lengt
         left, right = right, left
     if name == "linear":
         right = right.mT if right.ndim == 2 else right
-    if first and any(size % length == 0 for size in given[0].shape) and given[0].ndim < 2:
+    if first and any(has_tokens(size, length) for size in given[0].shape) and given[0].ndim < 2:
         return f"adds a tensor of tokens along another dim ({name})"
     return _product(name, left, right, length)
 
@@ -52,7 +53,7 @@ def _product(name: str, left: torch.Tensor, right: torch.Tensor, length: int) ->
 
 def _behind(tensor: torch.Tensor, length: int) -> set[int]:
     """The dims of tokens, counted from behind."""
-    return {tensor.ndim - dim for dim, size in enumerate(tensor.shape) if size and size % length == 0}
+    return {tensor.ndim - dim for dim, size in enumerate(tensor.shape) if has_tokens(size, length)}
 
 
 def _einsum(args: tuple[Any, ...], length: int) -> str | None:
@@ -66,7 +67,7 @@ def _einsum(args: tuple[Any, ...], length: int) -> str | None:
         before, dots, after = word.partition("...")
         spread = tensor.ndim - len(before) - len(after)
         named = [*before, *(f".{spread - i}" for i in range(spread if dots else 0)), *after]
-        letters |= {letter for letter, size in zip(named, tensor.shape, strict=True) if size and size % length == 0}
+        letters |= {letter for letter, size in zip(named, tensor.shape, strict=True) if has_tokens(size, length)}
     if any(letter not in gives and not letter.startswith(".") for letter in letters) or "->" not in args[0]:
         return SUMS.format("einsum")
     return PAIRS.format("einsum") if len(letters) > 1 else ""

@@ -27,6 +27,7 @@ from meshwright.model.plugs import plug
 from meshwright.model.reading import OTHER_BATCH, Reading
 from meshwright.model.trial import PROBE_BATCH, depends_on_values
 
+MOST = 256  # courses that are kept: that of 32 layers takes some 0.2 MB, and to learn it again as long as some steps
 Inputs = Mapping[str, torch.Tensor]
 Kind = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
@@ -69,33 +70,41 @@ def bordered(
     With `dealt`, of which of them a rank has its own tokens.
     """
     inputs = {column.name: reading.example[column.name] for column in reading.anatomy.inputs}
-    borders = learn(reading, inputs, dtype, compute=compute, dealt=dealt).borders
+    borders = courses_of(reading, dtype).of(inputs, compute, dealt=dealt).borders
     return replace(reading, anatomy=replace(reading.anatomy, borders=borders))
+
+
+def courses_of(reading: Reading, dtype: torch.dtype) -> "Courses":
+    """The courses of the model of `reading` with parameters in `dtype`: the same for all who ask, so each is learnt once."""
+    return reading.courses.setdefault(dtype, Courses(reading, dtype))
 
 
 @dataclass
 class Courses:
-    """The courses of a model by the shape of its inputs, each learnt when it is first asked for; threads may share them."""
+    """The courses of a model by the shape of its inputs, each learnt when it is first asked for; threads may share them.
+
+    Of more than `most` the one goes that nobody has asked for longest, so a run whose rows have any length does not grow.
+    """
 
     reading: Reading
     dtype: torch.dtype = torch.float32
+    most: int = MOST
     _known: dict[tuple[Kind, bool, torch.dtype | None, bool], Course] = field(default_factory=dict)
     _learning: Lock = field(default_factory=Lock, repr=False, compare=False)
 
-    def of(self, inputs: Inputs, *, training: bool = True, dealt: bool = False) -> Course:
-        """The course of a forward on `inputs`, of any number of rows; under autocast, where that is on."""
+    def of(self, inputs: Inputs, compute: torch.dtype | None = None, *, training: bool = True, dealt: bool = False) -> Course:
+        """The course of a forward on `inputs`, of any number of rows, whose products compute in `compute`, as in `learn`."""
         kind = tuple((key, tuple(value.shape[1:]), value.dtype) for key, value in inputs.items())
-        compute = _autocasting(next(iter(inputs.values())).device.type)
+        compute = None if compute == self.dtype else compute
+        key = kind, training, compute, dealt
         with self._learning:
-            if (kind, training, compute, dealt) not in self._known:
-                how = {"training": training, "compute": compute, "dealt": dealt}
-                self._known[kind, training, compute, dealt] = learn(self.reading, inputs, self.dtype, **how)
-            return self._known[kind, training, compute, dealt]
-
-
-def _autocasting(device: str) -> torch.dtype | None:
-    """What products compute in on such a device; None: as what goes in is."""
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+            known = self._known.pop(key, None)
+            if known is None:
+                known = learn(self.reading, inputs, self.dtype, training=training, compute=compute, dealt=dealt)
+                while len(self._known) >= self.most:
+                    del self._known[next(iter(self._known))]
+            self._known[key] = known  # behind all others: it was asked for last
+            return known
 
 
 def _record(
@@ -121,7 +130,7 @@ def _record(
         for block in blocks.values():
             block.forward = partial(_within, mode, block.forward)
     if dealt is not None:
-        plug(module, lambda: None)
+        plug(module, lambda queries, keys: None)
     casting = torch.autocast("cpu", dtype=compute, enabled=compute not in (None, dtype), cache_enabled=False)
     dice = Dice(seed=0)
     used = {place for place, column in enumerate(reading.anatomy.outputs) if column.used}

@@ -74,6 +74,19 @@ def attention_of(module: nn.Module) -> str:
     return str(config._attn_implementation) if config is not None and exchanged else ""
 
 
+def instead(module: nn.Module, name: str) -> str:
+    """How the part `name` of `module`, which multiplies queries with keys itself, would come to attend by torch's function."""
+    inner = [each for at, each in module.named_modules() if is_pretrained(each) and (not at or f"{name}.".startswith(f"{at}."))]
+    if not inner:
+        return "call F.scaled_dot_product_attention"
+    kind: Any = next(each for each in type(inner[-1]).__mro__ if each.__module__.startswith("transformers."))
+    if not kind._supports_sdpa:
+        return f"transformers' {kind.__name__} has no other way to attend"
+    if config_of(inner[-1])._attn_implementation == "sdpa":
+        return "it does so beside F.scaled_dot_product_attention, or where that cannot do it"
+    return "set attn_implementation = 'sdpa' in its config"
+
+
 def _bare(module: nn.Module) -> nn.Module:
     """The model inside the wrapper that holds adapters."""
     return cast(Any, module).get_base_model() if is_adapted(module) else module

@@ -128,6 +128,11 @@ class Dice:
         finally:
             self._step, self._samples, self._visit, self._count = before
 
+    @property
+    def on_trial(self) -> bool:
+        """Whether a trial forward is under way."""
+        return self._trial_batch is not None
+
     def begin_trial(self, batch: int | None) -> None:
         """Say that a trial forward on `batch` samples comes; None ends the trials."""
         self._trial_batch = batch

@@ -29,6 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.core.errors import PlanError
 from meshwright.model.attention import Attention
 from meshwright.model.dice import Dice
+from meshwright.model.reruns import CHECKPOINTING, checkpointed
+from meshwright.model.reruns import REPAIR as REDRAWN
 from meshwright.model.sliced import Part
 
 REPAIR = "use F.dropout or torch.rand, which draw by sample, or draw when the data is made"
@@ -88,7 +90,7 @@ class StatelessDropout(TorchFunctionMode):
         self._dice = dice
         self._drawing: dict[Any, Callable[..., torch.Tensor]] = {
             F.dropout: self._dropout,
-            torch.dropout: self._dropout,
+            torch.dropout: self._torch_dropout,
             torch.dropout_: self._dropout_,
             F.scaled_dot_product_attention: self._attention,
             kept: self._kept,
@@ -111,10 +113,20 @@ class StatelessDropout(TorchFunctionMode):
             raise ValueError(f"a dropout probability of {p}; needed is a number from 0 to 1; repair the module's p")
         if not training or p == 0:
             return input
+        self._refuse_again()
         gone = ~self._dice.keep(input.shape, p, input.device)
         scale = 1 / (1 - p) if p < 1 else 0.0
         # masked_fill keeps the bool mask for the backward; a product would keep a mask of the input's dtype
         return input.masked_fill_(gone, 0).mul_(scale) if inplace else input.masked_fill(gone, 0) * scale
+
+    def _refuse_again(self) -> None:
+        """Raise PlanError, in a trial, where what draws runs again in backward."""
+        if self._dice.on_trial and checkpointed():
+            text = f"random numbers are drawn within {CHECKPOINTING}, and would be drawn anew when backward runs that again"
+            raise PlanError(text, fix=REDRAWN, where=self._dice.place)
+
+    def _torch_dropout(self, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        return self._dropout(input, p, train)
 
     def _dropout_(self, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
         return self._dropout(input, p, train, inplace=True)
@@ -123,6 +135,7 @@ class StatelessDropout(TorchFunctionMode):
         return self._dice.keep_part(part, p, like.device)
 
     def _rand(self, *size: Any, generator: object = None, **kwargs: Any) -> torch.Tensor:
+        self._refuse_again()
         size = kwargs.pop("size", size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
         device = torch.device(kwargs.pop("device", None) or torch.get_default_device())
         drawn = self._dice.uniform(size, kwargs.pop("dtype", None) or torch.get_default_dtype(), device)

@@ -19,8 +19,9 @@ from meshwright.model.blueprint import Blueprint
 from meshwright.model.configs import use_experts_on_trial
 from meshwright.model.dice import Dice
 from meshwright.model.dropout import trial
+from meshwright.model.handed import Judge
 from meshwright.model.layers import Propose
-from meshwright.model.passing import Trial, tokens_of
+from meshwright.model.passing import MORE, Trial, tokens_of
 from meshwright.model.proposed import Proposal
 from meshwright.model.streaming import followed
 from meshwright.model.summands import Summands
@@ -76,7 +77,9 @@ def streamed(anatomy: Anatomy, plan: Blueprint, names: tuple[str, ...], inputs: 
     return replace(anatomy, calls=summands.marked(calls), passages=passages)
 
 
-def dealt(visits: tuple[str, ...], plan: Blueprint, names: tuple[str, ...], inputs: Example, targets: Example) -> Tokens | None:
+def dealt(
+    visits: tuple[str, ...], plan: Blueprint, names: tuple[str, ...], inputs: Example, targets: Example, judge: Judge | None
+) -> Tokens | None:
     """What the model does with tokens (core/tokens.py), where its inputs have any.
 
     What glue computes of rows alone, positions and masks, has values: whether there is a mask at all may depend on them.
@@ -84,14 +87,15 @@ def dealt(visits: tuple[str, ...], plan: Blueprint, names: tuple[str, ...], inpu
     dice = Dice(seed=0)
 
     @contextmanager
-    def ready(rows: Example) -> Iterator[Trial]:
-        mode, module = FakeTensorMode(allow_non_fake_inputs=True), on_trial(plan)
-        fake_copy(module, mode)
-        with trial(dice, PROBE_BATCH):
-            some = {key: rows_of(value, PROBE_BATCH) for key, value in rows.items()}
+    def ready(batch: Example, rows: int) -> Iterator[Trial]:
+        mode, module, wide = FakeTensorMode(allow_non_fake_inputs=True), on_trial(plan), rows == MORE
+        fake_copy(module, mode, (lambda name: plan.made_in(name, torch.float64)) if wide else None)
+        with trial(dice, rows):
+            some = {key: rows_of(value, rows) for key, value in batch.items()}
+            some = {key: value.double() if wide and value.is_floating_point() else value for key, value in some.items()}
             yield Trial(module, blocks_of(module, names), dice.enter, some, mode)
 
-    return tokens_of(inputs, targets, visits, plan.instance(), ready)
+    return tokens_of(inputs, targets, visits, plan.instance(), ready, judge)
 
 
 def on_trial(plan: Blueprint) -> nn.Module:

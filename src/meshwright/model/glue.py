@@ -36,6 +36,11 @@ def is_plain(leaf: Any) -> bool:
     return leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type))
 
 
+def plainly(func: Any, args: Any, kwargs: Any) -> Any:
+    """What `func` gives."""
+    return func(*args, **kwargs)
+
+
 class Glue(TorchFunctionMode):
     """While active, and not `quiet`, what is called is what `hear(func, args, kwargs)` makes of it."""
 

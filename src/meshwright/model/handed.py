@@ -30,6 +30,7 @@ class Judge:
     """The loss as a trial sees it: `total(outputs, batch)`, its `targets`, and whether it needs the whole batch at once.
 
     `logits(outputs)` are those that it can take divided by words (None: it cannot); of each token ranks then tell `numbers`.
+    `by_token`: what comes out for some of the tokens, and the same of the targets, gives their part of it.
     """
 
     total: Callable[[Any, Rows], torch.Tensor]
@@ -37,6 +38,7 @@ class Judge:
     whole_batch: bool = False
     logits: Callable[[Any], torch.Tensor] | None = None
     numbers: int = 0
+    by_token: bool = False
 
 
 def columns(rows: Rows) -> tuple[Column, ...]:

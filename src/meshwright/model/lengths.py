@@ -47,7 +47,7 @@ def run_again() -> str:
     return f"runs in {CHECKPOINT}" if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None else ""
 
 
-def unlike(mine: Sequence[Computed], other: Sequence[Computed], length: int) -> str:
+def unlike(mine: Sequence[Computed], other: Sequence[Computed], length: str) -> str:
     """Why a visit that computes `mine`, and `other` on rows of so many tokens, must know how many there are; "": it need not."""
     for one, two in zip(mine, other, strict=False):
         if one.name != two.name:

@@ -53,6 +53,8 @@ DIMS: dict[str, tuple[int, Any]] = {
     "iter": (9, 0),
 }
 APART = _names("chunk split split_with_sizes tensor_split unbind select narrow iter")
+LOOKUPS = _names("gather index_select take_along_dim")
+SAME = _names("mean amax amin max min median mode any all")  # of what is the same for every token, the same for any number
 NORMS = _names("batch_norm instance_norm group_norm")
 RECURRENT = _names("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell")
 CONVOLUTIONS = _names("conv1d conv2d conv3d conv_transpose1d conv_transpose2d unfold fold max_pool1d avg_pool1d")

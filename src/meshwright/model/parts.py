@@ -15,7 +15,7 @@ made it, or in the closing visit where glue did. The order of a backward: what l
 then the closing visit, then the visits in reverse; then `received` have theirs.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,7 @@ from meshwright.model.apart import Apart
 from meshwright.model.captured import marks
 from meshwright.model.course import Course, Place, Stub
 from meshwright.model.drive import Drive, Pass, Reach, Visit
-from meshwright.model.glue import Glue
+from meshwright.model.glue import Glue, plainly
 from meshwright.model.only import Dealt
 from meshwright.model.script import Script
 from meshwright.model.standing import ANOTHER_WAY, Looks, Standing
@@ -74,7 +74,7 @@ def run(
     leave: Callable[[], None] | None = None,
     skip: Heard | None = None,
     scripts: Scripts | None = None,
-    inputs: Iterable[torch.Tensor] = (),
+    inputs: Mapping[str, torch.Tensor] | None = None,
     dealt: Dealt | None = None,
     looks: Looks = tuple,
 ) -> Ran:
@@ -100,13 +100,15 @@ def run(
         payload[name] = Alias.apply(taken[name], copy) if name in needed else copy
     received = {name: taken[name] for name in needed}
     if dealt is not None:
-        payload |= {each.name: dealt.apart(payload[each.name], each.along) for each in part.takes if each.along is not None}
-    seeds, key = (*(payload[value.name] for value in part.takes), *inputs), (part.visits[0], rows, id(course))
+        apart = ((each.name, each.along) for each in part.takes if each.along is not None)
+        payload |= {name: dealt.apart(payload[name], along, course.shape(name, rows)[along]) for name, along in apart}
+    seeds = (*(payload[value.name] for value in part.takes), *(inputs or {}).values())
+    key = part.visits[0], *(inputs or ()), *((seed.shape, seed.dtype) for seed in seeds)
     script = scripts.find(key) if scripts is not None and grad else None
     if script is not None:
         return _ran(drive, part, received, *drive.forward(reach, partial(_again, drive, script, seeds), leave))
     writer = scripts.writer(key, seeds) if scripts is not None and grad else None
-    standing = Standing(course, part, rows, torch.device(device), payload, _plainly if writer is None else writer.call, looks)
+    standing = Standing(course, part, rows, torch.device(device), payload, plainly if writer is None else writer.call, looks)
     under_way = _Run(drive, course, part, standing, skip, writer, dealt)
 
     def whole() -> Any:
@@ -134,10 +136,6 @@ def _again(drive: Drive, script: Script, seeds: Sequence[torch.Tensor]) -> Any:
     for name in script.skipped:
         drive.skip(name)
     return script.play(seeds)
-
-
-def _plainly(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*args, **kwargs)
 
 
 class _Run:

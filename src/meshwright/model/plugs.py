@@ -38,7 +38,7 @@ ASKS = re.compile(r"""["']sdpa["']""")  # code that asks for the name of the fun
 MAKES = "has_relative_attention_bias"  # whether a module asks for a bias, or makes zeros itself
 UNPLUGGED = ("softcap", "s_aux", "cache")  # what other functions of transformers know besides
 
-Shares = Callable[[], Share | None]  # which tokens are here; None: the model runs as it is
+Shares = Callable[[int, int], tuple[Share, Share] | None]  # of so many queries and keys, which are here; None: all
 Told = Callable[[torch.Tensor], object]  # hears of a bias: own queries, all keys
 Aside = Callable[[], AbstractContextManager[object]]  # round the making of it
 
@@ -153,14 +153,15 @@ def _rows(
 ) -> torch.Tensor:
     """The bias of own queries and all keys, [1, heads, own, all]; a causal module's forbids what comes behind."""
     shares, aside, told = ways
-    share = shares()
-    if share is None and not _across(module):
+    here = shares(query_length, key_length)
+    if here is None and not _across(module):
         return whole(query_length, key_length, **more)
-    length = key_length if share is None else share.length
-    if share is None or _across(module):
+    length = key_length if here is None else here[1].length
+    if here is None or _across(module):
         bias = _zeros(module).expand(1, module.n_heads, query_length, length)
         told(bias)
         return bias
+    share = here[0]
     with aside():
         line = whole(1, 2 * length - 1, device=more.get("device"), past_seen_tokens=length - 1)[0, :, 0]
         behind = torch.arange(length, device=line.device) - share.positions(line.device).unsqueeze(-1)

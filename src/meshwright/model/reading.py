@@ -9,7 +9,7 @@ A model is run in training mode. One that comes in training mode keeps what it s
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.core.anatomy import ROOT, Anatomy, Column, Weight, block_of
 from meshwright.core.errors import PlanError
+from meshwright.core.load import Weighed
 from meshwright.core.tokens import Tokens
 from meshwright.model.anatomy import WHOLE, find_blocks, owners
 from meshwright.model.blueprint import Blueprint
@@ -31,7 +32,11 @@ from meshwright.model.sliced import between
 from meshwright.model.sockets import find_sockets, hidden_matrices
 from meshwright.model.sources import Loaded
 from meshwright.model.trial import PROBE_BATCH, Findings, depends_on_values, fake_copy, observe, visits_of
+from meshwright.model.weighing import Trial, weigh
 from meshwright.model.wide import widen
+
+if TYPE_CHECKING:
+    from meshwright.model.courses import Courses
 
 Example = Mapping[str, torch.Tensor]
 OTHER_BATCH = 5
@@ -58,12 +63,38 @@ class Reading:
     captured: dict[str, int] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     few: Example = field(default_factory=dict, repr=False, compare=False)
+    judge: Judge | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def tokens(self) -> Tokens | None:
         """What the model does with tokens, learnt by a trial of its own when it is first asked; None where it takes in none."""
         inputs, targets = ({each.name: self.few[each.name] for each in of} for of in (self.anatomy.inputs, self.anatomy.targets))
-        return dealt(self.anatomy.visits, self.blueprint, self.block_names, inputs, targets)
+        return dealt(self.anatomy.visits, self.blueprint, self.block_names, inputs, targets, self.judge)
+
+    @cached_property
+    def courses(self) -> dict[torch.dtype, "Courses"]:
+        """The courses of its forward by the dtype of parameters, as far as somebody has asked for them (model/courses.py)."""
+        return {}
+
+    def weighed(self, parameters: torch.dtype, compute: torch.dtype) -> Weighed | None:
+        """What the model holds in memory in these dtypes, weighed when it is first asked; None where nobody can tell."""
+        if (parameters, compute) not in self._weighed:
+            self._weighed[parameters, compute] = self._weigh(parameters, compute)
+        return self._weighed[parameters, compute]
+
+    @cached_property
+    def _weighed(self) -> dict[tuple[torch.dtype, torch.dtype], Weighed | None]:
+        return {}
+
+    def _weigh(self, parameters: torch.dtype, compute: torch.dtype) -> Weighed | None:
+        if self.judge is None or self.judge.whole_batch:
+            return None
+
+        def make(mode: FakeTensorMode) -> tuple[nn.Module, dict[str, nn.Module]]:
+            return self.make("cpu", parameters, mode)[:2]
+
+        casts = None if compute == parameters else compute
+        return weigh(Trial(make, self.few, self.judge, self.anatomy.in_place, casts))
 
     def make(
         self, device: torch.device | str, dtype: torch.dtype, fake: FakeTensorMode | None = None, blank: Container[str] = ()
@@ -138,13 +169,13 @@ def read(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Judg
     batch = columns(inputs), columns(targeted)
     anatomy = replace(anatomy, inputs=batch[0], targets=batch[1], outputs=outputs, whole_batch=other, origin=plan.origin)
     anatomy = replace(anatomy, inside_numel=tuple(found.inside_numel), calls=shown.calls, logits=shown.logits)
-    anatomy = replace(anatomy, numbers=shown.numbers, portions=shown.portions)
+    anatomy = replace(anatomy, numbers=shown.numbers, portions=shown.portions, reruns=tuple(dict.fromkeys(found.reruns)))
     anatomy = replace(streamed(anatomy, plan, names, inputs), loss_numel=kept(judge, few, found.outputs) // PROBE_BATCH)
     row = {key: value.detach()[:1].clone() for key, value in example.items()}
     unused = tuple(name for name, entry in plan.logical.items() if entry.requires_grad and not found.users[name])
     attends = tuple(dict.fromkeys(found.attends))
     few = {key: value.detach() for key, value in few.items()}
-    return Reading(plan, names, anatomy, sites, row, tuple(found.stateful), attends, found.captured, unused, few)
+    return Reading(plan, names, anatomy, sites, row, tuple(found.stateful), attends, found.captured, unused, few, judge)
 
 
 def _trial(

@@ -17,13 +17,13 @@ that leaves something behind in the model's attributes, a counter or the last me
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from meshwright.model.values import mapped, tensors
+from meshwright.model.values import is_record, mapped, tensors
 
 Make = Callable[[Sequence[Any]], Any]  # of what is live, by number, something that was called with it or made of it
 
@@ -96,8 +96,8 @@ def made(template: Any) -> Make:
         makes = [made(item) for item in template]
         return lambda live: tuple([make(live) for make in makes])
     if type(template) is dict:
-        fixed = {key: item if _is_fixed(item) else None for key, item in template.items()}
         rest = [(key, made(item)) for key, item in template.items() if not _is_fixed(item)]
+        fixed = template | dict.fromkeys(key for key, _ in rest)
         return lambda live: fixed | {key: make(live) for key, make in rest}  # in the order of `fixed`
     if _is_fixed(template):
         return lambda live: template
@@ -108,4 +108,4 @@ def _is_fixed(template: Any) -> bool:
     """Whether it is the same each time, and nobody can write into it."""
     if isinstance(template, tuple):
         return all(map(_is_fixed, template))
-    return not (isinstance(template, (Slot, list, dict)) or is_dataclass(template))
+    return not (isinstance(template, (Slot, list, dict)) or is_record(template))

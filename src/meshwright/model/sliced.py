@@ -24,6 +24,7 @@ from meshwright.core.cut import Cut, Span
 from meshwright.core.errors import PlanError
 from meshwright.core.tokens import LEAST, Deal, filled
 from meshwright.model.linears import Use
+from meshwright.model.positions import positions
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Slice:
             if span is not None and len(span.ranges) == 1:
                 at = at + span.ranges[0][0]
             elif span is not None:
-                at = torch.cat([torch.arange(*ends, device=index.device) for ends in span.ranges])[at]
+                at = torch.tensor(positions(span.ranges), device=index.device)[at]
             found += at * behind
         return found
 

@@ -87,9 +87,12 @@ class Standing:
 
     def among(self, value: Any) -> dict[int, str]:
         """The values of other parts among the tensors in `value`: their names, by id."""
-        found = {id(each): each.value for each in foreigns(value)}
-        if self._real:
-            found |= {id(each): self._real[id(each)] for each in tensors(value) if id(each) in self._real}
+        found: dict[int, str] = {}
+        for each in tensors(value):
+            if type(each) is Foreign:
+                found[id(each)] = each.value
+            elif self._real and id(each) in self._real:
+                found[id(each)] = self._real[id(each)]
         return found
 
     def real(self, given: Any, who: str) -> Any:

@@ -12,7 +12,7 @@ from math import prod
 
 from torch import nn
 
-from meshwright.core.anatomy import ROOT, Anatomy, block_of
+from meshwright.core.anatomy import ROOT, block_of
 from meshwright.core.errors import Fault, PlanError
 from meshwright.model.anatomy import WHOLE, find_blocks
 from meshwright.model.declared import attention_of
@@ -56,8 +56,8 @@ class SocketRow:
 
 @dataclass(frozen=True)
 class Survey:
-    """What `survey` returns; `faults` are those of the trial, empty when the model can be trained as it is; then it has an
-    `anatomy`.
+    """What `survey` returns; `faults` are those of the trial, empty when the model can be trained as it is; then it has a
+    `reading`.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Survey:
     notes: tuple[str, ...] = ()
     advice: tuple[Fault, ...] = ()
     faults: tuple[Fault, ...] = ()
-    anatomy: Anatomy | None = None
+    reading: Reading | None = None
 
 
 def survey(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Judge | None = None) -> Survey:
@@ -110,7 +110,7 @@ def survey(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Ju
         notes=() if reading is None else reading.anatomy.notes,
         advice=tuple(_advice(module, loaded, reading, sockets)),
         faults=faults,
-        anatomy=None if reading is None else replace(reading.anatomy, tokens=reading.tokens),
+        reading=reading,
     )
 
 

@@ -50,7 +50,7 @@ class _Alone(TorchFunctionMode):
 
 def _alone(name: str, run: Run, x: torch.Tensor) -> torch.Tensor:
     with _Alone(name):
-        y = run(x)
+        y = run(x.contiguous())  # what it was given whole was that, and it may view it so
     if not isinstance(y, torch.Tensor) or y.shape[: TOKENS + 1] != x.shape[: TOKENS + 1]:
         text = f"the module '{name}' does not give out a tensor with the tokens that it takes in"
         raise PlanError(text, fix="leave `mlp` out of the strategy that runs it in tiles", where="model")
@@ -85,7 +85,7 @@ class _Tiled(torch.autograd.Function):
             parts = (each.tensor_split(pieces, TOKENS) for each in (x, grads[0], x if gradient is None else gradient))
             for taken, came, place in zip(*parts, strict=True):
                 with torch.enable_grad():
-                    leaf = taken.detach().requires_grad_(gradient is not None)
+                    leaf = taken.detach().contiguous().requires_grad_(gradient is not None)
                     y = _alone(name, run, leaf)
                 if y.requires_grad:
                     torch.autograd.backward([y], [came])

@@ -34,6 +34,7 @@ from meshwright.model.flow import Flow, kinds_of
 from meshwright.model.inside import Inside
 from meshwright.model.linears import Seen, Use
 from meshwright.model.paths import pieces
+from meshwright.model.reruns import checkpointed
 from meshwright.model.stretches import Saved, Stretches
 from meshwright.model.values import tensors
 from meshwright.model.words import Followed
@@ -57,7 +58,8 @@ class Findings:
     `users` are, per parameter by name, the visits that use it (ROOT for glue); `stateful` the buffers that are written;
     `outputs` is what it returned; `attends` the visits that call torch's attention; `captured` how many tensors left blocks
     by each side channel; `drawn`, for each use of a layer, the draws of its visit before it; `followed` what became of the
-    weights and outputs of tables and heads; `stretches` when layers ran, and `saved` what was kept meanwhile.
+    weights and outputs of tables and heads; `stretches` when layers ran, and `saved` what was kept meanwhile. `reruns` are the
+    visits that the model itself runs again in backward.
     """
 
     visits: list[str] = field(default_factory=list)
@@ -76,6 +78,7 @@ class Findings:
     followed: Followed = field(default_factory=lambda: Followed(nn.Module(), {}))
     stretches: Stretches = field(default_factory=lambda: Stretches(lambda: 0, lambda: 0))
     saved: list[Saved] = field(default_factory=list)
+    reruns: list[str] = field(default_factory=list)
 
 
 def observe(
@@ -209,6 +212,8 @@ class _Watched(TorchFunctionMode):
         if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward) and self._drive.in_glue:
             text = f"the forward takes gradients itself ({func.__name__}) between blocks, where the graph is cut"
             raise PlanError(text, fix=f"take them inside one block, or {LARGER}", where="model")
+        if not self._drive.in_glue and self._found.visits[-1:] != self._found.reruns[-1:] and checkpointed():
+            self._found.reruns += self._found.visits[-1:]
         if func in ATTENTION and not self._drive.in_glue:
             self._found.attends.append(self._found.visits[-1])
             if func is F.scaled_dot_product_attention:

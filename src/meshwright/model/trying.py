@@ -94,7 +94,7 @@ def _fault(
 
     try:
         following = flow.following(module, held, kinds_of(module), lambda: bool(blocks) and not depth[0])
-        with _quiet(), ready(module) as forward, following:  # the flow meets dropout before its numbers are drawn
+        with quiet(), ready(module) as forward, following:  # the flow meets dropout before its numbers are drawn
             for name, block in held.items():  # inside of what the flow notes where a block begins and ends
                 block.register_forward_pre_hook(partial(enter, name))
                 block.register_forward_hook(leave, prepend=True)
@@ -136,7 +136,7 @@ def _slice_of(cut: Cut) -> Cut:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Meanwhile torch does not write on the terminal that a fake operation failed: here that is an answer."""
     log = getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True

@@ -3,16 +3,18 @@
 A tensor in any other object is not seen. It keeps its graph, and passes borders between blocks uncut.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import fields, is_dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
 
-_PLAIN = frozenset({type(None), bool, int, float, str})
+_PLAIN = frozenset({type(None), bool, int, float, str, slice, type(...), torch.dtype, torch.device, torch.Size})
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -29,21 +31,25 @@ def named(value: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
     if isinstance(value, (tuple, list)):
         items: Mapping[Any, Any] = dict(enumerate(value))
     else:
-        items = value if isinstance(value, dict) else _items(value) if _is_record(value) else {}
+        items = value if isinstance(value, dict) else _items(value) if is_record(value) else {}
     return [found for key, item in items.items() for found in named(item, f"{name}.{key}" if name else str(key))]
 
 
 def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
-    for value in values:
-        if type(value) in _PLAIN:  # most of what a block is called with; this runs for every block of every step
+    for value in values:  # this runs for every block of every step, and mostly meets plain values, tuples and dicts
+        kind = type(value)
+        if kind in _PLAIN:
             continue
-        if isinstance(value, torch.Tensor):
+        if kind is tuple or kind is dict:
+            if value:
+                _collect(value if kind is tuple else value.values(), found)
+        elif isinstance(value, torch.Tensor):
             found.append(value)
         elif isinstance(value, (tuple, list)):
             _collect(value, found)
         elif isinstance(value, dict):
             _collect(value.values(), found)
-        elif _is_record(value):
+        elif is_record(value):
             _collect(_items(value).values(), found)
 
 
@@ -67,7 +73,7 @@ def swap(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
             fresh = swap(item, new)
             if fresh is not item:
                 value[key] = fresh
-    elif _is_record(value):
+    elif is_record(value):
         for name, item in _items(value).items():
             fresh = swap(item, new)
             if fresh is not item:
@@ -82,18 +88,30 @@ def copied(value: Any) -> Any:
 
 def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """`value` with new lists, dicts and dataclasses, and `leaf(item)` for whatever is none of these, tuples apart."""
+    if type(value) in _PLAIN and not isinstance(value, tuple):
+        return leaf(value)
     if isinstance(value, (list, dict)):
-        fresh = copy(value)
+        fresh = _shell(value)
         for key, item in list(enumerate(value) if isinstance(value, list) else value.items()):
             fresh[key] = mapped(item, leaf)
         return fresh
     if isinstance(value, tuple):
         return _remade(value, [mapped(item, leaf) for item in value])
-    if not _is_record(value):
+    if not is_record(value):
         return leaf(value)
     fresh = copy(value)
     for name, item in _items(value).items():
         object.__setattr__(fresh, name, mapped(item, leaf))
+    return fresh
+
+
+def _shell(value: Any) -> Any:
+    """A new list or dict like `value`, whose items are put in anew."""
+    if not (isinstance(value, OrderedDict) and is_record(value)):
+        return copy(value)
+    kind: type[Any] = type(value)
+    fresh = OrderedDict.__new__(kind)  # a ModelOutput looks through its fields once for each of them when it is copied
+    vars(fresh).update(vars(value))
     return fresh
 
 
@@ -120,7 +138,7 @@ def hidden(value: Any) -> list[torch.Tensor]:
 
 
 def _is_open(value: Any) -> bool:
-    return isinstance(value, (tuple, list, dict)) or _is_record(value)
+    return isinstance(value, (tuple, list, dict)) or is_record(value)
 
 
 def _contents(value: Any) -> Iterator[Any]:
@@ -128,7 +146,7 @@ def _contents(value: Any) -> Iterator[Any]:
         yield from value.values()
     elif isinstance(value, (tuple, list)):
         yield from value
-    elif _is_record(value):
+    elif is_record(value):
         yield from _items(value).values()
     elif "__dict__" in dir(value) and not callable(value):
         yield from vars(value).values()
@@ -147,8 +165,14 @@ def _remade(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     return type(value)(*items) if is_named else type(value)(items)
 
 
-def _is_record(value: Any) -> bool:
-    return is_dataclass(value) and not isinstance(value, type)
+def is_record(value: Any) -> bool:
+    """Whether it is an object of a dataclass."""
+    return _is_dataclass(type(value)) and not isinstance(value, type)
+
+
+@lru_cache(maxsize=1024)
+def _is_dataclass(kind: type) -> bool:
+    return is_dataclass(kind)
 
 
 def _items(value: Any) -> dict[str, Any]:

@@ -5,11 +5,10 @@ blocks give out, and a tensor of a block's that it gets hold of otherwise is fou
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -22,62 +21,70 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.core.anatomy import block_of
 from meshwright.core.errors import PlanError
-from meshwright.core.tokens import Attend, Passing
+from meshwright.core.tokens import Attend, Convolve, Passing
 from meshwright.model.alias import another
 from meshwright.model.apart import Apart, Share, aparts, given
-from meshwright.model.attend import mask_of
+from meshwright.model.around import convolution, followed
 from meshwright.model.attention import Attention
-from meshwright.model.bytoken import MADE_INSIDE, OWN, Along, Held, Step, followed, token_dims
+from meshwright.model.bytoken import MADE_INSIDE, OWN, Along, Held, Step, token_dims
 from meshwright.model.captured import marks
+from meshwright.model.contracting import ATTENDS
+from meshwright.model.declared import instead
 from meshwright.model.glue import title
 from meshwright.model.lengths import Computed, run_again
 from meshwright.model.plugs import plug
+from meshwright.model.sizes import Sizes
 from meshwright.model.sockets import find_sockets
-from meshwright.model.trial import PROBE_BATCH
-from meshwright.model.values import leaves, named, swap, tensors
+from meshwright.model.taking import Takes, Visit, attended, called, plain, shape_of, taken_in
+from meshwright.model.together import Met
+from meshwright.model.tokens import reads
+from meshwright.model.values import named, swap, tensors
 from meshwright.model.writing import Brought
-
-
-@dataclass
-class _Visit:
-    """A visit that runs: which modules are under way within, and what keeps it from running on some of the tokens."""
-
-    name: str
-    modules: list[tuple[str, nn.Module]]
-    mixes: str = ""
-    attends: bool = False
-    aside: int = 0  # how many experts are under way: what they do is their own
 
 
 @dataclass(eq=False)
 class Visited(TorchFunctionMode):
-    """What a forward of `module` does with `trial` tokens, which stand for `length`."""
+    """What a forward of `module` does with tokens, of which there are as many as `sizes` says; some begin in visits `begins`."""
 
     module: nn.Module
     blocks: Mapping[str, nn.Module]
     enter: Callable[[str], None]
     mode: FakeTensorMode
-    trial: int
-    length: int
+    sizes: Sizes
+    begins: Collection[str] = ()
     found: dict[str, Passing] = field(default_factory=dict)
     attends: list[Attend] = field(default_factory=list)
-    met: Counter[str] = field(default_factory=Counter)
+    convolves: list[Convolve] = field(default_factory=list)
+    looks: bool = False  # between blocks, at values
     computed: dict[str, list[Computed]] = field(default_factory=dict)
+    idle: list[str] = field(default_factory=list)
     held: Held = field(default_factory=WeakIdKeyDictionary)
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._visit: _Visit | None = None
+        self._visit: Visit | None = None
         self._last = ""
-        self._brought = Brought(Apart)
+        self._brought, self.met = Brought(Apart), Met(self.sizes)
         self._calls: Counter[str] = Counter()
-        self._share = Share(self.trial, ((0, self.trial),), self._bring)
 
-    def run(self, rows: Mapping[str, torch.Tensor]) -> None:
-        """Run the forward on `rows`: what is read has all tokens, on every rank."""
+    @property
+    def trial(self) -> int:
+        """The primes by which tokens are told."""
+        return self.sizes.product
+
+    def _share(self, length: int) -> Share:
+        return Share(length, ((0, length),), self._bring, self._add)
+
+    def run(self, rows: Mapping[str, torch.Tensor], loss: Callable[[Any], torch.Tensor | None]) -> None:
+        """Run the forward on `rows`, which have all tokens on every rank, and take the `loss` of what it gives out."""
         self.enter("")
         with self:
-            self.module(**rows)
+            outputs, self._last = self.module(**rows), ""
+            try:
+                total = loss(outputs)
+            except Exception:  # it needs values, or other outputs: if it is wrong, the first step shows where
+                total, self.looks = None, True
+        self.met.ended(outputs, total)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -87,7 +94,8 @@ class Visited(TorchFunctionMode):
         }
         experts = {socket.name for socket in find_sockets(self.module) if socket.kind == "experts"}
         before = {name: block.__dict__.get("forward") for name, block in self.blocks.items()}
-        plugged = plug(self.module, lambda: self._share, torch._C.DisableTorchFunction, self._biased)
+        shares = lambda queries, keys: (self._share(queries), self._share(keys))  # noqa: E731  what a name would say twice
+        plugged = plug(self.module, shares, torch._C.DisableTorchFunction, self._biased)
         handles = list[RemovableHandle]()
         for name, part in self.module.named_modules():
             if id(part) in inner:  # those of transformers run otherwise on trial (model/configs.py), and each way token by token
@@ -111,6 +119,7 @@ class Visited(TorchFunctionMode):
         kwargs, visit = kwargs or {}, self._visit
         result = func(*args, **kwargs)
         if visit is None:
+            self.looks = self.looks or reads(func.__name__.strip("_"))
             self._between(args, kwargs, result)
             self._brought.watch(func.__name__, args, kwargs)
             return result
@@ -118,11 +127,11 @@ class Visited(TorchFunctionMode):
         if not visit.aside:
             self.computed.setdefault(visit.name, []).append(Computed.of(visit.modules[-1][0], name, args, kwargs))
         if func is F.scaled_dot_product_attention:
-            visit.attends = True
-            self._note(visit, run_again())
-            self._note(visit, self._attended(visit, Attention(*args, **kwargs), result))
+            self._attended(visit, Attention(*args, **kwargs), result)
         elif not visit.aside:
-            self._note(visit, followed(Step(name, args, kwargs, tensors(result), self.held, self.trial)))
+            step = Step(name, args, kwargs, tensors(result), self.held, self.trial)
+            visit.read = visit.read or bool(step.made and (step.of("own") or step.of("mask") or step.of("keys")))
+            self._note(visit, self._convolved(visit, step) if func is F.conv1d else followed(step))
         return result
 
     def _biased(self, bias: torch.Tensor) -> None:
@@ -136,20 +145,21 @@ class Visited(TorchFunctionMode):
             why = f"{block_of(self._last)} hands tokens on behind what it gives out, in an attribute or a list"
             self.found[self._last] = replace(passing, mixes=passing.mixes or why)
 
-    @staticmethod
-    def _note(visit: _Visit, why: str) -> None:
-        visit.mixes = visit.mixes or (f"{visit.modules[-1][0]} {why}" if why else "")
+    def _note(self, visit: Visit, why: str) -> None:
+        if why and not visit.mixes:
+            name = visit.modules[-1][0]
+            visit.mixes = f"{name} {why}" + (f": {instead(self.module, name)}" if why.startswith(ATTENDS) else "")
 
     def _bring(self, local: torch.Tensor, dim: int) -> torch.Tensor:
         """Glue, or a mask, needs all tokens of what a rank has some of."""
         self._brought.add(local)
-        self.met[self._last] += self._true(local) // (PROBE_BATCH if local.shape[0] == PROBE_BATCH else 1)
-        return another(local)
+        return self.met.bring(self._last, another(local), local.shape[dim])
 
-    def _true(self, tensor: torch.Tensor) -> int:
-        """The number of elements of a tensor, with as many tokens as there are."""
-        dims = token_dims(tensor, self.trial)
-        return prod(size // self.trial * self.length if dim in dims else size for dim, size in enumerate(tensor.shape))
+    def _add(self, part: torch.Tensor) -> torch.Tensor:
+        """Glue needs a few tokens, or a sum of all."""
+        if part._is_view():
+            self._brought.add(part)
+        return self.met.bring(self._last, another(part))
 
     def _run(self, name: str, block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """A block runs; within another one, or without gradients, it is no visit."""
@@ -158,10 +168,12 @@ class Visited(TorchFunctionMode):
                 raise PlanError(f"{name} {run_again()}", fix="set mesh.cp = 1", where="model")
             return forward(*args, **kwargs)
         self._calls[name] += 1
-        visit = _Visit(name if self._calls[name] == 1 else f"{name}#{self._calls[name]}", [(name, block)])
+        visit = Visit(name if self._calls[name] == 1 else f"{name}#{self._calls[name]}", [(name, block)])
         slots = tuple(slot for slot, _ in named((args, kwargs)))
-        takes, new = self._take(visit, (args, kwargs))
-        alone = not aparts((args, kwargs))
+        takes = taken_in((args, kwargs), self.sizes, self.held, begins=visit.name in self.begins)
+        self.met.enter(self._last, (args, kwargs), takes.dims, takes.new)
+        self._note(visit, takes.why)
+        new, alone = takes.new, not aparts((args, kwargs))
         self._note(visit, "" if alone else run_again())
         args, kwargs = swap((args, kwargs), new)
         self._visit, self._last, capturing = visit, visit.name, marks()
@@ -174,99 +186,93 @@ class Visited(TorchFunctionMode):
         swap((args, kwargs), {id(new[id(each)]): each for each in tensors((args, kwargs)) if id(each) in new})
         for mark in capturing:
             for each in tensors(mark.added):
-                self._note(visit, f"hands {mark.channel} on behind what it gives out" if token_dims(each, self.trial) else "")
+                visit.leaks = visit.leaks or bool(token_dims(each, self.trial))
+                self._note(visit, f"hands {mark.channel} on behind what it gives out" if visit.leaks else "")
                 self.held.pop(each, None)
         gives = tuple(self._gives(visit, each) for each in tensors(outputs))
-        passing = Passing(visit.name, takes, gives, visit.mixes, slots)
-        if visit.mixes and alone and not visit.attends:
-            passing = self._whole(passing, outputs)
-        self.found[visit.name], gives = passing, passing.gives
-        return given(outputs, gives, self._share)
+        self._note(visit, "attends to something else than its own tokens" if visit.idle and takes.some else "")
+        passing = Passing(visit.name, tuple(takes.dims), gives, visit.mixes, slots, takes_of=tuple(takes.of))
+        own = visit.attends if alone else any(each.visit == visit.name for each in self.attends)
+        if visit.mixes and not visit.leaks and not own:
+            passing = self._whole(passing, outputs, takes) if alone or not visit.read else self._pooled(passing, outputs)
+            self.convolves = [each for each in self.convolves if passing.mixes or each.visit != visit.name]
+        self.met.leave(visit.name, outputs, whole=passing.whole)
+        return self._left(passing, outputs, visit.rows)
 
-    def _whole(self, passing: Passing, outputs: Any) -> Passing:
+    def _left(self, passing: Passing, outputs: Any, rows: Mapping[str, int]) -> Any:
+        """A block has been left: what glue is given of its outputs."""
+        pairs = list(zip(tensors(outputs), passing.gives, strict=True))
+        of = tuple(self.sizes.planned_in(each.shape[dims[0]]) if dims else 0 for each, dims in pairs)
+        passing = replace(passing, gives_of=of)
+        within = tuple((name, count) for name, count in rows.items() if count != passing.runs(0) > 0)
+        self.found[passing.visit] = replace(passing, within=within)
+        told = [(dims[0], self._share(self.sizes.in_glue(each.shape[dims[0]]))) if dims else None for each, dims in pairs]
+        back = {id(each): self.sizes.outward(each) for each, dims in pairs if dims}
+        return given(swap(outputs, back), told)
+
+    def _whole(self, passing: Passing, outputs: Any, takes: Takes) -> Passing:
         """A visit that cannot run on some of the tokens, and may run on all: it is given no other's; as it was, if it may not."""
-        gives = tuple(token_dims(each, self.trial) for each in tensors(outputs))
-        told = [each.shape[dims[0]] == self.trial for each, dims in zip(tensors(outputs), gives, strict=True) if len(dims) == 1]
-        if not told or not all(told) or any(len(dims) > 1 for dims in gives):
+        found, none = tensors(outputs), ((),) * len(passing.takes)
+        gives = tuple(token_dims(each, self.trial) for each in found)
+        told = [each.shape[dims[0]] in self.sizes.planned for each, dims in zip(found, gives, strict=True) if len(dims) == 1]
+        if told and all(told) and not any(len(dims) > 1 for dims in gives):
+            return replace(passing, takes=none, takes_of=(), gives=gives, mixes="", whole=True)
+        if takes.some:
             return passing
-        return replace(passing, takes=((),) * len(passing.takes), gives=gives, mixes="", whole=True)
+        return replace(passing, takes=none, takes_of=(), gives=((),) * len(found), mixes="")  # some other size is as large
 
-    def _take(self, visit: _Visit, value: Any) -> tuple[tuple[tuple[int, ...], ...], dict[int, torch.Tensor]]:
-        """Which dims of what a visit takes in are tokens, and what it shall be given instead, by identity."""
-        takes, new = list[tuple[int, ...]](), dict[int, torch.Tensor]()
-        if any(type(each) is int and each == self.trial for each in leaves(value)):
-            self._note(visit, "is told how many tokens there are: a rank has some of them, and their shape tells")
-        for tensor in tensors(value):
-            local = tensor.local if type(tensor) is Apart else tensor
-            dims, last = token_dims(local, self.trial), local.ndim - 1
-            if dims == (last,) and last > 1 and local.shape[-2] == 1:  # a row of keys for every query, all of them
-                along, dims = Along("keys"), ()
-                local = self._bring(local, last) if type(tensor) is Apart else another(local)
-            else:
-                along = OWN if len(dims) == 1 else Along("mask")
-            if (len(dims) > 1 and dims != (last - 1, last)) or any(local.shape[dim] != self.trial for dim in dims):
-                self._note(visit, f"takes in a tensor of shape {self._shape(local)}, whose tokens cannot be told apart")
-            takes.append(dims)
-            if dims or along.kind == "keys":
-                new[id(tensor)] = new.get(id(tensor), another(local))
-                self.held[new[id(tensor)]] = along
-        return tuple(takes), new
+    def _pooled(self, passing: Passing, outputs: Any) -> Passing:
+        """A visit that gives out no tokens: every rank may run it on all of them, brought together for it."""
+        pools = bool(passing.gives) and not any(token_dims(each, self.trial) for each in tensors(outputs))
+        return replace(passing, takes=((),) * len(passing.takes), takes_of=(), mixes="", whole=True) if pools else passing
 
-    def _gives(self, visit: _Visit, tensor: torch.Tensor) -> tuple[int, ...]:
+    def _gives(self, visit: Visit, tensor: torch.Tensor) -> tuple[int, ...]:
         """Which dims of a tensor that a visit gives out are tokens."""
         dims, along = token_dims(tensor, self.trial), self.held.get(tensor)
-        if along is not None and along.kind == "part":
+        if along is not None and along.kind in ("part", "around"):
             self._note(visit, along.made)
+            self.held.pop(tensor)  # glue may compute with it, if the visit runs on all tokens
         if not dims or (along is not None and along.kind == "keys"):
             return ()
         if along is None:
+            visit.read = True  # who knows what
             self._note(visit, "gives out tokens that it was not given: put into an attribute, or made by code out of sight")
         elif along.kind == "made":
             self._note(visit, MADE_INSIDE.format(along.made))
-        if any(tensor.shape[dim] != self.trial for dim in dims):
-            self._note(visit, f"gives out a tensor of shape {self._shape(tensor)}, in which tokens are merged with another dim")
+        if any(tensor.shape[dim] not in self.sizes.planned for dim in dims):
+            shape = shape_of(tensor, self.sizes)
+            self._note(visit, f"gives out a tensor of shape {shape}, in which tokens are merged with another dim")
             return ()
         return dims
 
-    def _shape(self, tensor: torch.Tensor) -> str:
-        dims = token_dims(tensor, self.trial)
-        sizes = [size // self.trial if dim in dims else size for dim, size in enumerate(tensor.shape)]
-        words = ["rows" if size == PROBE_BATCH else str(size) for size in sizes]
-        words = [("tokens" if sizes[d] == 1 else f"{word} * tokens") if d in dims else word for d, word in enumerate(words)]
-        return f"[{', '.join(words)}]"
-
-    def _attended(self, visit: _Visit, given: Attention, made: torch.Tensor) -> str:
-        """Note a call of attention. Returns why it is none by tokens."""
-        for each in (given.query, given.key, given.value):
-            along, dims = self.held.get(each), token_dims(each, self.trial)
-            if along is None or along.kind != "own" or dims != (each.ndim - 2,) or each.shape[-2] != self.trial:
-                return "attends to something else than its own tokens"
-        self.held[made] = OWN
-        mask = None if given.attn_mask is None else self.held.get(given.attn_mask)
-        if mask is not None and mask.kind not in ("mask", "keys"):
-            return MADE_INSIDE.format(mask.made) if mask.made else "attends with a mask that has tokens in one dim alone"
+    def _attended(self, visit: Visit, given: Attention, made: torch.Tensor) -> None:
+        """A visit attends."""
+        if plain(given, self.sizes):
+            visit.idle = True
+            self.idle += [] if visit.name in self.idle else [visit.name]
+            return
+        visit.attends = True
+        self._note(visit, run_again())
         declared = any(vars(module).get("is_causal") is True for _, module in visit.modules)
-        self.attends.append(
-            Attend(
-                visit.name,
-                heads=given.query.shape[-3] if given.query.ndim > 3 else 1,
-                groups=given.key.shape[-3] if given.key.ndim > 3 else 1,
-                width=given.query.shape[-1],
-                values=given.value.shape[-1],
-                queries=self.length,
-                keys=self.length,
-                causal=given.is_causal or (given.attn_mask is not None and declared),
-                masked=given.attn_mask is not None,
-                needed=any(each.requires_grad for each in given.tensors),
-                mask=mask_of(given.attn_mask),
-                learns=(given.query.requires_grad, given.key.requires_grad, given.value.requires_grad),
-            )
-        )
-        return ""
+        found = attended(visit.name, given, self.held, self.sizes, declared=declared)
+        if isinstance(found, Attend):
+            self.held[made] = OWN
+            self.attends.append(found)
+        else:
+            self._note(visit, found)
+
+    def _convolved(self, visit: Visit, step: Step) -> str:
+        """Note a convolution. Returns why nobody can answer it."""
+        why, found = convolution(step)
+        attended = sum(each.visit == visit.name for each in self.attends)
+        where = {"visit": visit.name, "module": visit.modules[-1][0], "tokens": self.sizes.planned.get(found.tokens, 0)}
+        self.convolves.append(replace(found, **where, attended=attended, called=tuple(visit.called)))
+        return why
 
     def _enter(self, name: str, aside: bool, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module within a block is called."""
         if self._visit is not None:
+            called(self._visit, name, args, self.sizes)
             self._visit.modules.append((name, module))
             self._visit.aside += aside
 
@@ -274,7 +280,7 @@ class Visited(TorchFunctionMode):
         """A module within a block has been left; what experts give out has tokens as what they were given."""
         if self._visit is None or not self._visit.modules or self._visit.modules[-1][1] is not module:
             return
-        self._visit.modules.pop()
+        self._visit.called.append(self._visit.modules.pop()[0])
         self._visit.aside -= aside
         for each in tensors(output) if aside else ():
             dims = token_dims(each, self.trial)

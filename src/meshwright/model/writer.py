@@ -3,8 +3,11 @@
 What blocks compute with is looked at closely when a part is written down for the first time in a run, and taken for granted then.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import is_
+from types import NoneType
 from typing import Any
 
 import torch
@@ -202,16 +205,17 @@ def _held(modules: Iterable[nn.Module]) -> list[object]:
     """All that modules hold in their attributes, one behind the other; parameters and modules apart."""
     found: list[object] = []
     for module in modules:
-        for key, value in vars(module).items():
-            if key not in ("_parameters", "_modules"):
-                found += [value, *_items(value)]
+        held = [value for key, value in vars(module).items() if key not in ("_parameters", "_modules")]
+        found += held
+        for value in held:
+            kind = type(value)
+            if kind is bool or kind is str or kind is NoneType or (kind is OrderedDict and not value):
+                continue  # nearly all that a module has: flags, and hooks that there are none of
+            if isinstance(value, dict):
+                found += value.values()
+            elif isinstance(value, (list, set)):
+                found += value
     return found
-
-
-def _items(value: object) -> Iterable[object]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, (list, set)) else ()
 
 
 class Scripts:
@@ -249,7 +253,7 @@ class Scripts:
         """The run has left `result`."""
         before, now = self._before, _held(self._glue)
         self._before = []
-        if len(now) != len(before) or any(one is not other for one, other in zip(now, before, strict=True)):
+        if len(now) != len(before) or not all(map(is_, now, before)):
             if key not in self._changed:  # what is made at the first run and kept is no reason
                 self._changed.add(key)
                 return

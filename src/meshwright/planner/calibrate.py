@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
 
-import numpy as np
 from scipy.optimize import least_squares
 
 from meshwright.planner.hardware import Machine
@@ -26,10 +25,17 @@ from meshwright.planner.sketch import step
 SOFT = 0.1  # errors above this count linearly
 # no rate leaves what hardware can be: a share is below 1, a kernel takes some microseconds to start
 LIMITS = {
-    **dict.fromkeys(("product", "product_float8", "product_rowwise", "attention", "attention_old"), (0.05, 0.98)),
+    **dict.fromkeys(("product", "product_float8", "product_rowwise", "product_float4", "attention_old"), (0.05, 0.98)),
     **dict.fromkeys(("memory", "link", "nic", "sums_hidden", "tensor_hidden"), (0.05, 0.98)),
-    "start_s": (1e-6, 2e-5),
-    "latency_s": (1e-6, 1e-4),
+    "attention": (0.2, 0.8),
+    "tail": (0.05, 1.0),
+    "beside": (0.01, 0.25),
+    "handover": (0.05, 2.0),
+    "turn_s": (1e-6, 1e-2),
+    "fixed_s": (1e-4, 2e-2),
+    "launch_s": (2e-6, 2e-5),
+    "start_s": (1e-6, 1.2e-5),
+    "latency_s": (1e-6, 6e-5),
 }
 ROUNDS = 25
 
@@ -53,19 +59,19 @@ def calibrated(before: Rates, steps: Sequence[Measured], strength: float = 0.15)
     """The rates that explain `steps`, near `before`: `strength` is how strongly each is held there."""
     if not steps:
         return before
-    start = np.array([log(vars(before)[name]) for name in NAMES])
+    start = [log(vars(before)[name]) for name in NAMES]
     counts = Counter(each.source for each in steps)
-    weights = np.array([3 / counts[each.source] ** 0.5 for each in steps])
+    weights = [3 / counts[each.source] ** 0.5 for each in steps]
 
-    def rates(point: np.ndarray) -> Rates:
+    def rates(point: Sequence[float]) -> Rates:
         return Rates(**{name: exp(value) for name, value in zip(NAMES, point, strict=True)})
 
-    def errors(point: np.ndarray) -> np.ndarray:
+    def errors(point: Sequence[float]) -> list[float]:
         given = rates(point)
-        off = np.array([log(each.predicted(given) / each.seconds) for each in steps])
-        return np.concatenate([off * weights, strength * (point - start)])
+        off = [weight * log(each.predicted(given) / each.seconds) for weight, each in zip(weights, steps, strict=True)]
+        return [*off, *(strength * (now - then) for now, then in zip(point, start, strict=True))]
 
-    limits = [LIMITS.get(name, (1e-9, 1e9)) for name in NAMES]
-    bounds = np.log([low for low, _ in limits]), np.log([high for _, high in limits])
-    inside = np.clip(start, bounds[0] + 1e-6, bounds[1] - 1e-6)
+    limits = [tuple(map(log, LIMITS.get(name, (1e-9, 1e9)))) for name in NAMES]
+    inside = [min(max(value, low + 1e-6), high - 1e-6) for value, (low, high) in zip(start, limits, strict=True)]
+    bounds = tuple(zip(*limits, strict=True))
     return rates(least_squares(errors, inside, bounds=bounds, loss="soft_l1", f_scale=SOFT, max_nfev=ROUNDS).x)

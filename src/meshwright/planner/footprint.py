@@ -1,27 +1,36 @@
-"""Bytes that a rank holds at most, from sizes alone: states, gradients, activations, logits, what passes through.
+"""Bytes that a rank holds at most, from sizes alone: states, activations, logits, what passes through, and what lies between.
 
-    states        weights 2, gradients 2 or 4, master and two moments 12 per weight, each divided by those who share it
-    activations   what backward needs of a layer and a micro-batch, times the micro-batches that are under way at once
-    logits        of one micro-batch, on the last rank along pp: 16-bit, float32, and the gradient of both
-    gathered      where weights lie in shards: two layers whole, and the gradients of one
+    weights, gradients, moments    per weight, each divided by those who share it
+    activations                    what backward needs of a layer and a micro-batch, times the micro-batches under way at once
+    inside | logits                the fuller of two moments: the backward of one block, where what is rerun is there once more;
+                                   the loss, with every copy of one micro-batch's logits. The first is kept small by recomputing,
+                                   the second by tensor ranks
+    gathered                       layers whole where weights lie in shards, the gradients of one, buffers of fixed size
+    gaps                           what an allocator has reserved and nothing lives in
+    context                        of a driver and of communicators: in a device's figure, not in torch's
 
-Per layer and token, in units of the hidden size h, 16-bit (arXiv 2205.05198, table 2, for fused attention, a gate and grouped
-heads): what norms and matrices take in is whole on every tensor rank (unless tokens lie on them: `sequence`), q, k, v, what
-attention gives out and what lies inside the MLP is divided. Attention that is not fused keeps its scores: 5 a s / h more.
-What is rerun leaves a layer's input alone, and one layer's inside while it is rerun.
+    held = N (w + g / share + o / share) + in flight x layers x kept + max(inside, logits) + gathered
+    peak = held (1 + gaps) + context
+
+What exists at once is a habit of the code base: planner/habits.py names it, and its defaults are this library's own engine's.
+Which rank along pp is the fullest is asked of the first two and the last (planner/stages.py).
+
+Cost: some tens of microseconds a call. Limits: decoders of equal layers; fragmentation is a share, though in truth it comes
+from the order of a step, and decides a run that fits barely; temporaries of single operations are those of the two moments.
 
 Papers: S. Rajbhandari et al. 2019, arXiv 1910.02054, section 3; V. Korthikanti et al. 2022, arXiv 2205.05198, section 4.
 """
 
 from dataclasses import dataclass
 
+from meshwright.planner.habits import OURS, Habits
 from meshwright.planner.layout import Layout
 from meshwright.planner.roofline import HALF
 from meshwright.planner.shapes import Shape
+from meshwright.planner.stages import Stage, fullest, stage, under_way
 
-STATES = 12  # bytes per weight of a float32 master and two moments
-CONTEXT = 2 * 2**30  # of a driver's context and of communicators, measured as 0.5 to 2 GiB on 8 devices
-GAPS = 1.04  # what an allocator cannot fill
+# bytes of a score in its backward, beside what is kept: its gradient in 16 bits; by torch in float32 before and behind softmax
+BACK = {"eager": 6, "softmax": 2}
 
 
 @dataclass(frozen=True)
@@ -32,69 +41,121 @@ class Footprint:
     gradients: float
     moments: float
     activations: float
+    inside: float
     logits: float
     gathered: float
+    gaps: float
     context: float
 
     @property
+    def states(self) -> float:
+        """What does not go with the micro-batch: weights, gradients, the optimizer's."""
+        return self.weights + self.gradients + self.moments
+
+    @property
+    def alive(self) -> float:
+        """What tensors hold: torch's allocated bytes."""
+        return self.states + self.activations + self.inside + self.logits + self.gathered
+
+    @property
+    def reserved(self) -> float:
+        """What an allocator has taken for them: torch's reserved bytes."""
+        return self.alive + self.gaps
+
+    @property
     def total(self) -> float:
-        """All of it, with the gaps between."""
-        held = self.weights + self.gradients + self.moments + self.activations + self.logits + self.gathered
-        return held * GAPS + self.context
+        """All of it: what the device's own figure shows."""
+        return self.reserved + self.context
 
 
-def footprint(shape: Shape, layout: Layout) -> Footprint:
-    """Of the rank that holds most: the first along pp, whose micro-batches stay longest, or the last, which has the logits."""
-    ranks = {0, layout.pp - 1}
-    return max((_of(shape, layout, rank) for rank in ranks), key=lambda each: each.total)
+@dataclass(frozen=True)
+class _Layer:
+    """Bytes of one layer and micro-batch: what it keeps, its backward's own, and what is handed to the next rank along pp."""
+
+    kept: float
+    inside: float
+    handed: float
 
 
-def _of(shape: Shape, layout: Layout, rank: int) -> Footprint:
-    first, last = rank == 0, rank == layout.pp - 1
-    tables = 1 if shape.tied and layout.pp == 1 else first + last
-    own = (layout.layers(shape) * shape.layer_numel + tables * shape.table_numel) / layout.tp
+def footprint(shape: Shape, layout: Layout, habits: Habits = OURS) -> Footprint:
+    """Of the rank that holds most, in code of such `habits`."""
+    one = _layer(shape, layout, habits)
+    ranks = [_of(shape, layout, habits, rank, one) for rank in fullest(layout, habits.cut)]
+    return max(ranks, key=lambda each: each.total)
+
+
+def _of(shape: Shape, layout: Layout, habits: Habits, rank: int, one: _Layer) -> Footprint:
+    part = stage(shape, layout, rank, habits.cut)
+    own = (part.layers * shape.layer_numel + _tables(shape, part) * shape.table_numel) / layout.tp
     shared = [1 if layout.shards < stage else layout.sharers for stage in (1, 2, 3)]
-    layer = shape.layer_numel / layout.tp
-    return Footprint(
-        weights=HALF * own / shared[2],
-        gradients=layout.sums * own / shared[1],
-        moments=STATES * own / shared[0],
-        activations=_activations(shape, layout, under_way(layout, rank)),
-        logits=layout.tokens(shape) * shape.vocab / layout.tp * (HALF + 4 + 4) if last else 0.0,
-        gathered=(2 * HALF + layout.sums) * layer if shared[2] > 1 else 0.0,
-        context=CONTEXT,
-    )
+    sums = layout.sums if habits.gradients is None else habits.gradients
+    moments = habits.moments + (habits.shared if layout.shards else 0)
+    times = under_way(layout, rank)
+    logits = _logits(shape, layout, habits) if part.last else 0.0
+    states = own * habits.weights / shared[2], own * sums / shared[1], own * moments / shared[0]
+    activations = times * (part.layers * one.kept + (one.handed if layout.pp > 1 else 0.0))
+    gathered = habits.fixed + _gathered(shape, layout, habits, part, own)
+    pinned = habits.pinned * layout.tokens(shape) * shape.vocab if part.last else 0.0
+    inside, logits, pinned = (0.0, logits, pinned) if logits + pinned > one.inside else (one.inside, 0.0, 0.0)
+    alive = sum(states) + activations + inside + logits + gathered
+    always, tensor, pipe = habits.context
+    context = always + (tensor if layout.tp > 1 else 0.0) + (pipe if layout.pp > 1 else 0.0)
+    gaps = (habits.gaps - 1) * alive + pinned
+    return Footprint(*states, activations, inside, logits, gathered, gaps, context)
 
 
-def under_way(layout: Layout, rank: int) -> float:
-    """How many micro-batches' activations `rank` along pp holds at once, in units of all its layers."""
-    if layout.pp == 1:
-        return 1.0
-    first = layout.order.held * layout.pp
-    if layout.chunks > 1:
-        first *= 1 + (layout.pp - 1) / (layout.pp * layout.chunks)
-    return min(layout.micros, first - rank * layout.order.held)
-
-
-def _activations(shape: Shape, layout: Layout, times: float) -> float:
-    whole, scores = _per_layer(shape, layout)
-    layers = layout.layers(shape)
-    entered = HALF * layout.tokens(shape) * shape.hidden / (layout.tp if layout.sequence else 1)
+def _layer(shape: Shape, layout: Layout, habits: Habits) -> _Layer:
+    tokens, tp, h = layout.tokens(shape), layout.tp, shape.hidden
+    unit, over = tokens * h, tp if layout.sequence else 1
+    stream = habits.stream + (0 if layout.fused else habits.unfused)
+    plain = layout.kernel in ("eager", "softmax")
+    groups = (1 + shape.groups / shape.heads) / 2
+    within = unit * groups * (habits.inner + (0 if plain else habits.flash))
+    within += tokens * shape.inner * _mlp(shape, layout, habits)
+    whole = stream * unit / over + habits.whole * unit / (1 if habits.gathered else over) + within / tp
+    each = habits.eager if layout.kernel == "eager" else habits.softmax
+    pairs = tokens * shape.sequence * shape.heads / tp
+    scores = each * pairs if plain else 0.0
+    entered = HALF * unit / over
+    handed = HALF * unit if habits.handed else entered
+    parts = habits.inside * (6 * tokens * shape.inner / tp + 4 * unit + BACK.get(layout.kernel, 0) * pairs)
     if layout.reruns == "layers":
         kept = layout.rerun_share * entered + (1 - layout.rerun_share) * (whole + scores)
-        return times * layers * kept + whole + scores
+        return _Layer(kept, whole + scores + parts, handed)
+    if layout.reruns == "attention" and habits.opwise:  # q, v, two of the MLP's, what attention gives out
+        products = HALF * (unit * (3 + shape.groups / shape.heads) + tokens * shape.inner) / tp
+        return _Layer(entered + products, whole + parts, handed)
     if layout.reruns == "attention":
-        return times * layers * whole + scores
-    return times * layers * (whole + scores)
+        return _Layer(whole, scores + parts, handed)
+    return _Layer(whole + scores, parts, handed)
 
 
-def _per_layer(shape: Shape, layout: Layout) -> tuple[float, float]:
-    """Bytes that backward needs of one layer and micro-batch; and of these, its scores."""
-    tokens, h, tp = layout.tokens(shape), shape.hidden, layout.tp
-    unit = HALF * tokens * h
-    groups = shape.groups / shape.heads
-    entered = unit * (4 if layout.fused else 6) / (tp if layout.sequence else 1)  # by two norms and two matrices
-    inside = unit * (2 + 2 * groups + (shape.inward + 1) * shape.inner / h) / tp
-    if layout.kernel in ("flash1", "flash2"):
-        return entered + inside, 0.0
-    return entered + inside, 5 * tokens * shape.sequence * shape.heads / tp
+def _mlp(shape: Shape, layout: Layout, habits: Habits) -> float:
+    if not shape.gated:
+        return habits.plain
+    return habits.gated - (HALF if layout.compiled else 0)
+
+
+def _tables(shape: Shape, part: Stage) -> int:
+    return 1 if shape.tied and part.first and part.last else part.first + part.last
+
+
+def _logits(shape: Shape, layout: Layout, habits: Habits) -> float:
+    """All copies of one micro-batch's logits, and what waits of another's."""
+    each = habits.logit + (habits.across if layout.tp > 1 else 0) + (habits.waiting if layout.micros > 1 else 0)
+    return each * layout.tokens(shape) * shape.vocab / (layout.tp if habits.divided else 1)
+
+
+def _gathered(shape: Shape, layout: Layout, habits: Habits, part: Stage, own: float) -> float:
+    """What is whole for a while where gradients, and weights, lie in shards: weights in 16 bits, and gradients."""
+    if layout.sharers == 1 or layout.shards < 2:
+        return 0.0
+    sums = layout.sums if habits.gradients is None else habits.gradients
+    layer, table = shape.layer_numel / layout.tp, shape.table_numel / layout.tp
+    largest = max(layer, table) if (part.first or part.last) and not habits.ends else layer
+    if layout.shards == 2:
+        return sums * habits.behind * largest
+    if habits.stays and layout.pp > 1:
+        return (HALF + sums) * own
+    there = HALF * _tables(shape, part) * table if habits.ends else 0.0
+    return there + (HALF * habits.ahead + sums * habits.behind) * largest

@@ -19,13 +19,16 @@ Rerun = Literal["none", "attention", "layers"]
 class Order:
     """How ranks along pp take turns: what they wait, (pp - 1) (f F + b B + w W), where all of B is I + W.
 
-    `held` is how many micro-batches the first of them keeps at once, in units of pp.
+    `held` is how many micro-batches the first of them keeps at once, in units of pp; `even`: all of them keep as many;
+    `folded`: chunks go there and back, and the first rank has the head as well as the embedding.
     """
 
     f: float = 1.0
     b: float = 1.0
     w: float = 0.0
     held: float = 1.0
+    even: bool = False
+    folded: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class Layout:
 
     `micro_batch` rows go through at once, `micros` times per step. Of what copies hold alike, each keeps a share: with `shards` 1
     of moments, with 2 of gradients too, with 3 of weights too. `sequence`: between matrices tokens lie on tensor ranks. `dtype`
-    is what products are made in, `sums` the bytes of a gradient that is summed over copies. `kernel` of attention, `fused`: norms
+    is what products are made in, `sums` the bytes of a gradient that is summed over copies, `gathers` those of a weight
+    that is gathered. `kernel` of attention, `fused`: norms
     are one kernel, `compiled`: so is what lies between products. `reruns`: what backward computes once more, in `rerun_share` of
     the layers. `hidden`: transfers of tensor ranks and of copies run beside the products.
     """
@@ -52,6 +56,7 @@ class Layout:
     order: Order = Order()
     dtype: str = "bfloat16"
     sums: int = 2
+    gathers: int = 2
     kernel: Kernel = "flash2"
     fused: bool = True
     compiled: bool = False

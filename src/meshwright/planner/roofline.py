@@ -29,7 +29,8 @@ def product(machine: Machine, rows: float, columns: float, inner: float, dtype: 
     whole = ceil(rows / TILE[0]) * ceil(columns / TILE[1])
     units = machine.device.units
     waves = 1 + rates.tail * (ceil(whole / units) * units / exact - 1)
-    best = {"float8": rates.product_float8, "float8_rowwise": rates.product_rowwise}.get(dtype, rates.product)
+    kinds = {"float8": rates.product_float8, "float8_rowwise": rates.product_rowwise, "float4": rates.product_float4}
+    best = kinds.get(dtype, rates.product)
     computed = 2 * rows * columns * inner / (machine.peak(dtype.partition("_")[0]) * best) * (1 + rates.side / inner) * waves
     moved = HALF * (rows * columns + rows * inner + columns * inner) / (machine.device.memory_rate * rates.memory)
     return max(computed, moved) + rates.start_s

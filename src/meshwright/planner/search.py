@@ -151,7 +151,7 @@ def _over(wish: Wish, sized: Layout) -> Iterator[tuple[Layout, str]]:
 
 def _smallest(wish: Wish, sized: Layout) -> tuple[Layout, Footprint]:
     """Of all that may lie over a mesh with its micro-batches, what holds least."""
-    least = min((order for order, _ in wish.orders.values()), key=lambda order: order.held)
+    least = min((order for order, _ in wish.orders.values()), key=lambda order: (order.held, order.even))
     tried = [replace(sized, shards=shards, reruns=reruns, order=least) for shards in range(4) for reruns in RERUNS]
     return min(((layout, footprint(wish.shape, layout)) for layout in tried), key=lambda each: each[1].total)
 

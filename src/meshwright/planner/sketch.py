@@ -3,6 +3,8 @@
     a layer, forward     4 or 5 products, attention, what only passes through memory, the meetings of tensor ranks
     backward             each product twice, attention 2.5 times; what is rerun, once more
     a micro-batch        its layers; on the last rank along pp the head and the loss
+    in float8, float4    what goes in is cast; attention, norms and the head stay in 16 bits
+    small kernels        a layer is not faster than its host asks for them
     a step               micros x the slowest rank  +  what ranks along pp wait  +  sums over copies that nothing hides
                          + the optimizer
 
@@ -19,6 +21,8 @@ from meshwright.planner.layout import Layout
 from meshwright.planner.roofline import HALF, attention, gathered, passed, product, sent
 from meshwright.planner.shapes import Shape
 
+SIXTEEN = "bfloat16"
+LAUNCHES = 40  # kernels of a layer's forward
 STEPPED = 28  # bytes that AdamW reads and writes per weight: gradient, master, two moments, and the weight itself
 
 
@@ -64,28 +68,42 @@ def step(shape: Shape, layout: Layout, machine: Machine) -> Step:
     first, last = entry(shape, layout, machine), head(shape, layout, machine)
     gathers = _gathers(shape, layout, machine, computed + met)
     layers, per_rank = layout.layers(shape), shape.layers / layout.pp
-    one = computed + met + gathers
+    one = _paced(computed + met + gathers, layout, machine)
     if layout.pp == 1:
         slowest, waiting, handed = one.all * shape.layers + first.all + last.all, 0.0, 0.0
     else:
-        slowest = max(one.all * layers, one.all * per_rank + max(first.all, last.all)) if layers == per_rank else one.all * layers
+        ends = first.all + last.all if layout.order.folded else max(first.all, last.all)
+        slowest = one.all * layers + (ends if layers == per_rank else 0.0)
         whole = Both(one.forward * per_rank, one.backward * per_rank)
-        ends = layout.pp * whole.all + first.all + last.all - slowest
+        others = layout.pp * whole.all + first.all + last.all - slowest
         order = layout.order
         share = (order.f * whole.forward + order.b * whole.backward + order.w * whole.backward / 2) / whole.all
         handed = handover(shape, layout, machine)
-        waiting = share * ends / layout.chunks + 2 * (layout.pp - 1) * handed
+        waiting = share * others / layout.chunks + 2 * (layout.pp - 1) * handed
     busy = layout.micros * slowest
-    between = layout.micros * handed * layout.chunks * machine.rates.handover
+    turn = handed * machine.rates.handover + machine.rates.turn_s if layout.pp > 1 else 0.0
+    between = layout.micros * layout.chunks * turn
     tensor = layout.micros * met.all * layers
     return Step(
         compute=busy - tensor,
         tensor=tensor,
         waiting=waiting + between,
-        copies=_sums(shape, layout, machine),
+        copies=_sums(shape, layout, machine, Both(layers * one.forward, layers * one.backward)),
         optimizer=_stepped(shape, layout) / (machine.device.memory_rate * machine.rates.memory),
         fixed=machine.rates.fixed_s,
     )
+
+
+def _paced(one: Both, layout: Layout, machine: Machine) -> Both:
+    """A layer is not faster than its host asks for its kernels."""
+    asked = LAUNCHES * machine.rates.launch_s * (0.5 if layout.compiled else 1.0)
+    again = layout.rerun_share if layout.reruns == "layers" else 0.0
+    return Both(_longer(one.forward, asked), _longer(one.backward, asked * (1.5 + again)))
+
+
+def _longer(one: float, other: float) -> float:
+    """The longer of two that run beside each other; where both take as long they hold each other up a little."""
+    return (one**4 + other**4) ** 0.25
 
 
 def layer(shape: Shape, layout: Layout, machine: Machine) -> Both:
@@ -104,9 +122,18 @@ def layer(shape: Shape, layout: Layout, machine: Machine) -> Both:
     across = HALF * tokens * h / (tp if layout.sequence else 1) * rates.stream * (1.0 if layout.fused else rates.unfused)
     inside = HALF * tokens * (2 * (heads + 2 * groups) + 1.5 * (shape.inward + 1) * f) * rates.inside
     between = passed(machine, across + inside * (0.7 if layout.compiled else 1.0), 8)
+    cast = _cast(shape, layout, machine)
     again = seen.forward if layout.reruns == "attention" and layout.kernel in ("eager", "softmax") else 0.0
     again += 0.3 * between if layout.reruns == "attention" else 0.0
-    return Both(forward + seen.forward + between, backward + seen.backward + 2 * between + again)
+    return Both(forward + seen.forward + between + cast, backward + seen.backward + 2 * between + again + cast)
+
+
+def _cast(shape: Shape, layout: Layout, machine: Machine) -> float:
+    """What goes into products of few bits is read in 16 and written in 8, as it is and turned round."""
+    if layout.dtype in (SIXTEEN, "float16", "float32"):
+        return 0.0
+    elements = layout.tokens(shape) * (2 * shape.hidden + (shape.hidden + shape.inner) / layout.tp)
+    return machine.rates.casts * 4 * elements / (machine.device.memory_rate * machine.rates.memory)
 
 
 def _attended(shape: Shape, layout: Layout, machine: Machine, heads: float) -> Both:
@@ -125,11 +152,11 @@ def _attended(shape: Shape, layout: Layout, machine: Machine, heads: float) -> B
 
 
 def head(shape: Shape, layout: Layout, machine: Machine) -> Both:
-    """The logits of one micro-batch, and their loss."""
+    """The logits of one micro-batch, and their loss: in 16 bits, whatever the layers are computed in."""
     tokens, words, h = layout.tokens(shape), shape.vocab / layout.tp, shape.hidden
     lost = 6 * tokens * words * machine.rates.loss
-    forward = product(machine, tokens, words, h, layout.dtype) + passed(machine, lost, 6)
-    backward = product(machine, tokens, h, words, layout.dtype) + product(machine, words, h, tokens, layout.dtype)
+    forward = product(machine, tokens, words, h, SIXTEEN) + passed(machine, lost, 6)
+    backward = product(machine, tokens, h, words, SIXTEEN) + product(machine, words, h, tokens, SIXTEEN)
     return Both(forward, backward + passed(machine, lost, 4))
 
 
@@ -164,7 +191,7 @@ def _gathers(shape: Shape, layout: Layout, machine: Machine, one: Both) -> Both:
     if layout.shards < 3 or layout.sharers == 1:
         return Both()
     nbytes = HALF * shape.layer_numel / layout.tp
-    whole = gathered(machine, nbytes, layout.sharers, layout.tp, layout.ranks)
+    whole = gathered(machine, nbytes / HALF * layout.gathers, layout.sharers, layout.tp, layout.ranks)
     back = whole + gathered(machine, nbytes / HALF * layout.sums, layout.sharers, layout.tp, layout.ranks)
     beside = machine.rates.beside
     return Both(
@@ -179,14 +206,20 @@ def _own(shape: Shape, layout: Layout) -> float:
     return (layout.layers(shape) * shape.layer_numel + tables * shape.table_numel) / layout.tp
 
 
-def _sums(shape: Shape, layout: Layout, machine: Machine) -> float:
+def _sums(shape: Shape, layout: Layout, machine: Machine, beside: Both) -> float:
     """The sums over copies, and the shares of weights brought together again, as far as nothing hides them."""
     if layout.sharers == 1:
         return 0.0
     own = _own(shape, layout) if layout.shards < 3 else 2 * shape.table_numel / layout.tp
     there = gathered(machine, own * layout.sums, layout.sharers, layout.tp, layout.ranks)
     back = gathered(machine, own * HALF, layout.sharers, layout.tp, layout.ranks)
-    return (there + back) * (1.0 if layout.shards == 3 else 1 - min(1.0, machine.rates.sums_hidden))
+    if layout.shards == 3:
+        return there + back
+    hidden = min(1.0, machine.rates.sums_hidden)
+    if not layout.hidden:
+        return (there + back) * (1 - hidden)
+    last = min(1.0, shape.table_numel / layout.tp / own)  # the embedding's come when nothing is left to run beside them
+    return max(last * there, there - hidden * beside.backward) + max(last * back, back - hidden * beside.forward)
 
 
 def _stepped(shape: Shape, layout: Layout) -> float:

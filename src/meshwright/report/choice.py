@@ -146,8 +146,8 @@ def _table(wish: Wish, found: Found) -> Table:
 
 
 def _held(found: Footprint) -> str:
-    parts = {"states": found.weights + found.gradients + found.moments, "activations": found.activations, "logits": found.logits}
-    parts |= {"gathered weights": found.gathered, "context": found.context}
+    parts = {"states": found.states, "activations": found.activations, "a block's backward": found.inside}
+    parts |= {"logits": found.logits, "gathered weights": found.gathered, "gaps": found.gaps, "context": found.context}
     shares = ", ".join(f"{held / GIB:.1f} {name}" for name, held in parts.items() if held / GIB >= 0.05)
     return f"Its fullest device holds {found.total / GIB:.1f} GiB: {shares}."
 

@@ -33,8 +33,8 @@ def explain_view(found: Survey, width: int) -> RenderableType:
 
 def explain_dict(found: Survey, width: int) -> dict[str, Any]:
     """The survey as plain values for JSON; `bytes_per_element` is the width of one parameter element."""
-    plain = asdict(replace(found, anatomy=None))
-    return {**{key: value for key, value in plain.items() if key != "anatomy"}, "bytes_per_element": width}
+    plain = asdict(replace(found, reading=None))
+    return {**{key: value for key, value in plain.items() if key != "reading"}, "bytes_per_element": width}
 
 
 def _summary(found: Survey, width: int) -> Table:

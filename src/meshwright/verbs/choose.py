@@ -27,8 +27,8 @@ from meshwright.report.choice import Budget, choice_dict, choice_view
 ORDERS: Mapping[str, tuple[Order, int]] = {
     "1f1b": (Order(), 1),
     "interleaved": (Order(), 0),
-    "zb_h1": (Order(1.0, 1.0, -1.0), 1),
-    "zb_v": (Order(0.0, 0.0, 0.0), 2),
+    "zb_h1": (Order(1.0, 1.0, -1.0, even=True), 1),
+    "zb_v": (Order(0.0, 0.0, 0.0, even=True, folded=True), 2),
 }
 
 
@@ -104,6 +104,7 @@ def config_of_choice(chosen: Chosen) -> dict[str, Any]:
     return {
         "micro_batch": int(best.layout.micro_batch),
         **model,
+        "precision": {"compute": best.layout.dtype},
         "data": {"sequence": chosen.wish.shape.sequence},
         "train": {"batch": chosen.wish.batch},
         "mesh": dict(_mesh(best.layout)),

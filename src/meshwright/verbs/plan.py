@@ -10,13 +10,14 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 import meshwright
-from meshwright.api import default_strategies, judge_of
-from meshwright.core.anatomy import NBYTES, Anatomy
+from meshwright.api import default_strategies, judge_of, seen_by
+from meshwright.core.anatomy import NBYTES
 from meshwright.core.errors import Fault, PlanError, raise_faults
 from meshwright.core.mesh import Mesh
 from meshwright.core.space import Space
 from meshwright.core.strategy import in_phase_order
 from meshwright.model.configs import text_limits
+from meshwright.model.reading import Reading
 from meshwright.model.sources import load_model
 from meshwright.model.survey import Survey, survey
 from meshwright.prepare import Prepared, loss_of, prepared
@@ -89,25 +90,30 @@ def explain(config: Path, overrides: Sequence[str]) -> Explained:
     tokens = torch.zeros(1, length, dtype=torch.long)
     example = loaded.example or {"input_ids": tokens, "labels": tokens}
     found = survey(loaded, example, loss.targets, judge_of(loss))
-    if found.anatomy is None:
+    if found.reading is None:
         return Explained(found, job.precision.parameters, None, False, found.faults)
-    space, asked, faults = _laid(found.anatomy, request)
+    space, asked, faults = _laid(found.reading, request)
     return Explained(found, job.precision.parameters, space, asked, tuple(faults))
 
 
-def _laid(anatomy: Anatomy, request: Request) -> tuple[Space, bool, list[Fault]]:
-    """Where the strategies of `request` lay weights, whether any of them divides matrices, and what keeps those from it.
+def _laid(reading: Reading, request: Request) -> tuple[Space, bool, list[Fault]]:
+    """Where the strategies of `request` lay weights, whether any of them divides the model, and what keeps those from it.
 
     Without one: where tensor parallelism on two ranks would.
     """
     mesh = Mesh.infer({axis: 1 if size == -1 else size for axis, size in request.mesh.items()})
-    chosen = default_strategies(mesh, anatomy) if request.strategies is None else request.strategies
-    asked = any(strategy.phase == "shard" and not isinstance(strategy, Batch) for strategy in chosen)
+    chosen = default_strategies(mesh, reading.anatomy) if request.strategies is None else request.strategies
+    asked = mesh.pp > 1 or any(strategy.phase == "shard" and not isinstance(strategy, Batch) for strategy in chosen)
     if not asked:
         mesh = Mesh(tp=2)
-        chosen = default_strategies(mesh, anatomy)
-    space, faults = Space.one_device(mesh, anatomy), []
-    dividing = [strategy for strategy in chosen if strategy.phase == "shard" and asked]
+        chosen = default_strategies(mesh, reading.anatomy)
+    try:
+        anatomy, faults = seen_by(reading, request.job, mesh, chosen), list[Fault]()
+    except PlanError as error:  # it cannot be cut into parts
+        anatomy, faults = replace(reading.anatomy, tokens=reading.tokens), list(error.faults)
+    space = Space.one_device(mesh, anatomy)
+    dividing = [strategy for strategy in chosen if strategy.phase == "shard" or (strategy.phase == "order" and not faults)]
+    dividing = dividing if asked else []
     for strategy in in_phase_order(chosen):
         faults += strategy.check(request.job, space) if strategy in dividing else ()
         space = strategy.place(space)

@@ -3,12 +3,14 @@
 The comparison runs in float64 with plain SGD: Adam would hide a gradient that is wrong by a factor. Errors of gradients
 and parameters are measured against the largest magnitude in their block, because a gradient that is truly zero (a key
 bias) holds nothing but rounding noise. Each rank compares its own copy, so a replica that drifts is found. NaN is a
-difference, and so is a collective that the program does not state; what was not compared does not pass. Gradients are
+difference, and so is a collective that the program does not state; what was not compared does not pass. A technique that
+rounds says how far off that may be (Strategy.tolerance): then that is allowed, but for initial values. Gradients are
 read by one more action, put before CLIP: PROBE (hold every gradient against one device, before it is clipped).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from hashlib import sha256
 from itertools import zip_longest
 from math import inf, isnan, nan
@@ -17,18 +19,17 @@ import torch
 
 from meshwright.comm.group import Entry, World
 from meshwright.core.job import Guard, Job, Optimizer, Precision, Schedule
-from meshwright.core.mesh import AXES
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action, Program
 from meshwright.core.steps import steps
 from meshwright.engine.player import Player
 from meshwright.engine.rows import rows_played
 from meshwright.engine.state import State
+from meshwright.verifier.messages import Message, planned_messages
 from meshwright.verifier.reference import Case, Reference, StepTruth, Values
 from meshwright.verifier.verdict import COMPARED, QUANTITIES, Difference, Verdict, diagnose
 
 TOLERANCE = 1e-10
-Message = tuple[str, str, tuple[str, ...], int, str]  # action, collective, axes, bytes that the rank puts in, algorithm
 
 
 @dataclass
@@ -106,7 +107,7 @@ def judge(case: Case, reports: list[RankReport], body: str, versions: Mapping[st
         model=plan.anatomy.name,
         body=body,
         steps=min((report.steps for report in reports), default=0),
-        tolerance=TOLERANCE,
+        tolerance=max(TOLERANCE, plan.tolerance),
         passed=not found and not missing,
         worst={key: _worst(report.worst[key] for report in reports if key in report.worst) for key in COMPARED},
         bytes_planned={name: nbytes for name, _, _, nbytes, _ in planned_messages(plan)},
@@ -117,20 +118,6 @@ def judge(case: Case, reports: list[RankReport], body: str, versions: Mapping[st
         versions=dict(versions),
         beside="a replay of its weight versions in one process" if steps(plan.actions) else "one device",
     )
-
-
-def planned_messages(plan: Plan, rows: Sequence[int] = ()) -> list[Message]:
-    """What each rank puts into collectives in one step, in the order of the program.
-
-    `rows` are those of each micro-batch, where they are not the plan's: what is sent for it is what the plan of such ones says.
-    """
-    others = {each: {action.name: action for action in plan.of_rows(each).actions} for each in set(rows) - {plan.micro_batch}}
-    known = [others.get(rows[a.micro], {}).get(a.name, a) if rows and a.micro is not None else a for a in plan.actions]
-    return [
-        (action.name, move.collective, tuple(axis for axis in AXES if axis in move.axes), move.nbytes, move.algorithm)
-        for action in known
-        for move in action.moves
-    ]
 
 
 def issued_messages(report: RankReport) -> list[Message]:
@@ -179,6 +166,7 @@ class _Watch:
         self._case, self._reference, self._report = case, reference, report
         self.player: Player | None = None
         self.step = 0
+        self._allowed = max(TOLERANCE, case.plan.tolerance)
 
     def samples(self, batch: Mapping[str, torch.Tensor] | None, truth: StepTruth) -> None:
         """The rows must be those of the reference's global batch that this rank reads."""
@@ -193,21 +181,29 @@ class _Watch:
     def number(self, quantity: str, mine: float, wanted: float) -> None:
         error = abs(mine - wanted) / max(abs(wanted), 1e-300)
         self._note(quantity, error)
-        if not error <= TOLERANCE:
+        if not error <= self._allowed:
             self._add(quantity, "", "", error)
 
     def values(
-        self, quantity: str, step: int, mine: Mapping[str, torch.Tensor], wanted: Values, factor: float | None = None
+        self,
+        quantity: str,
+        step: int,
+        mine: Mapping[str, torch.Tensor],
+        wanted: Values,
+        factor: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """Each tensor against the scale of its block, in the order of backward: the last block first."""
-        self.step = step
-        scales = self._scales(wanted)
+        """Each tensor against the scale of its block, in the order of backward: the last block first.
+
+        `factor` is asked when the first of them differs: by what all do.
+        """
+        self.step, common = step, cache(factor)
+        scales, allowed = self._scales(wanted), TOLERANCE if quantity == "initial value" else self._allowed
         for name in reversed(list(wanted)):
             block = self._reference.block_of[name]
             error = _distance(mine[name].detach(), wanted[name]) / scales[block]
             self._note(quantity, error)
-            if not error <= TOLERANCE:
-                self._add(quantity, name, block, error, factor)
+            if not error <= allowed:
+                self._add(quantity, name, block, error, common())
 
     def gradients(self, micro: int | None) -> None:
         """The handler of PROBE: every gradient as the optimizer is about to see it, before clipping; where there is one.
@@ -219,7 +215,7 @@ class _Watch:
         truth = self._reference.steps[self.step]
         found = self.player.gradients(own=micro is not None)
         wanted = truth.gradients if micro is None else {name: truth.each[micro][name] for name in found}
-        self.values("gradient", self.step, found, wanted, self._common_factor(found, wanted))
+        self.values("gradient", self.step, found, wanted, lambda: self._common_factor(found, wanted))
 
     def _common_factor(self, mine: Values, wanted: Values) -> float | None:
         """The number f with mine = f * wanted for all gradients at once, when there is one."""

@@ -22,7 +22,9 @@ from meshwright.engine.optimizers import parameter_groups
 from meshwright.engine.schedule import factor
 from meshwright.engine.state import Subject
 from meshwright.model.dice import Dice
+from meshwright.model.drive import backward_from
 from meshwright.model.dropout import StatelessDropout
+from meshwright.model.wide import Wide
 
 Values = dict[str, torch.Tensor]
 
@@ -87,7 +89,7 @@ def run_reference(case: Case, steps: int) -> Reference:
             continue
         optimizer.zero_grad(set_to_none=True)
         loss = _loss(case, subject, dice, batch, step)
-        loss.backward()
+        _backward(loss)
         gradients = _gradients(subject)
         clip = plan.job.train.clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(list(trainable.values()), clip)
@@ -121,7 +123,7 @@ class _Replay:
             counts.append(self._case.loss.counted(rows)[0] if len(next(iter(rows.values()))) else 0.0)
             if counts[-1] > 0:
                 taken = _loss(self._case, self._subject, self._dice, rows, step, micro * num_rows)
-                taken.backward()
+                _backward(taken)
                 loss += taken.item() * counts[-1]
             each[micro] = _gradients(self._subject)
             _set(trainable, history[-1])
@@ -132,6 +134,12 @@ class _Replay:
         norm = (squares / max(1, sum(count > 0 for count in counts))) ** 0.5
         parameters = {name: p.detach().clone() for name, p in self._subject.parameters.items()}
         return StepTruth(batch, loss / (sum(counts) or 1.0), norm, each[self._order[-1]], parameters, each)
+
+
+def _backward(loss: torch.Tensor) -> None:
+    """The gradients of `loss`; what the model recomputes on the way is as wide as in its forward."""
+    with Wide():
+        backward_from(loss, 1.0)
 
 
 def _values(parameters: Mapping[str, torch.nn.Parameter]) -> Values:

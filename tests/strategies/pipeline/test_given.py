@@ -77,6 +77,15 @@ def test_everything_that_cannot_be_read_is_said_at_once_with_row_and_column(writ
     ]
 
 
+def test_of_a_table_in_another_spelling_the_first_cells_are_said_and_how_many_more_there_are(write):
+    rows = "\n".join(",".join(f"{stage}{kind}{micro}" for kind in "fb" for micro in range(20)) for stage in range(2))
+    with pytest.raises(PlanError) as refused:
+        order(write(rows), 2, 20)
+    assert len(refused.value.faults) == 13
+    assert "'0f11' is no act of a rank" in str(refused.value)
+    assert "row 2, column 40: 68 more cells are no act of a rank, up to the one here" in str(refused.value)
+
+
 def test_what_is_missing_and_the_wrong_counts_are_said_together(write):
     source = write("""
         0F0,0F1,0B0,0B1

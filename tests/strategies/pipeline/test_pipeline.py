@@ -76,6 +76,26 @@ def test_beside_others_it_computes_what_one_device_computes(mesh: Mesh, strategi
     assert verdict.passed, verdict
 
 
+@pytest.mark.parametrize("zero", [Zero(keep_mb=0.02), Zero(keep_mb=1.0), Zero(gather="micro"), Zero(gather="step")], ids=str)
+def test_weights_may_stay_whole_between_micro_batches(zero: Zero):
+    plan = planned(llama(), Mesh(pp=2, dp_shard=3), Pipeline(), SHARD, zero)
+    assert not prove(plan)
+    verdict = verify(llama(), plan, batches(2, ROWS))
+    assert verdict.passed, verdict
+
+
+def test_a_budget_of_bytes_saves_gathers_until_each_weight_is_gathered_once():
+    counts, kept = [], (0.0, 0.01, 0.03, 0.05, 0.1, 1.0)
+    for keep_mb in kept:
+        plan = planned(llama(), Mesh(pp=2, dp_shard=3), Pipeline(schedule="interleaved", chunks=2), SHARD, Zero(keep_mb=keep_mb))
+        counts.append([sum(action.kind == "UNSHARD" for action in actions) for _, actions in plan.program.roles])
+    bundles = [len(view.space.all_bundles()) for view in plan.views()]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[-1] == bundles
+    assert all(first > last for first, last in zip(counts[0], bundles, strict=True)), "two micro-batches, there and back"
+    assert len({*map(tuple, counts)}) > 3
+
+
 def test_an_encoder_and_a_decoder_hand_over_several_values():
     config = transformers.T5Config(vocab_size=67, d_model=24, d_kv=8, d_ff=29, num_layers=2, num_heads=3, dropout_rate=0.0)
     words = batches(1, ROWS)[0]["input_ids"]

@@ -43,6 +43,15 @@ class Chain(nn.Module):
         return self.head(x)
 
 
+class Toned(Chain):
+    """What glue makes is in the dtype of what another part gives out."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](self.embed(input_ids))
+        third = torch.full((WIDTH,), 1 / 3, dtype=x.dtype)
+        return self.head(self.layers[2](self.layers[1](x) * third))
+
+
 @cache
 def chain() -> Reading:
     return read(Chain, rows(2))
@@ -98,6 +107,14 @@ def test_parts_train_as_one_device_does(precision: Precision):
     alone = trained(chain(), planned(chain(), precision, Mesh()), 6)
     assert [each.loss for each in mine] == pytest.approx([each.loss for each in alone], rel=2e-2)
     assert mine[-1].loss < mine[0].loss
+
+
+def test_under_autocast_each_part_knows_the_dtype_of_what_others_give_out():
+    reading = read(Toned, rows(2))
+    mixed = Precision(compute="bfloat16")
+    parts = planned(reading, mixed, Mesh(pp=2), Pipeline(cuts=("layers.1",)))
+    alone = make_plan(reading, parts.job, Mesh(), (), 2)
+    assert trained(reading, parts, 1)[0].loss == pytest.approx(trained(reading, alone, 1)[0].loss, rel=1e-7)
 
 
 def test_an_overflow_in_one_part_leaves_out_the_step_of_all():

@@ -23,6 +23,7 @@ from meshwright.core.tokens import Attend, Passing, Tokens
 from meshwright.engine.inner import Inner
 from meshwright.model.apart import Share
 from meshwright.model.attend import Asked, mask_of
+from meshwright.model.convolve import Beside
 from meshwright.testing.spawn import on_threads
 
 ROWS = 2
@@ -87,6 +88,7 @@ class Rank:
     def __init__(self, world: World, space: Space) -> None:
         self.plan = SimpleNamespace(space=space.at(world.mesh.coordinate(world.rank)))
         self.answer: Callable[[Asked], torch.Tensor] | None = None
+        self.beside: Beside | None = None
         self._world = world
         self._state: Any = SimpleNamespace(world=world, acting="F")
         self._inner = Inner(self._state)
@@ -105,6 +107,9 @@ class Rank:
 
     def attend(self, answer: Callable[[Asked], torch.Tensor]) -> None:
         self.answer = answer
+
+    def convolve(self, answer: Beside) -> None:
+        self.beside = answer
 
 
 def space_of(mesh: Mesh, attends: Sequence[Attend]) -> Space:

@@ -169,8 +169,8 @@ def test_no_part_begins_where_nobody_knows_which_tokens_a_rank_has():
 
 
 def test_tokens_taken_for_those_of_another_rank_are_noticed(monkeypatch: pytest.MonkeyPatch):
-    def wrong(self: SomeTokens, tensor: torch.Tensor, along: int) -> object:
-        share = self.share
+    def wrong(self: SomeTokens, tensor: torch.Tensor, along: int, length: int) -> object:
+        share = self.lengths.of(length)
         return apart(tensor, along, replace(share, spans=((0, share.count),)))
 
     monkeypatch.setattr(SomeTokens, "apart", wrong)

@@ -33,8 +33,11 @@ def test_masks_are_those_of_one_device(mask: str, length: int) -> None:
     assert worst(case(4, 2, length, mask=masked(mask, length)), Hybrid(), Mesh(cp=4)) < WORST
 
 
-def test_contiguous_shares_are_those_of_one_device() -> None:
-    assert worst(case(4, 2, 11, causal=True), Hybrid(balance="contiguous"), Mesh(cp=4)) < WORST
+@pytest.mark.parametrize("balance", ["contiguous", "striped"])
+@pytest.mark.parametrize("mask", [None, "documents", "bias", "learned", "keys"])
+def test_shares_that_are_dealt_otherwise_are_those_of_one_device(balance: str, mask: str | None) -> None:
+    given = case(4, 2, 11, mask=None if mask is None else masked(mask, 11), causal=mask is None)
+    assert worst(given, Hybrid(balance=balance), Mesh(cp=4)) < WORST
 
 
 def test_keys_may_travel_in_bfloat16() -> None:
@@ -85,7 +88,7 @@ def test_what_cannot_be_is_refused() -> None:
     assert [str(fault) for fault in strange.check(None, space)] == [
         "strategies.hybrid.inner: inner = 3, and cp has 4 ranks, which are to be groups of so many neighbours\n"
         "  repair: set inner to 1 or 2 or 4",
-        "strategies.hybrid.balance: balance = 'folded'\n  repair: choose one of: contiguous, zigzag",
+        "strategies.hybrid.balance: balance = 'folded'\n  repair: choose one of: contiguous, striped, zigzag",
         "strategies.hybrid.wire: keys and values cannot travel in 'float8'\n"
         '  repair: write wire = "bfloat16", or leave it out: they travel as they are',
     ]

@@ -65,7 +65,7 @@ def test_bytes_follow_the_formula(ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "wire"), [(1, ""), (2, ""), (3, "bfloat16"), (4, "")])
-@pytest.mark.parametrize("balance", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("balance", ["zigzag", "contiguous", "striped"])
 def test_what_is_booked_is_what_the_rounds_send(ranks: int, wire: Any, balance: Any) -> None:
     length, sent = 13, dict[int, list[tuple[int, str]]]()
     given = sample(length)
@@ -81,7 +81,7 @@ def test_what_is_booked_is_what_the_rounds_send(ranks: int, wire: Any, balance: 
         return noted
 
     given = [each.float() for each in given]
-    run(given, ranks, folded=balance == "zigzag", shift=noting, wire=torch.bfloat16 if wire else None)
+    run(given, ranks, balance=balance, shift=noting, wire=torch.bfloat16 if wire else None)
     ring, said = Ring(balance=balance, wire=wire), plan(ranks)
     moves = [*ring._forth(said.space, said.job, attend, 2), *ring._back(said.space, said.job, attend, 2)]
     booked = [(move.nbytes, move.dtype) for move in moves]

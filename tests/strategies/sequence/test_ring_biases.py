@@ -74,12 +74,10 @@ def test_a_bias_for_the_first_tokens_on_every_rank_is_noticed(monkeypatch: pytes
 
     def first(module, whole, ways, *sizes, **more):
         made = rows(module, whole, ways, *sizes, **more)
-        share = ways[0]()
-        return (
-            made
-            if share is None or share.whole or plugs._across(module)
-            else whole(share.length, share.length)[:, :, : made.shape[2]]
-        )
+        here = ways[0](*sizes)
+        if here is None or here[0].whole or plugs._across(module):
+            return made
+        return whole(here[0].length, here[0].length)[:, :, : made.shape[2]]
 
     monkeypatch.setattr(plugs, "_rows", first)
     assert not judged(both("T5"), Mesh(cp=2), Ring()).passed

@@ -10,9 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.comm.group import Group, World
 from meshwright.core.mesh import Mesh
 from meshwright.core.tokens import Deal, Span
-from meshwright.strategies.sequence import rounds
+from meshwright.strategies.sequence import seen
 from meshwright.strategies.sequence.circle import Circle, Shift
+from meshwright.strategies.sequence.regions import CALL
+from meshwright.strategies.sequence.ring import BALANCES, dealt
 from meshwright.strategies.sequence.rounds import around
+from meshwright.strategies.sequence.seen import Bounds, Neighbours
 from meshwright.testing.spawn import on_threads
 from tests.strategies.sequence.dense import MASKS, gap, mask_of, sample, with_gradients
 
@@ -32,13 +35,13 @@ def run(
     mask: torch.Tensor | None = None,
     *,
     causal: bool = False,
-    folded: bool = True,
+    balance: str = "zigzag",
     wire: torch.dtype | None = None,
     shift: Callable[[Group], Shift] = shifting,
     during: Callable[[World], Any] | None = None,
 ) -> list[torch.Tensor | None]:
     """The output and the gradients of a ring of so many ranks, put together."""
-    deal, (length, keys) = Deal(ranks, folded=folded), (given[0].shape[2], given[1].shape[2])
+    deal, (length, keys) = dealt(balance, ranks), (given[0].shape[2], given[1].shape[2])
 
     def play(world: World) -> list[torch.Tensor | None]:
         group = world.group(["cp"])
@@ -77,8 +80,8 @@ def test_a_ring_computes_what_one_device_does(ranks: int, name: str, length: int
     if mask is not None and name == "learned":
         mask.requires_grad_()
     true = with_gradients(given, mask, causal=name == "causal", scale=SCALE)
-    for folded in (True, False):
-        found = run(given, ranks, mask, causal=name == "causal", folded=folded)
+    for balance in BALANCES:
+        found = run(given, ranks, mask, causal=name == "causal", balance=balance)
         for mine, right in zip(found, true, strict=True):
             assert (mine is None) == (right is None)
             assert mine is None or gap(mine, right) < EXACT
@@ -148,15 +151,15 @@ class Products(TorchDispatchMode):
             back = name.endswith("backward")
             query, key, (causal,) = args[back], args[back + 1], args[7 if back else 4 :][:1] or (False,)
             rows, columns = query.shape[2], key.shape[2]
-            pairs = rows * (rows + 1) // 2 if causal else rows * columns
+            pairs = query.shape[0] * (rows * (rows + 1) // 2 if causal else rows * columns)
             self.forward, self.backward = self.forward + pairs * (not back), self.backward + pairs * back
         return func(*args, **(kwargs or {}))
 
 
-def executed(ranks: int, length: int, **said: Any) -> list[int]:
+def executed(ranks: int, length: int, rows: int = 1, **said: Any) -> list[int]:
     """The pairs that each rank's kernels look at."""
     counts = {world: Products() for world in range(ranks)}
-    run(sample(length, rows=1), ranks, during=lambda world: counts[world.rank], **said)
+    run(sample(length, rows=rows), ranks, during=lambda world: counts[world.rank], **said)
     assert all(count.forward == count.backward for count in counts.values())
     return [counts[rank].forward for rank in range(ranks)]
 
@@ -169,7 +172,7 @@ def test_the_busiest_of_four_ranks_does_hardly_more_than_the_mean(length: int) -
 
 
 def test_straight_slices_leave_the_last_rank_seven_quarters_of_the_mean() -> None:
-    pairs = executed(4, 512, causal=True, folded=False)
+    pairs = executed(4, 512, causal=True, balance="contiguous")
     assert max(pairs) * 4 / sum(pairs) == pytest.approx(1.75, abs=0.01)
 
 
@@ -179,13 +182,55 @@ def test_what_a_mask_leaves_nothing_of_is_not_computed() -> None:
     assert window < 0.7 * full
 
 
+def documents(length: int, draw: torch.Generator, rows: int = 1) -> torch.Tensor:
+    """A mask of documents that begin anywhere, in each row elsewhere."""
+    many = int(torch.randint(1, 9, (), generator=draw))
+    begins = torch.rand(rows, length, generator=draw).argsort(1)[:, :many]
+    number = torch.zeros(rows, length).scatter_(1, begins, 1.0).cumsum(1)
+    return ((number[:, :, None] == number[:, None]) & torch.ones(length, length, dtype=torch.bool).tril()).unsqueeze(1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("rows", [1, 2])
+def test_striped_packed_documents_are_even_wherever_they_begin(seed: int, rows: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    length = int(torch.randint(1500, 2500, (), generator=draw))
+    mask = documents(length, draw, rows)
+    pairs = executed(4, length, rows=rows, mask=mask, balance="striped")
+    assert max(pairs) * 4 / sum(pairs) < 1.05
+    assert sum(pairs) < 1.6 * int(mask.sum())
+
+
+@pytest.mark.parametrize("length", [512, 1021])
+def test_striped_causal_rows_and_windows_are_even(length: int) -> None:
+    causal, window = (
+        executed(4, length, **said, balance="striped") for said in ({"causal": True}, {"mask": mask_of("window", length)})
+    )
+    for pairs in (causal, window):
+        assert max(pairs) * 4 / sum(pairs) < 1.05
+    assert sum(causal) == length * (length + 1) // 2
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_unlike_rows_of_documents_are_those_of_one_device(ranks: int, balance: str) -> None:
+    draw = torch.Generator().manual_seed(ranks)
+    for length in (5, 33, 130):
+        given, mask = sample(length, rows=3), documents(length, draw, rows=3)
+        true = with_gradients(given, mask, causal=False, scale=SCALE)
+        found = run(given, ranks, mask, balance=balance)
+        assert max(map(gap, found[:4], true[:4])) < EXACT
+
+
 def test_a_step_of_a_causal_ring_is_one_call_of_the_kernel() -> None:
-    deal, length = Deal(4), 64
-    spans = tuple(deal.spans(length, index) for index in range(4))
-    for rank in range(4):
-        circle = Circle(rank, spans[rank], spans, SCALE, True, shift=lambda output, tensor: None)
-        counts = [len(rounds.pairs(circle, other, rounds._kinds(circle, None))) for other in range(4)]
-        assert counts == [(1 if rank == 3 else 3) if other == rank else 1 for other in range(4)]
+    length = 512
+    for balance in ("zigzag", "striped"):
+        deal = dealt(balance, 4)
+        spans = tuple(deal.spans(length, index) for index in range(4))
+        for rank in range(4):
+            circle = Circle(rank, spans[rank], spans, SCALE, True, shift=lambda output, tensor: None)
+            view = Neighbours(circle, Bounds.by_rule(circle), CALL)
+            assert [len(view.pairs(other)) for other in range(4)] == [3 if other == rank else 1 for other in range(4)]
 
 
 def test_gradients_that_do_not_come_home_are_noticed() -> None:
@@ -210,8 +255,8 @@ def test_gradients_that_do_not_come_home_are_noticed() -> None:
 
 
 def test_a_diagonal_that_looks_one_too_far_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_position = rounds._by_position
-    monkeypatch.setattr(rounds, "_by_position", lambda *given: "all" if (kind := by_position(*given)) == "causal" else kind)
+    by_rule = seen.Bounds.by_rule
+    monkeypatch.setattr(seen.Bounds, "by_rule", lambda circle: Bounds((true := by_rule(circle)).first, true.last + 1))
     given = sample(24)
     true = with_gradients(given, None, causal=True, scale=SCALE)
     assert gap(run(given, 4, causal=True)[0], true[0]) > 0.01

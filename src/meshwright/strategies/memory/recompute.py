@@ -37,14 +37,15 @@ from fnmatch import fnmatchcase
 from math import inf
 from typing import ClassVar
 
-from meshwright.core.anatomy import NBYTES, Anatomy, block_of
+from meshwright.core.anatomy import Anatomy, block_of
 from meshwright.core.errors import Fault, nearest
 from meshwright.core.job import Job
 from meshwright.core.program import Action, Hold, Program, with_waits
 from meshwright.core.shares import shares
 from meshwright.core.space import Space
-from meshwright.core.steps import BACKWARDS, COMPLETING, inside, micro_rows
+from meshwright.core.steps import BACKWARDS, COMPLETING, FORWARDS, inside, micro_rows, stream
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
+from meshwright.core.weighed import taken
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Recompute(Strategy):
 
     def _lean(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
         """`actions` with an F_LEAN in place of each F of the visits that are chosen, and a RERUN before its B."""
-        chosen = self._chosen(actions, space, micro_rows(actions, space, job) * NBYTES[job.precision.compute])
+        chosen = self._chosen(actions, space, job)
         edited, leans = [], {}
         for action in actions:
             action = replace(action, waits=tuple(leans[wait].name if wait in leans else wait for wait in action.waits))
@@ -90,7 +91,7 @@ class Recompute(Strategy):
                 lean = replace(lean, transfer=action.transfer, flops=action.flops, frees=action.frees, inner=action.inner)
                 leans[action.name] = lean
                 again = Action("RERUN", action.subject, action.micro, waits=(lean.name,), flops=action.flops, takes=within)
-                again = replace(again, inner=action.inner)
+                again = replace(again, inner=tuple(move for move in action.inner if not move.between))
                 chosen[action.subject][action.micro] = again
                 action = leans[action.name]
             elif action.kind in BACKWARDS and action.subject in chosen:
@@ -98,22 +99,22 @@ class Recompute(Strategy):
                 edited.append(again)
                 action = with_waits(action, (again.name,))
             edited.append(action)
-        return edited
+        return _with_given(edited, space, job) if chosen else edited
 
-    def _chosen(self, actions: Sequence[Action], space: Space, width: int) -> dict[str, dict[int | None, Action]]:
-        """The visits that are run again, each with room for its RERUNs by micro-batch. An element per sample is `width` bytes.
+    def _chosen(self, actions: Sequence[Action], space: Space, job: Job) -> dict[str, dict[int | None, Action]]:
+        """The visits that are run again, each with room for its RERUNs by micro-batch.
 
         Ranks that meet within a visit choose alike: by the sizes of the one that has most of it.
         """
         anatomy, sizes = space.anatomy, shares(_largest(space))
+        held = taken(_largest(space), job, micro_rows(actions, space, job))
         forwards = {
             action.subject: action for action in actions if action.kind == "F" and self._asked_for(action.subject, anatomy)
         }
         order = list(anatomy.visits)
         alive = {visit: _most_at_once(actions, visit) for visit in forwards}
         known = bool(anatomy.inside_numel)  # else what it hands on stands for it
-        spared = {visit: sizes[visit].inside if known else sizes[visit].hands_on for visit in forwards}
-        nbytes = {visit: alive[visit] * spared[visit] * width for visit in forwards}
+        nbytes = {visit: alive[visit] * (held[visit].inside if known else held[visit].stream) for visit in forwards}
         left = self.keep_mb * 2**20
         worth = {visit: sizes[visit].flops * alive[visit] / each if each else inf for visit, each in nbytes.items()}
         for visit in sorted(forwards, key=lambda visit: (-worth[visit], -order.index(visit))):
@@ -131,6 +132,22 @@ class Recompute(Strategy):
 def _matches(visit: str, pattern: str) -> bool:
     """Whether `pattern` is the visit, or the block of which it is one."""
     return fnmatchcase(visit, pattern) or fnmatchcase(block_of(visit), pattern)
+
+
+def _with_given(actions: list[Action], space: Space, job: Job) -> list[Action]:
+    """`actions` with what glue gives to visits that are run again, masks among it: kept from the first to its backward."""
+    weighed, first = space.anatomy.weighed, space.anatomy.visits[0]
+    if weighed is None:
+        return actions
+    more = (weighed.handed - weighed.glue).at(micro_rows(actions, space, job))
+
+    def holding(action: Action) -> Action:
+        if action.kind not in FORWARDS or action.subject != first:
+            return action
+        name = stream(first, action.micro or 0)
+        return replace(action, takes=tuple(Hold(h.name, h.nbytes + more * (h.name == name)) for h in action.takes))
+
+    return [holding(action) for action in actions]
 
 
 def _within(forward: Action) -> tuple[Hold, ...]:

@@ -39,11 +39,13 @@ from meshwright.core.anatomy import NBYTES, Anatomy, block_of
 from meshwright.core.calls import Call
 from meshwright.core.errors import Fault
 from meshwright.core.job import Job
-from meshwright.core.program import Action, Program
+from meshwright.core.own import own_share, own_tokens
+from meshwright.core.program import Action, Hold, Program
 from meshwright.core.shares import head_in_pieces
 from meshwright.core.space import Space
 from meshwright.core.steps import BACKWARDS, FORWARDS, SCRATCH, inside, micro_rows
 from meshwright.core.strategy import Handler, Phase, Runtime, Strategy
+from meshwright.core.weighed import taken
 from meshwright.model.tiled import in_tiles
 
 AT_ONCE = "set loss = 1: logits are then made all at once"
@@ -107,21 +109,28 @@ class Tiles(Strategy):
         for mlp in _mlps(space.anatomy):
             mlps.setdefault(mlp.visit, []).append(mlp)
         tokens = Fraction(-(-_tokens(space) // self.mlp), _tokens(space))
+        whole = taken(space, job, rows)
 
         def lean(action: Action) -> Action:
             mine, name = mlps.get(action.subject, []), inside(action.subject, action.micro)
-            spared = [int(mlp.inside * space.own_tokens) * rows * width for mlp in mine]
+            spared = [int(mlp.inside * own_share(space, mlp.visit)) * rows * width for mlp in mine]
             if mine and action.kind in (*FORWARDS, "RERUN"):
-                kept = (replace(held, nbytes=held.nbytes - sum(spared)) if held.name == name else held for held in action.takes)
-                return replace(action, takes=tuple(kept))
+                left = {held.name: held.nbytes - (held.name == name) * sum(spared) for held in action.takes}
+                return replace(action, takes=tuple(Hold(each, max(0, nbytes)) for each, nbytes in left.items()))
             if mine and action.kind in BACKWARDS:
                 more = max(int(each * tokens) for each in spared)
-                takes = (replace(held, nbytes=held.nbytes + more) if held.name == SCRATCH else held for held in action.takes)
-                again = sum(int(mlp.flops * space.own_tokens) for mlp in mine) * rows
+                weighed = whole[action.subject].backward  # of whole MLPs; tiles add to the gradients of weights that are there
+                more += round(weighed * tokens) if weighed else _scratch(action)
+                takes = (replace(held, nbytes=more) if held.name == SCRATCH else held for held in action.takes)
+                again = sum(int(mlp.flops * own_share(space, mlp.visit)) for mlp in mine) * rows
                 return replace(action, takes=tuple(takes), flops=action.flops + again)
             return action
 
         return [lean(action) for action in actions]
+
+
+def _scratch(action: Action) -> int:
+    return sum(held.nbytes for held in action.takes if held.name == SCRATCH)
 
 
 @dataclass(frozen=True)
@@ -160,7 +169,7 @@ def _around(names: list[str]) -> str:
 
 def _tokens(space: Space) -> int:
     known = (space.whole or space).anatomy.tokens
-    return 1 if known is None else int(known.length * space.own_tokens)
+    return 1 if known is None else int(known.length * own_tokens(space))
 
 
 def _mlp_faults(anatomy: Anatomy, where: str) -> Iterator[Fault]:
@@ -179,6 +188,8 @@ def _mlp_faults(anatomy: Anatomy, where: str) -> Iterator[Fault]:
             yield Fault(f"{mlp.name} does not treat tokens one by one: {mixes[mlp.visit]}", "set mlp = 1", where)
         elif mlp.name == block_of(mlp.visit) and mlp.visit in attends:
             yield Fault(f"{mlp.name} attends to other tokens", "set mlp = 1", where)
+        elif any(each.reach and f"{each.module}.".startswith(f"{mlp.name}.") for each in known.convolves):
+            yield Fault(f"{mlp.name} convolves tokens", "set mlp = 1", where)
 
 
 def _head_faults(space: Space, where: str) -> Iterator[Fault]:

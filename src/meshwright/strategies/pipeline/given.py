@@ -38,6 +38,7 @@ CELL = re.compile(r"(\d+)([FBIW])(\d+)")
 FOLLOWS = re.compile(r"(\d+)(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)")
 PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 WHERE = f"{KEY}.schedule"
+SHOWN = 12  # cells that cannot be read and are told one by one
 FORM = "write stage, kind and micro-batch, as in 1F0, where the kind is F, B, I or W; leave a cell empty for a pause"
 
 
@@ -195,6 +196,9 @@ def _read(rows: Sequence[Sequence[str]]) -> tuple[list[list[Cell]], list[Fault]]
                     cells[-1].append(Cell(slot, number, column))
                 elif part.strip() and not FOLLOWS.fullmatch(part.strip()):
                     faults.append(Fault(f"'{part.strip()}' is no act of a rank", FORM, f"row {number}, column {column}"))
+    if len(faults) > SHOWN:  # a table in another spelling
+        more = len(faults) - SHOWN
+        faults[SHOWN:] = [Fault(f"{more} more cells are no act of a rank, up to the one here", FORM, faults[-1].where)]
     return cells, faults
 
 

@@ -4,6 +4,7 @@
     weights     each rank's gradient is a summand: R along the axis, gradients P, as where ranks have other samples
     COUNT TALLY summed along the axis: a wish to stop is heard by all, and the loss is that of all tokens
     attention   moves something within the forwards and backwards of the visits that attend: Action.inner
+    convolution likewise, at its borders (halo.py)
 
 Among the moves of layers that are divided (tensor parallelism), attention stands before the rows layer that ends it; backwards
 behind it. Its heads are then those of the rank.
@@ -24,8 +25,10 @@ from meshwright.core.program import Action, Program, Transfer
 from meshwright.core.space import Space
 from meshwright.core.steps import BACKWARDS, FORWARDS, micro_rows
 from meshwright.core.strategy import Phase, Strategy
-from meshwright.core.tokens import Attend, Deal
+from meshwright.core.tokens import Attend, Convolve, Deal
 from meshwright.model.sockets import NUMBERED
+from meshwright.strategies.sequence.between import glued
+from meshwright.strategies.sequence.halo import convolution_faults, met_beside
 
 AXIS = "cp"
 AGAIN = (*FORWARDS, "RERUN")  # kinds that run a visit forward
@@ -53,29 +56,34 @@ class Deals(Strategy):
 
 
 def met(program: Program, space: Space, job: Job, forth: Moves, back: Moves) -> Program:
-    """`program` with what attention moves: `forth` wherever a visit runs forward, `back` where its gradients are made.
+    """`program` with what attention moves: `forth` wherever a visit runs forward, `back` where its gradients are made; and glue.
 
-    Where backwards come in halves, that is the one for what went in, unless nobody asks for that.
+    Where backwards come in halves, that is the one for what went in, unless nobody asks for that. So with convolutions.
     """
     borders = (space.whole or space).anatomy.borders
+
+    def moved(each: Attend | Convolve, rows: int, *, forward: bool) -> Sequence[Transfer]:
+        if isinstance(each, Convolve):
+            return met_beside(space, job, AXIS, each, rows)[0 if forward else 1]
+        return (forth if forward else back)(each, rows)
 
     def within(action: Action, rows: int) -> Action:
         mine = list(_placed(space, action.subject))
         if action.kind in AGAIN:
-            more = [replace(move, at=at) for at, attend in mine for move in forth(attend, rows)]
+            more = [replace(move, at=at) for at, each in mine for move in moved(each, rows, forward=True)]
         else:
             late = borders is not None and not borders.learns(action.subject)
             if action.kind not in ("B", "W" if late else "I"):
                 return action
-            needed = [(at, attend) for at, attend in reversed(mine) if attend.needed]
-            more = [replace(move, at=-at) for at, attend in needed for move in back(attend, rows)]
+            needed = [(at, each) for at, each in reversed(mine) if each.needed]
+            more = [replace(move, at=-at) for at, each in needed for move in moved(each, rows, forward=False)]
         return replace(action, inner=tuple(sorted((*action.inner, *more), key=lambda each: each.at))) if more else action
 
     def edited(actions: list[Action]) -> list[Action]:
         rows = micro_rows(actions, space, job)
         return [within(action, rows) if action.kind in (*AGAIN, *BACKWARDS, "W") else action for action in actions]
 
-    return program.edit(edited)
+    return glued(program.edit(edited), space, job, AXIS)
 
 
 def local_heads(space: Space, attend: Attend) -> tuple[int, int]:
@@ -94,8 +102,8 @@ def local_heads(space: Space, attend: Attend) -> tuple[int, int]:
     return attend.heads, attend.groups
 
 
-def token_faults(name: str, axis: str, space: Space) -> Iterator[Fault]:
-    """What keeps the tokens of this model's samples from being dealt along `axis`."""
+def token_faults(name: str, axis: str, space: Space, deal: Callable[[int], Deal]) -> Iterator[Fault]:
+    """What keeps the tokens of this model's samples from being dealt along `axis`, to so many ranks as `deal` says."""
     where, anatomy = f"strategies.{name}", space.anatomy
     if axis != AXIS:
         yield Fault(f"axis = '{axis}'; tokens are dealt along {AXIS}", f'write axis = "{AXIS}"', f"{where}.axis")
@@ -107,12 +115,17 @@ def token_faults(name: str, axis: str, space: Space) -> Iterator[Fault]:
         yield Fault(text, "keep one of the strategies that deal them", where)
     if anatomy.tokens is None:
         text = f"nothing is known of tokens in {anatomy.name}: no integer input of its example has them, as [rows, tokens]"
-        yield Fault(text, f"give it an example batch that has one (input_ids); or {other}", where)
+        text += ", and no block takes in [rows, tokens, width] and attends to them by F.scaled_dot_product_attention"
+        yield Fault(text, f"give it an example batch that has one (input_ids), or declare smaller blocks; or {other}", where)
         return
+    if anatomy.tokens.varies:
+        fix = f"compute it for all rows and tokens at once (hidden[rows, last] for a loop over rows); or {other}"
+        yield Fault(anatomy.tokens.varies, fix, where)
     for why, visits in _mixing(anatomy).items():
         more = f" (and so in {len(visits) - 1} more blocks)" if len(visits) > 1 else ""
         fix = f"compute what needs all tokens between blocks, or by F.scaled_dot_product_attention; or {other}"
         yield Fault(f"a block cannot run on some of the tokens: {why}{more}", fix, where)
+    yield from convolution_faults(name, axis, space, deal(ranks))
     if anatomy.whole_batch:
         text = f"the loss takes the rows of the whole batch at once, and along {AXIS} each rank has some of the tokens of a row"
         yield Fault(text, f"write a loss that is a sum over tokens or rows; or {other}", "loss")
@@ -127,13 +140,24 @@ def _mixing(anatomy: Anatomy) -> Mapping[str, list[str]]:
     return found
 
 
-def _placed(space: Space, visit: str) -> Iterator[tuple[float, Attend]]:
-    """The calls of attention of a visit in order, and where they stand among its calls of layers: before the rows layer."""
+def _placed(space: Space, visit: str) -> Iterator[tuple[float, Attend | Convolve]]:
+    """The calls of attention and the convolutions of a visit in order, and where they stand among its calls of layers.
+
+    Attention stands before the rows layer that ends it, a convolution behind the last layer that was called before.
+    """
     tokens = (space.whole or space).anatomy.tokens
     mine = [attend for attend in tokens.attends if attend.visit == visit] if tokens is not None else []
-    for number, attend in enumerate(mine):
-        ends = [at for at, _ in _sides(space, visit, "rows", attend)]
-        yield (ends[number] - 0.5 if number < len(ends) else 0), attend
+    others = [each for each in tokens.convolves if each.visit == visit and each.reach] if tokens is not None else []
+    calls = [(at, call.name) for at, call in enumerate(space.anatomy.calls) if call.visit == visit] if others else []
+    last = calls[0][0] - 0.5 if calls else 0.0
+    for number in range(len(mine) + 1):
+        for each in (each for each in others if each.attended == number):
+            last = max([last, *(at + 0.5 for at, name in calls if name in each.called)])
+            yield last, each
+        if number < len(mine):
+            ends = [at for at, _ in _sides(space, visit, "rows", mine[number])]
+            last = ends[number] - 0.5 if number < len(ends) else last
+            yield last, mine[number]
 
 
 def _sides(space: Space, visit: str, role: str, attend: Attend) -> Iterator[tuple[int, Side]]:

@@ -15,6 +15,7 @@ the ring more tokens per rank, which it wants; the ring takes more ranks than th
       ring        2 B N h / P x (k/a) (r-1)           forward; backward twice that, gradients in float32 at least
     activations: 1/P of one rank's, and two travelling blocks
 
+`balance` is that of the ring: chunks, or with "striped" single tokens, go to the groups, and what one gets lies straight on it.
 `inner` neighbours in mesh order are one group of the exchange: on one host, where hosts have a multiple of that many ranks.
 Cost: nothing hides the exchange, and computation the ring's messages, but for the last of a backward. Of a mask with a row for
 each query those of the neighbours are gathered: B N N / r x (u-1)/u elements in every layer.
@@ -42,9 +43,11 @@ from meshwright.model.attend import Asked
 from meshwright.strategies.sequence.asked import fitted, kept
 from meshwright.strategies.sequence.circle import Circle
 from meshwright.strategies.sequence.dealt import AXIS, Deals, local_heads, met, token_faults
+from meshwright.strategies.sequence.halo import convolved
 from meshwright.strategies.sequence.heads import Exchange, Needs, exchanged, head_faults
-from meshwright.strategies.sequence.ring import ring_faults, shifts, with_room
+from meshwright.strategies.sequence.ring import dealt, ring_faults, rounding, shifts, with_room
 from meshwright.strategies.sequence.rounds import around
+from meshwright.strategies.sequence.seen import Recent
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Hybrid(Deals):
 
     name: ClassVar[str] = "hybrid"
     inner: int = 2
-    balance: Literal["zigzag", "contiguous"] = "zigzag"
+    balance: Literal["zigzag", "contiguous", "striped"] = "zigzag"
     wire: Literal["", "bfloat16"] = ""
 
     @property
@@ -61,8 +64,11 @@ class Hybrid(Deals):
         """Whether keys and values travel as they are."""
         return not self.wire
 
+    def tolerance(self, space: Space) -> float:
+        return rounding(space, self.wire)
+
     def check(self, job: Job, space: Space) -> Iterator[Fault]:
-        yield from token_faults(self.name, self.axis, space)
+        yield from token_faults(self.name, self.axis, space, self.deal)
         if self.axis == AXIS and not self._divides(space):
             ranks = space.mesh.size(AXIS)
             sizes = " or ".join(map(str, _divisors(ranks)))
@@ -75,7 +81,7 @@ class Hybrid(Deals):
             yield from head_faults(space, self.name, self.inner, "inner", _divisors(space.mesh.size(AXIS)))
 
     def deal(self, ranks: int) -> Deal:
-        return Deal(ranks, inner=self.inner if self.inner > 0 else 1, folded=self.balance == "zigzag")
+        return dealt(self.balance, ranks, self.inner if self.inner > 0 else 1)
 
     def rewrite(self, program: Program, space: Space, job: Job) -> Program:
         deal = self.deal(space.mesh.size(self.axis))
@@ -93,25 +99,29 @@ class Hybrid(Deals):
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         exchange = Exchange.along(self.axis, self.deal(runtime.plan.space.mesh.size(self.axis)), runtime)
-        runtime.attend(partial(self._answer, runtime, exchange))
+        runtime.convolve(partial(convolved, runtime, self.axis))
+        runtime.attend(partial(self._answer, runtime, exchange, Recent()))
         return {}
 
-    def _answer(self, runtime: Runtime, exchange: Exchange, asked: Asked) -> torch.Tensor:
+    def _answer(self, runtime: Runtime, exchange: Exchange, recent: Recent, asked: Asked) -> torch.Tensor:
         """[.., heads, own queries, width of values]."""
         given, deal = fitted(asked, self.name), exchange.deal
         mine = exchange.taken(given, asked, self.name)
-        circle = Circle(
-            index=exchange.index // deal.inner,
-            queries=deal.together(asked.queries.length, exchange.index),
-            keys=tuple(deal.together(asked.keys.length, first) for first in range(0, deal.ranks, deal.inner)),
-            scale=asked.scale,
-            causal=asked.causal,
-            shift=lambda output, tensor: runtime.shift(output, tensor, self.axis, by=deal.inner),
-            wire=torch.bfloat16 if self.wire else None,
-            drop=given.drop,
+        said = {"scale": asked.scale, "causal": asked.causal, "drop": given.drop}
+        circle = recent.circle(
+            (asked.queries.length, asked.keys.length, *said.values()),
+            lambda: Circle(
+                index=exchange.index // deal.inner,
+                queries=deal.together(asked.queries.length, exchange.index),
+                keys=tuple(deal.together(asked.keys.length, first) for first in range(0, deal.ranks, deal.inner)),
+                shift=lambda output, tensor: runtime.shift(output, tensor, self.axis, by=deal.inner),
+                wire=torch.bfloat16 if self.wire else None,
+                **said,
+            ),
         )
         keep = kept(asked, circle.queries, exchange.heads(given))
-        out = around(circle, mine.query, mine.key, mine.value, mine.mask, keep)
+        view = recent.view(circle, mine.mask, mine.query.device, asked.mask)
+        out = around(circle, mine.query, mine.key, mine.value, mine.mask, keep, view)
         return given.back(exchange.to_tokens(out, asked.queries.length))
 
     def _shifts(self, space: Space, job: Job, attend: Attend, rows: int) -> tuple[list[Transfer], list[Transfer]]:

@@ -14,11 +14,20 @@ rank merges what its queries make of the keys that pass by, one rank's after the
       backward    4 b (N/P) h (k/a) (P-1)     the same again, and P-1 shifts of their gradients, in float32 at least
     activations: 1/P of those of one device, and two travelling blocks; backward four more, of gradients
 
-N/P is what the rank with most tokens has: all send as much. With `balance = "contiguous"` ranks have neighbouring tokens, and
-under a causal mask the last computes (2 P - 1) / P times the mean. With `wire = "bfloat16"` keys and values travel in that; a
-rank's own are as they are, and gradients too, so that is the only rounding.
-Cost: a step's transfer hides behind its computation where that takes longer: from some thousands of tokens per rank on. A mask
-that leaves nothing of a pair of chunks spares its computation, and no message.
+N/P is what the rank with most tokens has: all send as much. `balance` says who has which:
+
+    zigzag        an early chunk and a late one each: even under a causal mask
+    striped       every P-th token: of each window and each packed document, wherever it begins in its row, a rank has its share,
+                  so all masks are even; in a step a document of L tokens is a causal square of L/P
+    contiguous    neighbouring tokens: under a causal mask the last computes (2 P - 1) / P times the mean
+
+With `wire = "bfloat16"` keys and values travel in that; a rank's own are as they are, and gradients too, so that is the only
+rounding: keys and values are off by u = 2^-9 at most, so a score s by u |s|, and what attention gives by (1 + 2 |s|) u of the
+largest value. With |s| up to 1.5, as models begin, these are 4 u per call of attention, which add up: `verify` allows so much of
+the largest number of a block.
+Cost: a step's transfer hides behind its computation where that takes longer: from some thousands of tokens per rank on. Where
+each query looks at neighbouring keys (causal, window, packed documents, padding, prefix), what a mask leaves nothing of is not
+computed (regions.py); its messages are sent all the same. Layers that are handed the same mask have it looked at once.
 Limits: attention is what calls F.scaled_dot_product_attention within a block; with dropout, by plain products. A mask has rows
 of own queries and columns of all keys: n x N elements per rank; float ones hide by -inf (of a row that is hidden whole by a
 large number instead, one device makes a mean). Few tokens per rank do not hide messages: where heads suffice, ulysses sends
@@ -47,9 +56,11 @@ from meshwright.model.attend import Asked
 from meshwright.strategies.sequence.asked import fitted, kept
 from meshwright.strategies.sequence.circle import Circle
 from meshwright.strategies.sequence.dealt import Deals, local_heads, met, token_faults
+from meshwright.strategies.sequence.halo import convolved
 from meshwright.strategies.sequence.rounds import around
+from meshwright.strategies.sequence.seen import Recent
 
-BALANCES = ("zigzag", "contiguous")
+BALANCES = ("zigzag", "contiguous", "striped")
 WIRES = ("", "bfloat16")
 
 
@@ -58,7 +69,7 @@ class Ring(Deals):
     """Tokens of each sample dealt along `axis`; keys and values travel round it, in the dtype `wire` where that is not empty."""
 
     name: ClassVar[str] = "ring"
-    balance: Literal["zigzag", "contiguous"] = "zigzag"
+    balance: Literal["zigzag", "contiguous", "striped"] = "zigzag"
     wire: Literal["", "bfloat16"] = ""
 
     @property
@@ -66,12 +77,15 @@ class Ring(Deals):
         """Whether keys and values travel as they are."""
         return not self.wire
 
+    def tolerance(self, space: Space) -> float:
+        return rounding(space, self.wire)
+
     def check(self, job: Job, space: Space) -> Iterator[Fault]:
-        yield from token_faults(self.name, self.axis, space)
+        yield from token_faults(self.name, self.axis, space, self.deal)
         yield from ring_faults(self.name, self.balance, self.wire)
 
     def deal(self, ranks: int) -> Deal:
-        return Deal(ranks, folded=self.balance == "zigzag")
+        return dealt(self.balance, ranks)
 
     def rewrite(self, program: Program, space: Space, job: Job) -> Program:
         forth, back = (partial(moves, space, job) for moves in (self._forth, self._back))
@@ -79,7 +93,8 @@ class Ring(Deals):
         return with_room(program, space.mesh.size(self.axis))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        runtime.attend(partial(self._answer, runtime))
+        runtime.convolve(partial(convolved, runtime, self.axis))
+        runtime.attend(partial(self._answer, runtime, Recent()))
         return {}
 
     def _forth(self, space: Space, job: Job, attend: Attend, rows: int) -> list[Transfer]:
@@ -96,21 +111,28 @@ class Ring(Deals):
         _, groups = local_heads(space, attend)
         return shifts(rows * groups * most * (attend.width + attend.values), ranks - 1, self.axis, self.wire, job)
 
-    def _answer(self, runtime: Runtime, asked: Asked) -> torch.Tensor:
+    def _answer(self, runtime: Runtime, recent: Recent, asked: Asked) -> torch.Tensor:
         given, space = fitted(asked, self.name), runtime.plan.space
         deal = self.deal(space.mesh.size(self.axis))
-        circle = Circle(
-            index=dict(space.coordinate)[self.axis],
-            queries=asked.queries.spans,
-            keys=tuple(deal.spans(asked.keys.length, index) for index in range(deal.ranks)),
-            scale=asked.scale,
-            causal=asked.causal,
-            shift=lambda output, tensor: runtime.shift(output, tensor, self.axis),
-            wire=torch.bfloat16 if self.wire else None,
-            drop=given.drop,
+        said = {"scale": asked.scale, "causal": asked.causal, "drop": given.drop}
+        circle = recent.circle(
+            (asked.queries.length, asked.keys.length, *said.values()),
+            lambda: Circle(
+                index=dict(space.coordinate)[self.axis],
+                queries=asked.queries.spans,
+                keys=tuple(deal.spans(asked.keys.length, index) for index in range(deal.ranks)),
+                shift=lambda output, tensor: runtime.shift(output, tensor, self.axis),
+                wire=torch.bfloat16 if self.wire else None,
+                **said,
+            ),
         )
-        keep = kept(asked, asked.queries.spans)
-        return given.back(around(circle, given.query, given.key, given.value, given.mask, keep))
+        keep, view = kept(asked, circle.queries), recent.view(circle, given.mask, given.query.device, asked.mask)
+        return given.back(around(circle, given.query, given.key, given.value, given.mask, keep, view))
+
+
+def dealt(balance: str, ranks: int, inner: int = 1) -> Deal:
+    """The deal of that name."""
+    return Deal(ranks, inner, folded=balance == "zigzag", striped=balance == "striped")
 
 
 def ring_faults(name: str, balance: str, wire: str) -> Iterator[Fault]:
@@ -120,6 +142,12 @@ def ring_faults(name: str, balance: str, wire: str) -> Iterator[Fault]:
     if wire not in WIRES:
         text = f"keys and values cannot travel in '{wire}'"
         yield Fault(text, 'write wire = "bfloat16", or leave it out: they travel as they are', f"strategies.{name}.wire")
+
+
+def rounding(space: Space, wire: str) -> float:
+    """How far off what a model computes may be where keys and values travel in `wire` (see above)."""
+    tokens = (space.whole or space).anatomy.tokens
+    return 4 * 2.0**-9 * len(tokens.attends) if wire and tokens is not None else 0.0
 
 
 def shifts(numel: int, steps: int, axis: str, wire: str, job: Job) -> tuple[list[Transfer], list[Transfer]]:

@@ -10,26 +10,21 @@ A step's transfer starts before its computation and is waited for behind it. Key
 long as that of the rank that has most tokens: all send the same. Gradients of a block begin with the first rank behind its own,
 travel on with what each adds, and arrive at home from the last one; its own share waits there.
 
-What a mask leaves nothing of is not computed. Rows of this rank's queries and keys of a block are looked at in the chunks in
-which positions were dealt: a pair of chunks is `all` (no mask), `causal` (the same chunk under a causal mask), `some` (a mask,
-cut from the given one) or left out. Neighbours of one kind are one call of the kernel.
+What a mask leaves nothing of is not computed: of this rank's queries and the keys of a block, pairs of stretches go through a
+kernel, with a mask where they need one (seen.py, regions.py).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.core.tokens import Span, count_of
-from meshwright.strategies.sequence.circle import Circle, Kind, Pair
+from meshwright.strategies.sequence.circle import Circle, Pair, View
 from meshwright.strategies.sequence.kernel import attend, attend_backward, merge
 from meshwright.strategies.sequence.plain import NEVER, Thin, sums_in
-
-Kinds = Callable[[int, int, int], Kind]  # of a chunk of queries and a chunk of keys of a rank, by their numbers
+from meshwright.strategies.sequence.seen import Neighbours, Recent, columns
 
 
 def around(
@@ -39,24 +34,25 @@ def around(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     keep: torch.Tensor | None = None,
+    view: View | None = None,
 ) -> Any:
     """The attention of this rank's queries, [B, H, n, d], to the keys and values of all, [B, H, n, e]; differentiable.
 
     `key` is [B, G, m, d], `value` [B, G, m, e], H a multiple of G; `mask` has rows of these queries and columns of all keys in
     order of positions, [B or 1, H or 1, n or 1, all keys]: bool, or float to add. `keep`, bool [B, H, n, all keys], says which
-    weights dropout leaves. All ranks of the ring call this.
+    weights dropout leaves. `view` is what queries look at through the mask, where that is known. All ranks of the ring call this.
     """
-    return _Around.apply(query, key, value, mask, keep, circle)
+    view = view or Recent().view(circle, mask, query.device)
+    return _Around.apply(query, key, value, None if isinstance(view, Neighbours) else mask, keep, circle, view)
 
 
 class _Around(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any, keep: Any, circle: Circle) -> torch.Tensor:
+    def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any, keep: Any, circle: Circle, view: View) -> torch.Tensor:
         with torch.autocast(query.device.type, enabled=False):
-            kinds = _kinds(circle, mask)
-            out, lse = _forward(circle, query, key, value, (mask, keep), kinds)
+            out, lse = _forward(circle, query, key, value, (mask, keep), view)
         out = out.to(query.dtype)
-        ctx.circle, ctx.kinds = circle, kinds
+        ctx.circle, ctx.view = circle, view
         ctx.save_for_backward(query, key, value, mask, keep, out, lse)
         return out
 
@@ -68,62 +64,60 @@ class _Around(torch.autograd.Function):
         mask = ctx.saved_tensors[3]
         of_mask = torch.zeros_like(mask) if mask is not None and ctx.needs_input_grad[3] else None
         with torch.autocast(grads[0].device.type, enabled=False):
-            found = _backward(ctx.circle, grads[0], ctx.saved_tensors, ctx.kinds, of_mask)
-        return *found, of_mask, None, None
+            found = _backward(ctx.circle, grads[0], ctx.saved_tensors, ctx.view, of_mask)
+        return *found, of_mask, None, None, None
 
 
 def _forward(
-    circle: Circle, query: Any, key: Any, value: Any, masks: tuple[Any, Any], kinds: Kinds
+    circle: Circle, query: Any, key: Any, value: Any, masks: tuple[Any, Any], view: View
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    wide, (mask, keep) = sums_in(query.dtype), masks
+    wide, (whole, keep) = sums_in(query.dtype), masks
     out = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide)
     lse = query.new_full(query.shape[:-1], NEVER, dtype=wide)
     for rank, keys, values in _blocks(circle, key, value):
-        for pair in pairs(circle, rank, kinds):
-            rows, columns = slice(*pair.rows), slice(*pair.keys)
-            given = query[:, :, rows], keys[:, :, columns], values[:, :, columns]
-            said = {"mask": _cut(pair, mask, query), "causal": pair.kind == "causal", "scale": circle.scale}
-            more = attend(*given, **said, thin=_thin(circle, pair, keep))
-            out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], *more)
+        for pair in view.pairs(rank):
+            mine, theirs = pair.mine, pair.theirs
+            said = {"mask": view.mask(rank, pair, whole, query.device), "causal": pair.kind == "causal", "scale": circle.scale}
+            more = attend(query[mine], keys[theirs], values[theirs], **said, thin=_thin(circle, rank, pair, keep))
+            out[mine], lse[mine] = merge(out[mine], lse[mine], *more)
     return out, lse
 
 
-def _backward(circle: Circle, grad: Any, saved: Sequence[Any], kinds: Kinds, of_mask: Any) -> tuple[torch.Tensor, ...]:
+def _backward(circle: Circle, grad: Any, saved: Sequence[Any], view: View, of_mask: Any) -> tuple[torch.Tensor, ...]:
     """The gradients of this rank's queries, keys and values."""
     query, key, value, mask, keep, out, lse = saved
     wide, length = sums_in(query.dtype), circle.most * _per_token(key, value)
     of_query, home = torch.zeros_like(query, dtype=wide), query.new_zeros(length, dtype=wide)
 
-    def add(some: Sequence[Pair], keys: torch.Tensor, values: torch.Tensor, message: torch.Tensor) -> None:
+    def add(rank: int, some: Sequence[Pair], keys: torch.Tensor, values: torch.Tensor, message: torch.Tensor) -> None:
         of_keys, of_values = _views(message, key, value, keys.shape[2])
         for pair in some:
-            rows, columns = slice(*pair.rows), slice(*pair.keys)
-            given = grad[:, :, rows], query[:, :, rows], keys[:, :, columns], values[:, :, columns]
-            cut = _cut(pair, mask, query)
+            mine, theirs, cut = pair.mine, pair.theirs, view.mask(rank, pair, mask, query.device)
             into = None if of_mask is None or cut is None else torch.zeros_like(cut)
+            given = grad[mine], query[mine], keys[theirs], values[theirs], out[mine], lse[mine]
             said = {"mask": cut, "causal": pair.kind == "causal", "scale": circle.scale, "of_mask": into}
-            found = attend_backward(*given, out[:, :, rows], lse[:, :, rows], **said, thin=_thin(circle, pair, keep))
-            for whole, more in ((of_query[:, :, rows], 0), (of_keys[:, :, columns], 1), (of_values[:, :, columns], 2)):
-                whole += found[more]
+            found = attend_backward(*given, **said, thin=_thin(circle, rank, pair, keep))
+            for all_of, more in zip((of_query[mine], of_keys[theirs], of_values[theirs]), found, strict=True):
+                all_of += more
             if into is not None:
-                _put(pair, into, of_mask)
+                view.put(rank, pair, into, of_mask)
 
-    own = pairs(circle, circle.index, kinds)
+    own = view.pairs(circle.index)
     late = own[len(own) // 2 :]  # while the last gradients come home: without them, nothing would be computed then
     free, gone, came, coming = list[torch.Tensor](), home, home, None
     for step, (rank, keys, values) in enumerate(_blocks(circle, key, value)):
         if step == 0:
-            add(own[: len(own) // 2], keys, values, home)
+            add(rank, own[: len(own) // 2], keys, values, home)
             continue
         mine = (free.pop() if free else torch.empty_like(home)).zero_()
-        add(pairs(circle, rank, kinds), keys, values, mine)
+        add(rank, view.pairs(rank), keys, values, mine)
         if coming is not None:
             coming.wait()
             mine += came
             free += [gone, came]
         gone, came = mine, free.pop() if free else torch.empty_like(home)
         coming = circle.shift(came, gone)
-    add(late, key, value, home)
+    add(circle.index, late, key, value, home)
     if coming is not None:
         coming.wait()
         home += came
@@ -148,103 +142,13 @@ def _blocks(circle: Circle, key: torch.Tensor, value: torch.Tensor) -> Iterator[
         if coming is not None:
             coming.wait()
             going, free = free, going
-            found = _views(going, key, value, count_of(circle.keys[rank - 1]))
+            found = _views(going, key, value, circle.counts[rank - 1])
             keys, values = (view.to(key.dtype) for view in found)
 
 
-def pairs(circle: Circle, rank: int, kinds: Kinds) -> list[Pair]:
-    """What is computed of this rank's queries and the keys of `rank`: neighbouring chunks of one kind together."""
-    runs: dict[tuple[Span, Kind], list[Pair]] = {}
-    for row, (rows, at) in enumerate(_chunks(circle.queries)):
-        line = list[Pair]()
-        for column, (keys, keys_at) in enumerate(_chunks(circle.keys[rank])):
-            kind = kinds(row, rank, column)
-            if kind in ("all", "some") and line and line[-1].kind == kind and line[-1].keys[1] == keys[0]:
-                last = line.pop()
-                line.append(Pair(rows, (last.keys[0], keys[1]), kind, (at,), (*last.keys_at, keys_at)))
-            elif kind != "none":
-                line.append(Pair(rows, keys, kind, (at,), (keys_at,)))
-        for pair in line:
-            above = runs.setdefault((pair.keys, pair.kind), [])
-            if above and pair.kind != "causal" and above[-1].rows[1] == rows[0]:
-                last = above.pop()
-                pair = Pair((last.rows[0], rows[1]), pair.keys, pair.kind, (*last.queries_at, at), pair.keys_at)
-            above.append(pair)
-    return [pair for each in runs.values() for pair in each]
-
-
-def _kinds(circle: Circle, mask: torch.Tensor | None) -> Kinds:
-    """What is left of each pair of chunks."""
-    if mask is None:
-        return partial(_by_position, circle)
-    if mask.requires_grad or isinstance(mask, FakeTensor):
-        return lambda row, rank, column: "some"
-    flags, named = list[torch.Tensor](), list[tuple[int, int, int]]()
-    for row, (rows, _) in enumerate(_chunks(circle.queries)):
-        mine = _rows(mask, rows)
-        for rank, spans in enumerate(circle.keys):
-            for column, (begin, end) in enumerate(spans):
-                part = mine[..., begin:end]
-                flags += [part.any(), part.all()] if mask.dtype == torch.bool else [(part > NEVER).any(), (part == 0).all()]
-                named.append((row, rank, column))
-    told = torch.stack(flags).view(-1, 2).tolist() if flags else []  # one wait for the device, not one per chunk
-    known: dict[tuple[int, int, int], Kind] = {
-        name: "all" if free else "some" if seen else "none" for name, (seen, free) in zip(named, told, strict=True)
-    }
-    return lambda row, rank, column: known[row, rank, column]
-
-
-def _by_position(circle: Circle, row: int, rank: int, column: int) -> Kind:
-    (first, end), (begin, last) = circle.queries[row], circle.keys[rank][column]
-    if not circle.causal or last <= first + 1:
-        return "all"
-    if begin >= end:
-        return "none"
-    return "causal" if (first, end) == (begin, last) else "some"
-
-
-def _cut(pair: Pair, mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """The mask of a pair, where it needs one."""
-    if pair.kind != "some":
-        return None
-    if mask is None:
-        rows, columns = (_positions(spans, query.device) for spans in (pair.queries_at, pair.keys_at))
-        return (columns <= rows.unsqueeze(-1)).view(1, 1, len(rows), len(columns))
-    return _columns(_rows(mask, pair.rows), pair)
-
-
-def _thin(circle: Circle, pair: Pair, keep: torch.Tensor | None) -> Thin | None:
+def _thin(circle: Circle, rank: int, pair: Pair, keep: torch.Tensor | None) -> Thin | None:
     """What dropout leaves of a pair."""
-    return None if keep is None else Thin(_columns(keep[:, :, slice(*pair.rows)], pair), circle.drop)
-
-
-def _columns(rows: torch.Tensor, pair: Pair) -> torch.Tensor:
-    parts = [rows[..., begin:end] for begin, end in pair.keys_at]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-
-
-def _put(pair: Pair, part: torch.Tensor, whole: torch.Tensor) -> None:
-    """Add `part`, for the mask of a pair, to where that was cut from the `whole` one."""
-    mine, at = _rows(whole, pair.rows), 0
-    for begin, end in pair.keys_at:
-        mine[..., begin:end] += part[..., at : at + end - begin]
-        at += end - begin
-
-
-def _rows(mask: torch.Tensor, rows: Span) -> torch.Tensor:
-    return mask[:, :, slice(*rows)] if mask.shape[2] > 1 else mask
-
-
-def _positions(spans: Sequence[Span], device: torch.device) -> torch.Tensor:
-    return torch.cat([torch.arange(*span, device=device) for span in spans])
-
-
-def _chunks(spans: Sequence[Span]) -> Iterator[tuple[Span, Span]]:
-    """Where the tokens of `spans` lie on their rank, one behind the other, and where in the sample."""
-    at = 0
-    for begin, end in spans:
-        yield (at, at + end - begin), (begin, end)
-        at += end - begin
+    return None if keep is None else Thin(columns(keep[pair.mine], circle.keys[rank], pair.keys), circle.drop)
 
 
 def _per_token(key: torch.Tensor, value: torch.Tensor) -> int:

@@ -45,6 +45,7 @@ from meshwright.model.attend import Asked
 from meshwright.strategies.sequence.asked import Fitted, fitted, kept
 from meshwright.strategies.sequence.circle import Circle, Coming
 from meshwright.strategies.sequence.dealt import AXIS, Deals, met, token_faults
+from meshwright.strategies.sequence.halo import convolved
 from meshwright.strategies.sequence.heads import Exchange, exchanged, head_faults
 from meshwright.strategies.sequence.rounds import around
 
@@ -56,7 +57,7 @@ class Ulysses(Deals):
     name: ClassVar[str] = "ulysses"
 
     def check(self, job: Job, space: Space) -> Iterator[Fault]:
-        yield from token_faults(self.name, self.axis, space)
+        yield from token_faults(self.name, self.axis, space, self.deal)
 
     def partners(self, space: Space) -> Iterator[Fault]:
         if self.axis == AXIS:
@@ -81,6 +82,7 @@ class Ulysses(Deals):
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         deal = self.deal(runtime.plan.space.mesh.size(self.axis))
+        runtime.convolve(partial(convolved, runtime, self.axis))
         runtime.attend(partial(self._answer, Exchange.along(self.axis, deal, runtime)))
         return {}
 

@@ -17,6 +17,7 @@ from meshwright.core.anatomy import NBYTES
 from meshwright.core.calls import Call
 from meshwright.core.job import Job
 from meshwright.core.layout import I, P, R
+from meshwright.core.own import own_share
 from meshwright.core.program import Action, Program, Transfer
 from meshwright.core.space import Space
 from meshwright.core.steps import FORWARDS, added_along, inside, micro_rows
@@ -97,8 +98,8 @@ def _visits(ways: Ways, space: Space, job: Job, rows: int) -> dict[str, _Visit]:
 
 def _own(space: Space) -> Iterator[Call]:
     """The calls of the model, as they are on the tokens that this rank has."""
-    share = space.own_tokens
     for call in space.anatomy.calls:
+        share = own_share(space, call.visit, call.name)
         yield call if share == 1 else replace(call, into=int(call.into * share), out=int(call.out * share))
 
 

@@ -33,6 +33,7 @@ from meshwright.core.calls import Passage
 from meshwright.core.errors import Fault
 from meshwright.core.job import Job
 from meshwright.core.layout import I, S
+from meshwright.core.own import own_share
 from meshwright.core.program import Action, Program, Transfer
 from meshwright.core.space import Space
 from meshwright.core.steps import BACKWARDS, FORWARDS, micro_rows
@@ -127,7 +128,7 @@ class Sequence(Strategy):
         """`actions`, with the stream put together at the end of forwards, and its gradient at the end of backwards."""
         rows, met = micro_rows(actions, space, job), dict[tuple[str, bool], list[Transfer]]()
         for passage, first, last in self._borders(space):
-            numel = rows * int(passage.tokens * space.own_tokens) * passage.width
+            numel = rows * int(passage.tokens * own_share(space, passage.visit)) * passage.width
             if first is not None and passage.needed:
                 met[passage.visit, True] = [*first.back.transfer(numel, space, job, at=1)]
             if last is not None:

@@ -1,0 +1,80 @@
+"""How many tokens the rows of a trial have: other numbers than the example's, so that dims of tokens are known by their size.
+
+    ids [3, 13]             cut to 11: what reads them has 11 tokens, between blocks and within
+    images [3, 3, 8, 8]     as they are: glue sees 17 patches, a block is given 13 of them, and what it gives out has 17 again
+
+How many patches there are the model alone knows, so their number changes where a block takes them in, the first that attends.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from math import prod
+
+import torch
+
+from meshwright.model.primes import factors, has_tokens, prime_in
+from meshwright.model.trial import PROBE_BATCH
+
+Spare = Callable[[int, Collection[int]], int]  # a prime near a number, which is none of those in use
+
+
+class Sizes:
+    """The primes of a trial on `batch` rows.
+
+    `rows` are those of inputs, each with the length that it stands for; `spare` gives more.
+    """
+
+    def __init__(self, rows: Mapping[int, int], spare: Spare, batch: int = PROBE_BATCH) -> None:
+        self.planned, self.batch = dict(rows), batch
+        self.within = dict[int, int]()  # by how many glue sees
+        self._spare = spare
+
+    @property
+    def product(self) -> int:
+        """All primes in use."""
+        return prod(self.planned)
+
+    @property
+    def rows(self) -> str:
+        """How long the rows are, in words."""
+        return " and ".join(map(str, self.planned))
+
+    def begin(self, count: int) -> None:
+        """From here on, `count` in glue are tokens too."""
+        if count not in self.within:
+            if has_tokens(count, prod(self.planned)):
+                raise RuntimeError(f"{count} tokens that begin within, and those of rows, are not told from each other")
+            prime = self._spare(count, {*self.planned, *self.within, count})
+            self.within[count], self.planned[prime] = prime, count
+
+    def in_glue(self, prime: int) -> int:
+        """How many tokens glue sees of rows that have `prime` in blocks."""
+        return next((count for count, inside in self.within.items() if inside == prime), prime)
+
+    def planned_in(self, size: int) -> int:
+        """How many tokens they have in the plan whose dim in a block has this size; 0: several, or none."""
+        return self.planned.get(prime_in(size, self.product), 0)
+
+    def count(self, shape: Sequence[int]) -> int:
+        """The elements of a tensor in a block, in the plan."""
+        return prod(map(self._true, shape))
+
+    def inward(self, tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+        """A tensor of glue with as many tokens along `dims` as blocks are given."""
+        return _resized(tensor, {dim: self.within[tensor.shape[dim]] for dim in dims})
+
+    def outward(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that a block gives out with as many tokens as glue sees."""
+        sizes = {dim: self.in_glue(size) for dim, size in enumerate(tensor.shape) if size in self.within.values()}
+        return _resized(tensor, sizes)
+
+    def _true(self, size: int) -> int:
+        for prime in factors(self.product):
+            size = size // prime * self.planned[prime] if size % prime == 0 else size
+        return size
+
+
+def _resized(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
+    with torch._C.DisableTorchFunction():
+        for dim, size in sizes.items():
+            tensor = tensor.index_select(dim, torch.arange(size) % tensor.shape[dim])
+    return tensor

@@ -1,0 +1,239 @@
+"""What the queries of a rank look at: some keys that are neighbours, by a rule or as a mask says; or whatever a mask says.
+
+    neighbours    every query looks at keys from one position up to another: no mask, causal, a window, packed documents, padding
+                  at one end, a prefix. Two numbers per query; whoever has those needs no mask, and computes little that is masked
+    otherwise     a bias, a mask by head, holes: the mask itself, in parts of which those are left out that it leaves nothing of
+
+Masks come as tensors, made by the model. Whether one is of the first kind, a look at each of its elements tells, once for all
+layers that are handed the same.
+"""
+
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from meshwright.core.tokens import Span, within
+from meshwright.model.positions import cut
+from meshwright.strategies.sequence.circle import Circle, Kind, Pair, View
+from meshwright.strategies.sequence.plain import NEVER
+from meshwright.strategies.sequence.regions import CALL, FAR, MASKED, cost, regions
+
+AT_ONCE = 1 << 21  # elements of a mask that are looked at together
+FAR_BELOW = torch.finfo(torch.float16).min  # what is added to hide a key: exp of it is 0, however large scores are
+PARTS = 4  # of a rank's tokens, where they do not come in chunks
+KEPT = 4  # lengths, and masks, that are remembered
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The positions of keys from `first` up to `last` that each query looks at, [samples or 1, queries]; alike: none."""
+
+    first: np.ndarray
+    last: np.ndarray
+
+    @classmethod
+    def by_rule(cls, circle: Circle) -> "Bounds":
+        """Without a mask."""
+        count = len(circle.asked)
+        keys = sum(circle.counts)
+        last = circle.asked + 1 if circle.causal else np.full(count, keys)
+        return cls(np.zeros((1, count), np.int64), last.reshape(1, count))
+
+    @classmethod
+    def of(cls, mask: torch.Tensor, queries: int) -> "Bounds | None":
+        """Those that `mask`, [samples or 1, heads or 1, queries or 1, keys], leaves; None where that is not all it says."""
+        if mask.requires_grad or isinstance(mask, FakeTensor) or mask.shape[1] != 1 or not mask.numel():
+            return None
+        each, step = mask.shape[0] * mask.shape[3], mask.shape[2]
+        found = [_bounds(part) for part in mask[:, 0].split(max(1, min(step, AT_ONCE // each)), 1)]
+        told = torch.cat(found, 2).cpu().numpy()
+        return cls(*(np.broadcast_to(part, (mask.shape[0], queries)) for part in told[:2])) if told[2].all() else None
+
+    def groups(self) -> list[Span | None]:
+        """Samples that are neighbours and alike; None: all are."""
+        told = np.concatenate((self.first, self.last), 1)
+        starts = [0, *(np.flatnonzero((told[1:] != told[:-1]).any(1)) + 1).tolist(), len(told)]
+        return [None] if len(starts) == 2 else list(pairwise(starts))
+
+
+def _bounds(mask: torch.Tensor) -> torch.Tensor:
+    """Of a mask [samples, queries, keys] the first and the last bound of each query, and whether they say all: int64."""
+    certain = torch.ones((), dtype=torch.bool, device=mask.device)
+    if mask.dtype != torch.bool:
+        free, deep = mask == 0, mask > NEVER
+        seen = free.any(-1, keepdim=True)  # of a row without a key that is free, one device makes a mean
+        certain = (free | ((mask <= FAR_BELOW) & (seen | ~deep))).all(-1)
+        mask = free
+    first, behind = (each.contiguous().view(torch.uint8).argmax(-1, keepdim=True) for each in (mask, mask.flip(-1)))
+    last = torch.where(mask.gather(-1, first), mask.shape[-1] - behind, 0)  # of a query that looks at nothing: 0 and 0
+    at = torch.arange(mask.shape[-1], device=mask.device, dtype=torch.int32)
+    said = (at >= first.int()) & (at < last.int())
+    certain = certain & ~(said ^ mask).any(-1)  # a sum would take five times as long
+    return torch.stack((first.squeeze(-1), last.squeeze(-1), certain.long()))
+
+
+class Neighbours:
+    """A view of `circle` within `bounds`."""
+
+    def __init__(self, circle: Circle, bounds: Bounds, call: int) -> None:
+        self._circle, self._bounds, self._call = circle, bounds, call
+        self._groups = bounds.groups()
+        self._pairs: dict[int, list[Pair]] = {}
+        self._tensors: dict[int, torch.Tensor] = {}
+
+    def pairs(self, rank: int) -> list[Pair]:
+        """What is computed of this rank's queries and the keys of `rank`."""
+        if rank not in self._pairs:
+            self._pairs[rank] = self._made(rank)
+        return self._pairs[rank]
+
+    def mask(self, rank: int, pair: Pair, whole: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+        """[samples or 1, 1, rows, keys]: which keys lie within the bounds."""
+        if pair.kind != "some":
+            return None
+        if rank not in self._tensors:
+            self._tensors[rank] = torch.tensor(np.stack(self._here(rank)), device=device)
+        low, high = self._tensors[rank][:, slice(*(pair.samples or (None,))), slice(*pair.rows), None]
+        at = torch.arange(*pair.keys, device=device)
+        return ((at >= low) & (at < high)).unsqueeze(1)
+
+    def put(self, rank: int, pair: Pair, part: torch.Tensor, into: torch.Tensor) -> None:
+        """Bounds have no gradient."""
+        raise RuntimeError("the gradient of a mask that was taken as a rule")
+
+    def _here(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """The bounds among the keys of `rank`, counted there."""
+        low, high = (np.searchsorted(self._circle.places[rank], each) for each in (self._bounds.first, self._bounds.last))
+        return low, np.maximum(low, high)
+
+    def _made(self, rank: int) -> list[Pair]:
+        (low, high), call = self._here(rank), self._call
+        half = low.shape[1] // 2 if rank == self._circle.index and len(self._circle.keys) > 1 else 0
+        if self._groups == [None]:
+            found = regions(low[0], high[0], call // len(low) or 1, half)
+            return [Pair(each.rows, each.keys, each.kind) for each in found]
+        apart, spent = list[Pair](), 0
+        for begin, end in filter(None, self._groups):
+            alike = regions(low[begin], high[begin], call // (end - begin) or 1, half)
+            apart += [Pair(each.rows, each.keys, each.kind, (begin, end)) for each in alike]
+            spent += cost(alike, call // (end - begin) or 1) * (end - begin)
+        one = call // len(low) or 1
+        joint = [Pair(each.rows, each.keys, "some") for each in regions(low.min(0), high.max(0), one, half)]
+        pairs = sum((pair.rows[1] - pair.rows[0]) * (pair.keys[1] - pair.keys[0]) * MASKED + one for pair in joint)
+        return apart if spent <= pairs * len(low) else joint
+
+
+class Masked:
+    """A view of `circle` through a mask of any kind, [samples or 1, heads or 1, queries or 1, all keys]: of bools, or to add.
+
+    Rows and keys are taken in parts, and parts of one kind that are neighbours together.
+    """
+
+    def __init__(self, circle: Circle, mask: torch.Tensor) -> None:
+        self._circle = circle
+        self._rows, self._columns = _parts(circle.queries), tuple(map(_parts, circle.keys))
+        self._kinds = self._told(mask)
+
+    def pairs(self, rank: int) -> list[Pair]:
+        """What is computed of this rank's queries and the keys of `rank`."""
+        runs: dict[tuple[Span, Kind], list[Pair]] = {}
+        for row, rows in enumerate(self._rows):
+            line = list[Pair]()
+            for column, keys in enumerate(self._columns[rank]):
+                kind = self._kinds(row, rank, column)
+                if kind is not None and line and line[-1].kind == kind and line[-1].keys[1] == keys[0]:
+                    line.append(Pair(rows, (line.pop().keys[0], keys[1]), kind))
+                elif kind is not None:
+                    line.append(Pair(rows, keys, kind))
+            for pair in line:
+                above = runs.setdefault((pair.keys, pair.kind), [])
+                joins = above and above[-1].rows[1] == rows[0]
+                above.append(Pair((above.pop().rows[0], rows[1]), pair.keys, pair.kind) if joins else pair)
+        return [pair for each in runs.values() for pair in each]
+
+    def mask(self, rank: int, pair: Pair, whole: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+        """The part of the mask."""
+        return self._cut(whole, rank, pair) if pair.kind == "some" and whole is not None else None
+
+    def put(self, rank: int, pair: Pair, part: torch.Tensor, into: torch.Tensor) -> None:
+        """Add `part`, a gradient of the mask of a pair, to where that comes from in `into`."""
+        places = torch.tensor(self._circle.places[rank][slice(*pair.keys)], device=into.device)
+        self._line(into, pair).index_add_(-1, places, part)
+
+    def _cut(self, mask: torch.Tensor, rank: int, pair: Pair) -> torch.Tensor:
+        return columns(self._line(mask, pair), self._circle.keys[rank], pair.keys)
+
+    def _line(self, mask: torch.Tensor, pair: Pair) -> torch.Tensor:
+        return mask[:, :, slice(*pair.rows)] if mask.shape[2] > 1 else mask
+
+    def _told(self, mask: torch.Tensor) -> Callable[[int, int, int], Kind | None]:
+        """What is left of each pair of parts; None: nothing."""
+        if mask.requires_grad or isinstance(mask, FakeTensor):
+            return lambda row, rank, column: "some"
+        flags, named = list[torch.Tensor](), list[tuple[int, int, int]]()
+        for rank, parts in enumerate(self._columns):
+            for row, rows in enumerate(self._rows):
+                for column, keys in enumerate(parts):
+                    part = self._cut(mask, rank, Pair(rows, keys, "some"))
+                    flags += [part.any(), part.all()] if mask.dtype == torch.bool else [(part > NEVER).any(), (part == 0).all()]
+                    named.append((row, rank, column))
+        told = torch.stack(flags).view(-1, 2).tolist() if flags else []  # one wait for the device, not one per part
+        known: dict[tuple[int, int, int], Kind | None] = {
+            name: "all" if free else "some" if seen else None for name, (seen, free) in zip(named, told, strict=True)
+        }
+        return lambda row, rank, column: known[row, rank, column]
+
+
+def columns(rows: torch.Tensor, spans: Sequence[Span], keys: Span) -> torch.Tensor:
+    """Of `rows`, [.., all keys], those columns that a rank with the keys in `spans` has at `keys`."""
+    return cut(rows, -1, within(spans, *keys))
+
+
+def _parts(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Stretches of the tokens in `spans`, as they lie on their rank: one for each; where there are many, PARTS alike."""
+    ends = np.cumsum([0, *(end - begin for begin, end in spans)])
+    if len(spans) > PARTS:
+        ends = np.unique(ends[-1] * np.arange(PARTS + 1) // PARTS)
+    return tuple(pairwise(ends.tolist()))
+
+
+class Recent:
+    """What a rank has found out about calls of attention, kept for the layers that ask the same."""
+
+    def __init__(self) -> None:
+        self._circles: dict[Hashable, Circle] = {}
+        self._rules: dict[Circle, Neighbours] = {}
+        self._masks: list[tuple[weakref.ref[torch.Tensor], tuple[Hashable, ...], Neighbours]] = []
+
+    def circle(self, key: Hashable, make: Callable[[], Circle]) -> Circle:
+        """The circle of that key; what `make` gives where that is new."""
+        if key not in self._circles:
+            while len(self._circles) >= KEPT:
+                self._rules.pop(self._circles.pop(next(iter(self._circles))), None)
+            self._circles[key] = make()
+        return self._circles[key]
+
+    def view(self, circle: Circle, mask: torch.Tensor | None, device: torch.device, asked: torch.Tensor | None = None) -> View:
+        """What `circle` looks at through `mask`, which was made of the one that was `asked` with, on `device`."""
+        call = CALL if device.type == "cpu" else FAR
+        if mask is None:
+            if circle not in self._rules:
+                self._rules[circle] = Neighbours(circle, Bounds.by_rule(circle), call)
+            return self._rules[circle]
+        asked = mask if asked is None else asked
+        known = None if asked.is_inference() else (circle, asked._version)
+        for given, said, view in self._masks:
+            if given() is asked and said == known:
+                return view
+        bounds = Bounds.of(mask, len(circle.asked))
+        if bounds is None:
+            return Masked(circle, mask)
+        view = Neighbours(circle, bounds, call)
+        if known is not None:
+            self._masks = [*self._masks[1 - KEPT :], (weakref.ref(asked), known, view)]
+        return view

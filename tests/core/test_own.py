@@ -1,0 +1,43 @@
+"""What a rank has of the tokens of a sample, by what they go through."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+from meshwright.core.anatomy import Anatomy
+from meshwright.core.mesh import Mesh
+from meshwright.core.own import own_share, own_shares, own_tokens
+from meshwright.core.space import Space
+from meshwright.core.tokens import Deal, Passing, Tokens
+from meshwright.strategies.sequence.ring import Ring
+
+VISITS = (
+    Passing("patches"),
+    Passing("encoder", ((1,),), ((1,),)),
+    Passing("decoder", ((1,), (1,)), ((1,),), takes_of=(9, 13), gives_of=(9,), within=(("decoder.keys", 13),)),
+    Passing("whole", ((),), ((1,),), whole=True),
+)
+TOKENS = Tokens(13, ("ids",), (), VISITS)
+
+
+def space(rank: int, tokens: Tokens | None = TOKENS) -> Space:
+    names = tuple(each.visit for each in VISITS)
+    whole = Space.one_device(Mesh(cp=2), Anatomy("tiny", names, (), (1,) * 4, (1,) * 4, tokens=tokens))
+    return Ring().place(whole).at({**whole.mesh.coordinate(rank)})
+
+
+def test_shares_follow_what_goes_through_a_visit_and_a_module_of_it():
+    deal = Deal(2)
+    for rank in range(2):
+        here = space(rank)
+        most, few = (Fraction(deal.count(length, rank), length) for length in (13, 9))
+        assert (own_tokens(here), own_shares(here)) == (most, (most, few))
+        found = [own_share(here, each.visit) for each in VISITS]
+        assert found == [1, most, few, 1]
+        assert own_share(here, "decoder", "decoder.keys") == most
+        assert own_share(here, "decoder", "decoder.queries") == few
+
+
+def test_all_of_them_where_nobody_deals_or_nothing_is_known():
+    alone = replace(space(0), deal=None)
+    assert own_share(alone, "decoder") == own_tokens(alone) == 1
+    assert (own_tokens(space(0, None)), own_shares(space(0, None)), own_share(space(0, None), "encoder")) == (1, (), 1)

@@ -1,0 +1,79 @@
+"""Models that run their blocks again in backward by themselves: exact where nobody needs to hear of it, and refused elsewhere."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.api import read, verify
+from meshwright.core.errors import PlanError
+from meshwright.core.mesh import Mesh
+from meshwright.core.strategy import Strategy
+from meshwright.strategies.data.batch import Batch
+from meshwright.strategies.data.replicate import Replicate
+from meshwright.strategies.data.zero import Zero
+from meshwright.strategies.pipeline.pipeline import Pipeline
+from meshwright.strategies.tensor.line import Line
+from tests.strategies.tensor.llama import batches, llama, planned
+
+LAYERS = ("model.layers.0", "model.layers.1")
+
+
+def again(*, reentrant: bool) -> nn.Module:
+    model: Any = llama()
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    return model
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategies", "reentrant"),
+    [
+        (Mesh(dp_replicate=2), (Batch(), Replicate()), False),
+        (Mesh(dp_replicate=2), (Batch(), Replicate()), True),
+        (Mesh(dp_shard=2), (Batch(axis="dp_shard"), Zero(stage=3)), False),
+        (Mesh(pp=2), (Pipeline(schedule="zb_h1"),), False),
+    ],
+    ids=str,
+)
+def test_what_backward_computes_again_is_as_wide_as_in_the_forward(mesh: Mesh, strategies: tuple[Strategy, ...], reentrant: bool):
+    reading, plan = planned(again(reentrant=reentrant), mesh, strategies)
+    assert reading.anatomy.reruns == LAYERS
+    verdict = verify(reading, plan, batches(2))
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_blocks_in_which_ranks_meet_are_refused(reentrant: bool):
+    with pytest.raises(PlanError, match=r"runs 'model.layers.0' and 1 more blocks again in backward .*\n.* strategy 'recompute'"):
+        planned(again(reentrant=reentrant), Mesh(tp=2), (Line(),))
+
+
+class Thinned(nn.Module):
+    """Its layer draws where `within` says, by the one kind of dropout or the other."""
+
+    def __init__(self, *, within: bool, reentrant: bool) -> None:
+        super().__init__()
+        self.words, self.layer, self.head = nn.Embedding(67, 8), nn.Linear(8, 8), nn.Linear(8, 67)
+        self.within, self.reentrant = within, reentrant
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(input_ids)
+        x = checkpoint(self._thin if self.within else self.layer, x, use_reentrant=self.reentrant)
+        return self.head(x if self.within else F.dropout(x, 0.5))
+
+    def _thin(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.dropout(self.layer(x), p=0.5, train=True)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_draws_that_backward_would_make_anew_are_refused_before_anything_runs(reentrant: bool):
+    with pytest.raises(PlanError, match=r"random numbers are drawn within torch\.utils\.checkpoint"):
+        read(Thinned(within=True, reentrant=reentrant), batches(1)[0])
+    assert read(Thinned(within=False, reentrant=reentrant), batches(1)[0]).anatomy.random
+
+
+def test_models_that_run_nothing_again_say_so():
+    assert read(llama(), batches(1)[0]).anatomy.reruns == ()
