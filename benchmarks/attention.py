@@ -32,8 +32,8 @@ from meshwright.core.steps import ROLE
 from meshwright.core.strategy import Strategy
 from meshwright.core.tokens import Attend, Passing, Tokens
 from meshwright.engine.inner import Inner
-from meshwright.model.apart import Share
 from meshwright.model.attend import Asked, mask_of
+from meshwright.model.share import Share
 
 MASKS = ("none", "causal", "window", "prefix", "document", "documents", "padding", "bias")
 VISIT = "attention"

@@ -8,17 +8,18 @@ names have to hold alone, each with the mean over its rows; the others are shown
 """
 
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import tomli_w
 
 import meshwright.planner
 from benchmarks.published import RUNS
-from benchmarks.published_runs import Score, learnt, measured, scores, show, timed
+from benchmarks.published_runs import SOUND, Score, learnt, measured, scores, show, timed
 from benchmarks.result import Result
-from meshwright.planner.calibrate import calibrated
+from meshwright.core.hardware import devices
+from meshwright.planner.calibrate import Measured, calibrated
 from meshwright.planner.rates import Rates
 
 NAME = "planner_published"
@@ -28,20 +29,72 @@ CLAIM = (
 )
 BAR, RANK = 0.08, 0.95
 NAMED = ("Aleph-Alpha", "bigscience", "Megatron", "Narayanan", "Korthikanti", "torchtitan", "NVIDIA")
+OPEN = "what code bases do that rows do not say (published_layouts.py): looked up, or found with all rows in view"
 RATES = Path(meshwright.planner.__file__).parent / "rates.toml"
 DIGITS = 4
+ALL, EACH = 0.6, 0.3  # how strongly rates are held: all to what is known of hardware, a kind's to those of all
+# the share of its peak that large products reach on a kind of device: github.com/stas00/ml-engineering 744d01e, measured maxima;
+# H100 96GB, of which nobody has said it: that of an H100, by the square root of its power, 500 of 700 W, an estimate
+REACHED = {
+    "A100": {"bfloat16": 271.2 / 312},
+    "A100 40GB": {"bfloat16": 271.2 / 312},
+    "A800": {"bfloat16": 271.2 / 312},
+    "H100": {"bfloat16": 794.5 / 989, "float8": 1402.6 / 1979},
+    "H800": {"bfloat16": 794.5 / 989, "float8": 1402.6 / 1979},
+    "H100 96GB": {"bfloat16": 671 / 989, "float8": 1185 / 1979},
+    "H200": {"bfloat16": 794.5 / 989, "float8": 1453.4 / 1979},
+    "GH200": {"bfloat16": 828.6 / 989},
+    "B200": {"bfloat16": 1745 / 2250, "float8": 3432.5 / 4500},
+    "GB200": {"bfloat16": 1822 / 2500, "float8": 3615.6 / 5000},
+    "B300": {"bfloat16": 1769 / 2250, "float8": 3353.3 / 4500},
+    "MI300X": {"bfloat16": 668.4 / 1307},
+    "MI325X": {"bfloat16": 784.9 / 1300},
+}
+USUAL = {"bfloat16": 0.8, "float16": 0.8, "float8": 0.73, "float4": 0.65}  # of a device of which nobody has said it
+# shares of what is reached that a step of a whole model is known to have, before any run is looked at
+KNOWN = replace(Rates(), product=0.93, product_float8=0.9, product_blocks=0.85, product_float4=0.8, attention=0.6)
 HEAD = "# Shares of peaks that devices reach (planner/rates.py), fitted by: python -m benchmarks.planner_published --fit\n"
 
 
 def fit() -> dict[str, dict[str, float]]:
-    """The rates of all, and of each kind of device, on the rows that may be fitted on."""
-    steps = [measured(run) for run in timed(RUNS)[0] if run.fitted]
-    everywhere = calibrated(Rates(), steps, 0.1)
-    kinds = sorted({step.machine.device.name for step in steps})
-    tables = {"all": everywhere}
-    for kind in kinds:
-        tables[kind] = calibrated(everywhere, [step for step in steps if step.machine.device.name == kind])
-    return {kind: {name: float(f"{value:.{DIGITS}g}") for name, value in asdict(rates).items()} for kind, rates in tables.items()}
+    """The rates of all, and those of each kind of device that differ, on the rows that may be fitted on.
+
+    What devices have in common is a share of what large products reach on them, not of what their makers say.
+    """
+    steps = [_of_reached(measured(run)) for run in timed(RUNS)[0] if run.fitted]
+    everywhere = calibrated(KNOWN, steps, ALL, SOUND)
+    tables = {"all": _rounded(_of_peak(everywhere, {}))}
+    for device in devices():
+        mine = [step for step in steps if step.machine.device.name == device.name]
+        found = _rounded(_of_peak(calibrated(everywhere, mine, EACH, SOUND), REACHED.get(device.name, {})))
+        tables[device.name] = {name: value for name, value in found.items() if value != tables["all"][name]}
+    return tables
+
+
+def _of_reached(step: Measured) -> Measured:
+    """`step` on a machine whose peaks are what large products reach."""
+    device = step.machine.device
+    shares = {**USUAL, **REACHED.get(device.name, {})}
+    shares["float16"] = shares["bfloat16"]
+    flops = {dtype: peak * shares.get(dtype, 1.0) for dtype, peak in device.flops.items()}
+    return replace(step, machine=replace(step.machine, device=replace(device, flops=flops)))
+
+
+def _of_peak(rates: Rates, reached: Mapping[str, float]) -> Rates:
+    """`rates`, which are shares of what is reached, as shares of peaks."""
+    shares = {**USUAL, **reached}
+    return replace(
+        rates,
+        product=rates.product * shares["bfloat16"],
+        product_float8=rates.product_float8 * shares["float8"],
+        product_blocks=rates.product_blocks * shares["float8"],
+        product_float4=rates.product_float4 * shares["float4"],
+        attention=rates.attention * shares["bfloat16"],
+    )
+
+
+def _rounded(rates: Rates) -> dict[str, float]:
+    return {name: float(f"{value:.{DIGITS}g}") for name, value in asdict(rates).items()}
 
 
 def result(found: Sequence[Score], skipped: int) -> Result:
@@ -58,7 +111,7 @@ def result(found: Sequence[Score], skipped: int) -> Result:
         bar=BAR,
         holds=max(errors) <= BAR and min(ranks) >= RANK,
         repeats=1,
-        detail={"sources": [score.as_dict() for score in found], "skipped": skipped},
+        detail={"sources": [score.as_dict() for score in found], "skipped": skipped, "not held out": OPEN},
     )
 
 

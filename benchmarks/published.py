@@ -2,10 +2,10 @@
 
     published_runs.csv     1,321 rows that others measured, each with its source: a paper, a repository at a commit, a page
 
-What a row does not say is filled in as its source does it (`HABITS`), or the row is skipped, and counted under the reason:
-experts, states on the host, devices that are not known, no batch, no time. FLOP conventions differ by source: a step's time is
-what the row says, or what follows from tokens per second, or from the model FLOP/s that were brought to one convention; where a
-source prints hardware FLOPs by a formula of its own that is known (published_times.py), from those.
+What a row does not say is filled in as its source does it (published_layouts.py), or the row is skipped, and counted under the
+reason: experts, states on the host, devices that are not known, no batch, no time. FLOP conventions differ by source: a step's
+time is what the row says, or what follows from tokens per second, or from the model FLOP/s that were brought to one convention;
+where a source prints hardware FLOPs by a formula of its own that is known (published_times.py), from those.
 """
 
 import csv
@@ -13,12 +13,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from math import isfinite
 from pathlib import Path
 
+from benchmarks.published_layouts import Lacks, layout_of, rerun
 from benchmarks.published_times import seconds_of
 from meshwright.core.hardware import Device, find_device
-from meshwright.planner.hardware import Machine
-from meshwright.planner.layout import Kernel, Layout, Order, Rerun
+from meshwright.planner.hardware import Machine, with_nic
+from meshwright.planner.layout import Layout
 from meshwright.planner.rates import rates_of
 from meshwright.planner.shapes import Shape
 
@@ -31,47 +33,10 @@ NETWORKS: tuple[tuple[str, float, int], ...] = (
     (r"V100.*Jean Zay", 12.5e9, 4),
     (r"RoCE", 25e9, 8),
 )
+SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "gpus", "dp", "tp", "pp", "cp", "virtual_stages")
+SIZES += ("micro_batch", "global_batch", "grad_accum", "step_time_s")
+COUNTED = ("kv_heads", "ffn", "vocab", "virtual_stages")  # of which 0 says nothing
 PLAIN = ("gpt", "mpt", "opt")  # models whose MLP has no gate
-# orders by what a row calls them: the closed forms of their papers
-ORDERS: Mapping[str, Order] = {
-    "1f1b": Order(),
-    "gpipe": Order(),
-    "interleaved": Order(),
-    "zb-1p": Order(1.0, 1.0, -1.0, even=True),
-    "zb-2p": Order(0.0, 0.0, 0.0, 2.0, even=True),
-    "zb-v": Order(0.0, 0.0, 0.0, even=True, folded=True),
-}
-
-
-@dataclass(frozen=True)
-class Habits:
-    """What a code base does that its rows do not say."""
-
-    kernel: Kernel = "flash2"
-    fused: bool = True
-    hidden: bool = False
-    sums: int = 2
-    dtype: str = "bfloat16"
-
-
-OLD = Habits(kernel="softmax", fused=True)  # before fused attention: Megatron with its own softmax and norm kernels
-HABITS: tuple[tuple[str, Habits], ...] = (
-    ("bigscience", replace(OLD, sums=4)),
-    ("Narayanan", OLD),
-    ("Korthikanti", OLD),
-    ("Megatron-LM old", OLD),
-    ("Zero Bubble", OLD),
-    ("MT-NLG", OLD),
-    ("Alpa", OLD),
-    ("eth-easl", OLD),
-    ("DeepSpeed", OLD),
-    ("microsoft/Megatron", OLD),
-    ("NVIDIA", Habits(hidden=True)),
-    ("NeMo", Habits(hidden=True)),
-    ("Megatron", Habits(hidden=True)),
-    ("torchtitan", Habits(fused=False)),
-    ("", Habits()),
-)
 
 
 @dataclass(frozen=True)
@@ -113,19 +78,16 @@ class Skipped:
     why: str
 
 
-class _Lacks(Exception):
-    """What a row lacks."""
-
-
 def read_runs(file: Path = RUNS) -> tuple[list[Run], list[Skipped]]:
     """The rows of `file`, those that the planner can take and those that it cannot."""
     runs, skipped = [], []
     with file.open(encoding="utf-8", newline="") as lines:
-        for number, row in enumerate(csv.DictReader(lines), start=2):
+        for number, read in enumerate(csv.DictReader(lines), start=2):
+            row = {name: text for name, text in read.items() if isinstance(name, str) and isinstance(text, str)}
             key, source = row.get("row_id") or f"line {number}", _source(row.get("source", ""))
             try:
                 runs.append(_run(key, source, row))
-            except _Lacks as lack:
+            except Lacks as lack:
                 skipped.append(Skipped(key, source, str(lack)))
     return runs, skipped
 
@@ -140,23 +102,29 @@ def _source(text: str) -> str:
 
 def _number(row: Mapping[str, str], column: str) -> float | None:
     try:
-        return float(row.get(column) or "")
-    except ValueError:
+        value = float(row.get(column) or "")
+    except (TypeError, ValueError):
         return None
+    return value if isfinite(value) else None
 
 
 def _run(key: str, source: str, row: Mapping[str, str]) -> Run:
     if "single transformer layer" in row.get("notes", ""):
-        raise _Lacks("the time of one layer, and of no step")
+        raise Lacks("the time of one layer, and of no step")
     if (_number(row, "n_experts") or 0) > 1:
-        raise _Lacks("experts, which are not built yet")
+        raise Lacks("experts, which are not built yet")
     if "ffload" in row.get("zero_fsdp", ""):
-        raise _Lacks("memory of the host, which is not built yet")
+        raise Lacks("memory of the host, which is not built yet")
     device = find_device(row.get("hardware", ""))
     if device is None:
-        raise _Lacks(f"a device that is not known: {row.get('hardware')!r}")
+        raise Lacks(f"a device that is not known: {row.get('hardware')!r}")
+    _readable(row)
     shape, said = _shape(row), {name: _number(row, name) for name in row}
-    layout = _layout(source, row, shape, said)
+    layout = layout_of(source, row, shape, said)
+    if faults := [fault.what for fault in shape.faults()]:
+        raise Lacks(faults[0])
+    if layout.pp > shape.layers:
+        raise Lacks(f"pp {layout.pp} for {shape.layers} layers")
     count = int(said.get("gpus") or layout.ranks)
     seconds = seconds_of(row, said, shape, layout, count)
     peak, metric = said.get("peak_mem"), row.get("mem_metric", "")
@@ -164,20 +132,31 @@ def _run(key: str, source: str, row: Mapping[str, str]) -> Run:
     unit = GIB if binary else {"GiB": GIB, "GB": GB, "MiB": 2**20}.get(row.get("mem_unit", ""), GB)
     held = None if peak is None else peak * unit
     machine = _machine(row.get("hardware", ""), device, count)
+    layout = rerun(row, shape, layout, machine)
     if machine.device.peak(layout.dtype.partition("_")[0]) is None and layout.dtype.startswith("float"):
-        raise _Lacks(f"a device without {layout.dtype.partition('_')[0]}")
+        raise Lacks(f"a device without {layout.dtype.partition('_')[0]}")
     tokens = layout.micros * layout.micro_batch * layout.dp * shape.sequence
     if seconds and shape.flops(tokens) / 1.15 > seconds * count * machine.peak(layout.dtype.partition("_")[0]):
-        raise _Lacks("faster than the peak of its devices: its batch or its time is of another run")
+        raise Lacks("faster than the peak of its devices: its batch or its time is of another run")
     status, cited, precision = row.get("status", "ok"), row.get("source", ""), row.get("precision", "")
     return Run(key, source, shape, layout, machine, seconds, status, held, metric, cited, precision)
 
 
+def _readable(row: Mapping[str, str]) -> None:
+    """Raise Lacks where a size is text, or none that can be: it would be taken for one that is not said."""
+    for column in SIZES:
+        text, number = row.get(column, "").strip(), _number(row, column)
+        least = 1 if column not in ("micro_batch", "step_time_s") else 1e-9
+        if text.strip("?-") and (number is None or number < least) and not (column in COUNTED and number == 0):
+            raise Lacks(f"{column} is '{text}', no number above 0")
+
+
 def _machine(called: str, device: Device, count: int) -> Machine:
+    rates = rates_of(device.name)
     for pattern, rate, per_host in NETWORKS:
         if re.search(pattern, called):
-            device = replace(device, nic_rate=rate, per_host=per_host)
-    return Machine(device, count, rates_of(device.name))
+            return with_nic(Machine(device, count, rates, per_host), rate)
+    return Machine(device, count, rates)
 
 
 def _shape(row: Mapping[str, str]) -> Shape:
@@ -186,7 +165,7 @@ def _shape(row: Mapping[str, str]) -> Shape:
     }
     lacking = [name for name in ("layers", "hidden", "heads", "seq_len") if not sizes[name]]
     if lacking:
-        raise _Lacks(f"no {', '.join(lacking)}")
+        raise Lacks(f"no {', '.join(lacking)}")
     plain = Shape(
         name=row.get("model", ""),
         layers=int(sizes["layers"] or 0),
@@ -206,90 +185,6 @@ def _shape(row: Mapping[str, str]) -> Shape:
 
 def _off(shape: Shape, numel: float) -> float:
     return min(abs(each.numel - numel) for each in (shape, replace(shape, tied=True)))
-
-
-def _layout(source: str, row: Mapping[str, str], shape: Shape, said: Mapping[str, float | None]) -> Layout:
-    tp, pp, cp = (int(said.get(axis) or 1) for axis in ("tp", "pp", "cp"))
-    dp = int(said.get("dp") or (said.get("gpus") or 0) // (tp * pp * cp))
-    batch, micro, times = said.get("global_batch"), said.get("micro_batch"), said.get("grad_accum")
-    if dp < 1:
-        raise _Lacks("no number of devices")
-    if not micro and batch and times:
-        micro = batch / dp / times
-    if not batch and micro and times:
-        batch = micro * dp * times
-    if not micro or not batch:
-        raise _Lacks("no micro-batch or no global batch")
-    habits = next(habits for name, habits in HABITS if source.startswith(name))
-    notes = row.get("notes", "")
-    return Layout(
-        dp=dp,
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        shards=_shards(row.get("zero_fsdp", "").lower()),
-        chunks=_chunks(source, row.get("schedule", "").lower(), said.get("virtual_stages"), shape, pp),
-        micro_batch=micro,
-        micros=batch / (micro * dp),
-        reruns=_reruns(row.get("recompute", "").lower()),
-        sequence=row.get("seq_parallel", "").startswith("yes"),
-        order=_order(row.get("schedule", "").lower()),
-        gathers=1 if source.startswith("torchtitan") and "fp8 tensorwise" in row.get("precision", "").lower() else 2,
-        dtype=_dtype(row.get("precision", "").lower(), habits),
-        sums=habits.sums,
-        kernel=_kernel(notes, habits),
-        fused="RMS kernel" in notes if "kernel " in notes else habits.fused,
-        compiled=row.get("compile", "") == "yes",
-        hidden=habits.hidden or "async tp" in notes.lower(),
-        rerun_share=0.5 if "every 2nd" in row.get("recompute", "") else 1.0,
-    )
-
-
-def _chunks(source: str, schedule: str, said: float | None, shape: Shape, pp: int) -> int:
-    """Of layers per rank along pp. Zero Bubble PP's interleaved runs have as many as there are (arXiv 2401.10241, section 5)."""
-    if not said and source.startswith("Zero Bubble") and "interleaved" in schedule:
-        return max(1, round((shape.layers + 2) / pp))
-    return int(said or 1)
-
-
-def _shards(text: str) -> int:
-    if "fsdp" in text or "full_shard" in text or "zero-3" in text:
-        return 3
-    if "zero-2" in text or "grad_op" in text:
-        return 2
-    return 1 if "zero-1" in text or "distributed optimizer" in text else 0
-
-
-def _reruns(text: str) -> Rerun:
-    if text.startswith(("full", "yes")):
-        return "layers"
-    if "every 2nd" in text:
-        return "layers"
-    return "attention" if "selective" in text else "none"
-
-
-def _dtype(text: str, habits: Habits) -> str:
-    if "fp4" in text:
-        return "float4"
-    if "fp8" in text:
-        return "float8_rowwise" if "row" in text else "float8"
-    return habits.dtype
-
-
-def _order(text: str) -> Order:
-    return next((order for name, order in ORDERS.items() if name in text), ORDERS["1f1b"])
-
-
-def _kernel(notes: str, habits: Habits) -> Kernel:
-    found = re.search(r"kernel (\w+)", notes)
-    word = found.group(1) if found else ""
-    kernels: Mapping[str, Kernel] = {
-        "torch": "eager",
-        "fused": "softmax",
-        "flash_attentionv1": "flash1",
-        "flash_attention": "flash1",
-    }
-    return kernels.get(word, "flash2" if word.startswith("flash") else habits.kernel)
 
 
 def sources(runs: Iterable[Run]) -> Iterator[str]:

@@ -12,6 +12,7 @@ fitted on its own half and on that of the file that is shipped.
     python -m benchmarks.published_runs [FILE]
 """
 
+import csv
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,11 +26,18 @@ from scipy.stats import spearmanr
 
 from benchmarks import planner_fit, planner_memory
 from benchmarks.published import RUNS, Run, Skipped, read_runs, sources
-from meshwright.planner.calibrate import Measured, calibrated
+from meshwright.planner.calibrate import LIMITS, Measured, calibrated
 from meshwright.planner.rates import Rates
 
 FEW = 5  # layouts below which a rank correlation says nothing
 STRENGTH = 0.3
+SOUND = {
+    **LIMITS,
+    "link": (0.6, 0.95),
+    "nic": (0.4, 0.95),
+    "memory": (0.6, 0.95),
+    "attention": (0.3, 0.8),
+}  # what benchmarks of each alone reach
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,7 @@ def learnt(runs: Iterable[Run], strength: float = STRENGTH) -> dict[tuple[str, s
     for run in runs:
         kinds.setdefault((run.source, run.machine.device.name), []).append(run)
     return {
-        kind: calibrated(members[0].machine.rates, [measured(run) for run in members if run.fitted], strength)
+        kind: calibrated(members[0].machine.rates, [measured(run) for run in members if run.fitted], strength, SOUND)
         for kind, members in kinds.items()
     }
 
@@ -122,7 +130,14 @@ def main(arguments: Sequence[str]) -> int:
     if not file.is_file():
         print(f"there is no file {file}; needed is a table with the columns of {RUNS}; write its path", file=sys.stderr)
         return 2
-    runs, skipped = timed(file)
+    try:
+        runs, skipped = timed(file)
+    except (UnicodeDecodeError, csv.Error) as error:
+        print(f"{file} is no table: {error}; needed are the columns of {RUNS} as UTF-8 text; save it as CSV", file=sys.stderr)
+        return 2
+    if not runs and not skipped:
+        print(f"{file} has no rows; needed are the columns of {RUNS}, and a row for each run", file=sys.stderr)
+        return 2
     shipped = [] if file.resolve() == RUNS.resolve() else timed(RUNS)[0]
     show(scores(runs, learnt([*runs, *shipped])), skipped)
     everything, _ = read_runs(file)

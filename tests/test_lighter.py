@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright import api
+from meshwright import api, lighter
 from meshwright.api import build, make_plan, verify
 from meshwright.comm.fake import FakeWorld
-from meshwright.core.errors import CollectiveError
+from meshwright.core.errors import CollectiveError, Fault
 from meshwright.core.job import Optimizer
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
@@ -28,6 +28,7 @@ from meshwright.lighter import (
     planned_nbytes,
     told,
 )
+from meshwright.model.reading import Reading
 from meshwright.run.guard import kind_of
 from meshwright.strategies.data.batch import Batch
 from meshwright.strategies.data.replicate import Replicate
@@ -124,6 +125,22 @@ def test_where_tokens_cannot_be_dealt_or_are_nobody_says_so():
     assert "mesh.cp" not in told(MemoryError(), copies(), 0, Seen(0, 1, None, {}), [], deals=dealable(READING))
     dealt = make_plan(known(), tiny_job(), Mesh(cp=2), (Ring(), Replicate(axis="cp")))
     assert not any("cp" in change.words for change in changes(known(), dealt, 0) if "zero" not in change.words)
+
+
+def test_no_change_is_told_that_would_be_refused_of_the_model(monkeypatch: pytest.MonkeyPatch):
+    long = known(length=40)
+    plan = make_plan(long, tiny_job(), Mesh(dp_shard=2), (SHARD, Zero()), 1)
+    asked: list[Plan] = []
+
+    def never_dealt(plan: Plan, reading: Reading) -> list[Fault]:
+        asked.append(plan)
+        return [Fault("its blocks do what no rank can", "leave mesh.cp at 1", "model")] if plan.mesh.cp > 1 else []
+
+    assert any("cp" in change.words for change in changes(long, plan, 0))
+    monkeypatch.setattr(lighter, "model_faults", never_dealt)
+    found = [change.plan for change in changes(long, plan, 0)]
+    assert found
+    assert all(plan in asked and plan.mesh.cp == 1 for plan in found)
 
 
 def test_the_change_that_fits_is_told_though_others_come_before():

@@ -36,15 +36,13 @@ from meshwright.engine.player import Player
 from meshwright.engine.precision import refuse_unable
 from meshwright.engine.state import State, Subject
 from meshwright.lighter import Telling
-from meshwright.model.buffers import buffer_faults
 from meshwright.model.courses import bordered, courses_of
 from meshwright.model.dice import Dice
 from meshwright.model.given import completed
-from meshwright.model.norms import split_faults
 from meshwright.model.ondemand import OnDemand
 from meshwright.model.reading import Reading
 from meshwright.model.reading import read as read_model
-from meshwright.model.reruns import rerun_faults
+from meshwright.model.refusing import model_faults
 from meshwright.model.sources import Model, load_factory, with_weights
 from meshwright.model.wide import widened
 from meshwright.run.rank import Engine, share
@@ -97,8 +95,9 @@ def make_plan(
     chosen = default_strategies(mesh, reading.anatomy) if strategies is None else tuple(strategies)
     anatomy = seen_by(reading, job, mesh, chosen)
     plan = Plan.make(job, mesh, anatomy, chosen, micro_batch, run)
-    module = reading.blueprint.instance()
-    raise_faults([*split_faults(plan, module), *buffer_faults(plan, module, reading.stateful), *rerun_faults(plan)])
+    raise_faults([*model_faults(plan, reading)])
+    if plan.space.deal is not None and plan.anatomy.tokens is not None:
+        reading.alike.check(plan.anatomy.tokens, plan.space.deal, {})
     return plan
 
 
@@ -194,7 +193,7 @@ def make_subject(
         return reading.blueprint.value(name, master, device, rows)
 
     values = OnDemand(blank | masters, value, value)
-    return Subject(module, blocks, parameters, reading.anatomy, stand_in, values, courses_of(reading, dtype))
+    return Subject(module, blocks, parameters, reading.anatomy, stand_in, values, courses_of(reading, dtype), reading.alike)
 
 
 def make_dice(reading: Reading, plan: Plan) -> Dice | None:

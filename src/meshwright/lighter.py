@@ -27,8 +27,8 @@ from meshwright.core.program import Program
 from meshwright.core.strategy import Strategy
 from meshwright.core.units import size
 from meshwright.engine.player import Player
-from meshwright.model.norms import split_faults
 from meshwright.model.reading import Reading
+from meshwright.model.refusing import model_faults
 from meshwright.planner.memory import state_bytes
 from meshwright.report.sizes import planned_memory
 from meshwright.strategies import STRATEGIES
@@ -109,7 +109,7 @@ def changes(reading: Reading, plan: Plan, rank: int) -> Iterator[Change]:
     for mesh, anatomy, (words, strategies, micro_batch) in tried:
         try:
             other = Plan.make(plan.job, mesh, anatomy, strategies, micro_batch, plan.run)
-            raise_faults(split_faults(other, reading.blueprint.instance()))
+            raise_faults([*model_faults(other, reading)])
         except PlanError:  # that technique does not go with this model or job
             continue
         nbytes = sum(planned_nbytes(other, rank).values())

@@ -1,12 +1,27 @@
 """The published bubble rates are read with their sources, no rate enters the model, and the comparison can fail."""
 
 import csv
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.pipeline_published import MAKERS, PROFILES, RATES, closed, compared, costs_of, profiles, rows, simulated
+from benchmarks.pipeline_published import (
+    MAKERS,
+    PROFILES,
+    RATES,
+    Profile,
+    Row,
+    closed,
+    compared,
+    costs_of,
+    profiles,
+    rows,
+    simulated,
+)
+from meshwright.planner.layout import FOLDED, HALVES, Layout, Order
+from meshwright.planner.sketch import Both, waited
 
 ANCHORS = Path(__file__).parents[3] / "shared" / "anchors" / "bubble_rates.csv"
 QUICK = [row for row in rows() if row.ranks * row.micros <= 8 * 32]
@@ -56,3 +71,26 @@ def test_the_closed_form_is_further_away():
 def test_rates_that_are_wrong_are_noticed():
     assert compared(QUICK, profiles()).holds is True
     assert compared([replace(row, rate=row.rate + 0.02) for row in QUICK], profiles()).holds is False
+
+
+@pytest.mark.parametrize(
+    ("schedules", "order", "chunks"),
+    [(("ZB-H1", "ZB-1p"), HALVES, 1), (("ZB-V",), FOLDED, 2), (("interleaved-1F1B",), Order(), 0)],
+)
+def test_a_planners_own_closed_form_is_within_a_point_of_published_rates(schedules: tuple[str, ...], order: Order, chunks: int):
+    """What a search says that ranks wait (planner/sketch.py), from published times alone; W as half of B is 2.8 points off."""
+    machines, found = profiles(), [row for row in rows() if row.schedule in schedules]
+    off, halves = ([abs(planned(row, machines, order, chunks, known) - row.rate) for row in found] for known in (True, False))
+    assert len(found) >= 4
+    assert sum(off) / len(off) < 0.01
+    assert order is not HALVES or sum(halves) / len(halves) > 0.02
+
+
+def planned(row: Row, machines: Mapping[str, Profile], order: Order, chunks: int, known: bool) -> float:
+    machine, more = machines[row.model], row.samples / machines[row.model].samples
+    part = more * machine.ranks / row.ranks
+    backward = machine.inputs + machine.weights
+    whole = Both(part * machine.forward, part * backward, part * machine.weights if known else 0.0)
+    layout = Layout(pp=row.ranks, micros=row.micros, order=order, chunks=chunks or row.chunks)
+    waiting = waited(layout, whole, (row.ranks - 1) * whole.all) + 2 * (row.ranks - 1) * more * machine.transfer
+    return waiting / (waiting + row.micros * whole.all)

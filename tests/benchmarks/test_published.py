@@ -102,6 +102,38 @@ def test_what_a_row_says_of_kernels_orders_and_precision_is_heard(table):
     assert (rowwise.dtype, rowwise.reruns, rowwise.rerun_share) == ("float8_rowwise", "layers", 0.5)
 
 
+def test_what_nvidias_recipes_always_do_is_filled_in_where_a_row_is_silent(table):
+    silent = {
+        **ROW,
+        "source": "NVIDIA/x v1",
+        "zero_fsdp": "",
+        "virtual_stages": "",
+        "schedule": "",
+        "recompute": "",
+        "tp": "4",
+        "pp": "2",
+    }
+    rows = [silent, {**silent, "seq_parallel": "no", "virtual_stages": "4"}, {**silent, "source": "Somebody"}]
+    recipe, said, other = (run.layout for run in read_runs(table(*rows))[0])
+    assert (recipe.kernel, recipe.hidden, recipe.sequence, recipe.shards, recipe.chunks) == ("flash3", 1.0, True, 1, 5)
+    assert (said.sequence, said.chunks) == (False, 4)
+    assert (other.kernel, other.hidden, other.sequence, other.shards, other.chunks) == ("flash2", 0.0, False, 0, 1)
+
+
+def test_a_run_that_could_not_have_fitted_recomputed_unless_its_host_holds_more(table):
+    wide = {**ROW, "recompute": "", "hardware": "H100", "tp": "1", "pp": "1", "micro_batch": "4", "seq_len": "8192"}
+    rows = [wide, {**wide, "micro_batch": "1", "seq_len": "1024"}, {**wide, "hardware": "GH200"}, {**wide, "recompute": "none"}]
+    assert [run.layout.reruns for run in read_runs(table(*rows))[0]] == ["layers", "none", "none", "none"]
+
+
+def test_kinds_of_float8_and_of_recomputing_are_told_apart(table):
+    few = {**ROW, "hardware": "H100", "recompute": "selective (op)"}
+    rows = [{**few, "precision": words} for words in ("FP8-CS (FP8-MX)", "MXFP8", "fp8 rowwise")]
+    layouts = [run.layout for run in read_runs(table(*rows))[0]]
+    assert [layout.dtype for layout in layouts] == ["float8", "float8_blocks", "float8_rowwise"]
+    assert {layout.reruns for layout in layouts} == {"operators"}
+
+
 def test_the_shipped_table_is_read_and_every_row_is_accounted_for():
     runs, skipped = read_runs(RUNS)
     assert len(runs) + len(skipped) == 1321
@@ -128,6 +160,30 @@ def test_a_planner_that_knows_nothing_of_pipelines_scores_badly():
     some = [run for run in runs if run.source == "Zero Bubble PP"]
     blind = [replace(run, layout=replace(run.layout, order=Order(0.0, 0.0, 0.0))) for run in some]
     assert scores(blind, learnt(blind))[0].error > 1.5 * scores(some, learnt(some))[0].error
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"tp": "eight"}, "tp is 'eight', no number above 0"),
+        ({"tp": "nan"}, "tp is 'nan', no number above 0"),
+        ({"cp": "0.5"}, "cp is '0.5', no number above 0"),
+        ({"layers": "-4"}, "layers is '-4', no number above 0"),
+        ({"heads": "7"}, "hidden 5120 is no multiple of heads 7"),
+        ({"pp": "64", "layers": "40"}, "pp 64 for 40 layers"),
+    ],
+)
+def test_a_row_with_sizes_that_cannot_be_is_skipped_and_not_taken_for_another(change: dict[str, str], why: str, table):
+    row = {**ROW, "gpus": "128", "tp": "2", "pp": "4", **change}
+    _, skipped = read_runs(table(row))
+    assert [each.why for each in skipped] == [why]
+
+
+@pytest.mark.parametrize("content", [b"", b"a,b\n", b"\xff\xfe\x00"])
+def test_a_file_without_rows_is_told(content: bytes, tmp_path: Path, capsys):
+    (tmp_path / "bad.csv").write_bytes(content)
+    assert main([str(tmp_path / "bad.csv")]) == 2
+    assert "needed are the columns of" in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_there_is_told(capsys):

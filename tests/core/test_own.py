@@ -5,7 +5,7 @@ from fractions import Fraction
 
 from meshwright.core.anatomy import Anatomy
 from meshwright.core.mesh import Mesh
-from meshwright.core.own import own_share, own_shares, own_tokens
+from meshwright.core.own import kept_share, own_share, own_shares, own_tokens
 from meshwright.core.space import Space
 from meshwright.core.tokens import Deal, Passing, Tokens
 from meshwright.strategies.sequence.ring import Ring
@@ -30,11 +30,19 @@ def test_shares_follow_what_goes_through_a_visit_and_a_module_of_it():
     for rank in range(2):
         here = space(rank)
         most, few = (Fraction(deal.count(length, rank), length) for length in (13, 9))
-        assert (own_tokens(here), own_shares(here)) == (most, (most, few))
+        assert (own_tokens(here), own_shares(here)) == (most, ((most, most), (few, few)))
         found = [own_share(here, each.visit) for each in VISITS]
         assert found == [1, most, few, 1]
         assert own_share(here, "decoder", "decoder.keys") == most
         assert own_share(here, "decoder", "decoder.queries") == few
+
+
+def test_stand_ins_are_run_and_do_not_come_out():
+    one = Tokens(3, ("ids",), (), (Passing("encoder", ((1,),), ((1,),)),))
+    for rank, kept in ((0, Fraction(1, 3)), (1, Fraction(2, 3))):
+        here = space(rank, one)
+        assert (own_share(here, "encoder"), kept_share(here, "encoder")) == (Fraction(2, 3), kept)
+        assert own_shares(here) == ((Fraction(2, 3), kept),)
 
 
 def test_all_of_them_where_nobody_deals_or_nothing_is_known():

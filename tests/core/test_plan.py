@@ -171,6 +171,7 @@ def test_what_surrounds_the_run_does_not_count():
     other = Run("elsewhere", save_every=7, keep=9, keep_best=False, sample_prompt="class ", sample_tokens=5)
     other = replace(other, workers=3, cache="tokens", trackers=("wandb",), tracker_project="another", trace_steps=2)
     other = replace(other, limits=Limits(step_s=5), check_collectives=True, shared_memory=False)
+    other = replace(other, hardware="h100", cluster="cluster.toml")
     assert all(vars(other)[item.name] != vars(Run())[item.name] for item in fields(Run))
     assert Plan.make(JOB, Mesh(dp_replicate=3), MODEL, PAIR, 0, other).hash == plan().hash
 

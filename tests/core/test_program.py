@@ -1,6 +1,7 @@
 """Actions and programs: names, edits, and how a rank finds its list."""
 
-from meshwright.core.program import Action, Program, index_of_last, with_waits
+from meshwright.core.mesh import Mesh
+from meshwright.core.program import Action, Program, Transfer, among_several, index_of_last, with_waits
 
 ACTIONS = (Action("F", "a", 0), Action("F", "b", 0), Action("B", "b", 0), Action("B", "a", 0), Action("STEP"))
 
@@ -29,3 +30,10 @@ def test_an_edit_returns_another_program_and_leaves_the_first():
 def test_a_wait_is_added_once():
     action = with_waits(Action("CLIP", waits=("x",)), ["y", "x", "y"])
     assert action.waits == ("x", "y")
+
+
+def test_what_moves_within_an_action_along_an_axis_of_one_rank_is_nothing():
+    moves = Transfer("all_reduce", ("tp",), 8), Transfer("shift", ("cp",), 8), Transfer("all_to_all", ("cp",), 8, near=1)
+    count = Action("COUNT", transfer=Transfer("all_reduce", ("tp",), 8))
+    program = among_several(Program.of({"a": [count, Action("F", "a", 0, inner=moves)]}), Mesh(cp=2))
+    assert program.actions("a") == (count, Action("F", "a", 0, inner=moves[1:2]))

@@ -5,7 +5,10 @@ from dataclasses import replace
 import pytest
 
 from meshwright.core.anatomy import Anatomy, Weight
+from meshwright.core.cut import Cut
+from meshwright.core.home import Home
 from meshwright.core.job import Job
+from meshwright.core.layout import Layout, S
 from meshwright.core.load import Line, Load, Weighed
 from meshwright.core.mesh import Mesh
 from meshwright.core.precision import Precision
@@ -45,6 +48,17 @@ def test_what_was_weighed_counts_instead_and_glue_is_there_from_the_first_visit_
 )
 def test_a_backward_has_for_itself_what_was_weighed_less_the_gradients_that_it_leaves(added: int, new: int, scratch: int):
     assert Taken(0, 0, backward=600, learning=630).scratch(added, new) == scratch
+
+
+def test_what_is_as_large_as_weights_is_divided_as_they_are_whatever_becomes_of_the_rest():
+    head = replace(HEAD, cuts=(Cut(0, 5, (5,)),))
+    load = Load("head", Line(0, 32), Line(0, 16, 40), Line(0, 4, 40), Line(1, 4, 80))
+    known = replace(WEIGHED, weights=(BODY, head), weighed=Weighed((LOADS[0], load), Line(), Line()))
+    space = Space(Mesh(tp=2), known, (Home(BODY), Home(head, Layout.of({"tp": S(0)}))))
+    first, second = (taken(space.at(space.mesh.coordinate(rank)), Job(), 3) for rank in (0, 1))
+    assert first["body"] == second["body"] == Taken(240, 312, 600, 630)
+    assert first["head"] == Taken(96, 48 + 24, 12 + 24, 13 + 48)  # three of five words
+    assert second["head"] == Taken(96, 48 + 16, 12 + 16, 13 + 32)
 
 
 def test_the_program_holds_what_was_weighed():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.peak import PeakLive
 from meshwright.comm.group import World
 from meshwright.comm.moves import all_gather
 from meshwright.core.errors import PlanError
@@ -136,3 +137,12 @@ def test_a_forward_makes_no_second_copy_of_the_logits(monkeypatch: pytest.Monkey
     with torch.no_grad(), Largest(mine) as made:
         cross_entropy(mine, torch.arange(50), torch.ones(50), Words(0, 67, 67, lambda numbers: numbers[None]))
     assert made.numel <= 100, f"{made.numel} elements, of {mine.numel()} in the logits"
+
+
+def test_one_piece_is_there_at_a_time_beside_the_logits_and_their_gradient(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pieces, "PIECE", 67 * 100)
+    mine = torch.randn(400, 67, requires_grad=True)
+    with PeakLive([mine]) as live:
+        loss = cross_entropy(mine, torch.arange(400) % 67, torch.ones(400), Words(0, 67, 67, lambda numbers: numbers[None]))
+        loss.backward()
+    assert live.peak < (2 + 1.5 / 4) * mine.nbytes

@@ -5,7 +5,8 @@ import torch
 
 from meshwright.core.errors import PlanError
 from meshwright.core.tokens import Deal, Passing
-from meshwright.model.apart import Apart, Share, apart, given, locals_of, taken
+from meshwright.model.apart import Apart, apart, given, locals_of, taken
+from meshwright.model.share import Share
 
 LENGTH = 7
 WHOLE = torch.arange(2.0 * LENGTH * 3, dtype=torch.float64).view(2, LENGTH, 3)

@@ -11,8 +11,8 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 
 from meshwright.core.errors import PlanError
 from meshwright.core.tokens import Convolve
-from meshwright.model.apart import Share
 from meshwright.model.convolve import Convolution, Convolved, Convolving
+from meshwright.model.share import Share
 
 LENGTH, WIDTH = 8, 4
 SHARE = Share(LENGTH, ((0, 2), (6, 8)))

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from meshwright.core.tokens import Deal
-from meshwright.model.apart import Share, apart
+from meshwright.model.apart import apart
+from meshwright.model.share import Share
 
 LENGTH = 7
 WHOLE = torch.arange(2.0 * LENGTH * 3, dtype=torch.float64).view(2, LENGTH, 3).sin()

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.model.lengths import Computed, unlike
-from meshwright.model.passing import _cut
+from meshwright.model.passing import cut_to
 from tests.model.test_bytoken import WIDTH, Layer, Layers, Rule, attended, heads, layer, tokens_of
 
 COUNTED: dict[str, Rule] = {
@@ -67,5 +67,5 @@ def test_a_block_that_backward_runs_again_is_refused():
 def test_padding_at_the_ends_of_rows_stays_on_fewer_tokens():
     mask = torch.ones(2, 31, dtype=torch.int64)
     mask[:, -1] = 0
-    assert (_cut(mask, {31: 5}) == 0).any()
-    assert _cut(torch.arange(62).view(2, 31), {31: 5})[0].tolist() == [0, 1, 2, 3, 4]
+    assert (cut_to(mask, {31: 5}) == 0).any()
+    assert cut_to(torch.arange(62).view(2, 31), {31: 5})[0].tolist() == [0, 1, 2, 3, 4]

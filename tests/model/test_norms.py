@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import meshwright as mw
 from meshwright.core.errors import PlanError
@@ -86,3 +87,18 @@ def test_only_norms_that_mix_rows_are_found():
     model = nn.Sequential(nn.LayerNorm(3), nn.BatchNorm1d(3), nn.GroupNorm(1, 3), nn.InstanceNorm1d(3), nn.BatchNorm2d(3))
     model[4].eval()
     assert list(mixing_norms(model)) == ["1"]
+
+
+@pytest.mark.parametrize("spectral", [parametrizations.spectral_norm, nn.utils.spectral_norm], ids=["new", "old"])
+def test_a_spectral_norm_goes_on_once_in_a_step(spectral: Callable[[nn.Module], nn.Module]):
+    reading = mw.read(Normed(spectral(nn.Linear(6, 6))), rows(4), loss=LOSS)
+    with pytest.raises(PlanError, match=r"1 spectral norms \(norm.*\) go on in every forward: 3 micro-batches"):
+        mw.make_plan(reading, tiny_job(), micro_batch=4)
+    verdict = mw.verify(reading, mw.make_plan(reading, tiny_job(), mw.Mesh(dp_replicate=2)), [rows(12)], loss=LOSS)
+    assert verdict.passed, verdict
+
+
+def test_a_spectral_norm_of_the_old_kind_has_no_shards():
+    reading = mw.read(Normed(nn.utils.spectral_norm(nn.Linear(6, 6))), rows(4), loss=LOSS)
+    with pytest.raises(PlanError, match=r"use torch.nn.utils.parametrizations.spectral_norm"):
+        mw.make_plan(reading, tiny_job(), mw.Mesh(dp_shard=2))

@@ -6,8 +6,8 @@ import transformers
 from torch import nn
 
 from meshwright.core.errors import PlanError
-from meshwright.model.apart import Share
 from meshwright.model.plugs import NAME, attended, plug
+from meshwright.model.share import Share
 
 SIZES = {"vocab_size": 67, "hidden_size": 16, "intermediate_size": 13, "num_hidden_layers": 2, "num_attention_heads": 4}
 T5 = {"vocab_size": 67, "d_model": 8, "d_kv": 2, "d_ff": 8, "num_layers": 2, "num_heads": 3}

@@ -79,10 +79,18 @@ def test_scores_that_a_model_makes_itself_are_counted():
 def test_half_of_the_floats_are_half_as_wide_and_weights_are_cast_whatever_the_rows_are():
     reading = read(llama(), batches(1, length=TOKENS)[0])
     wide, mixed = layer_of(reading), layer_of(reading, torch.bfloat16)
-    assert wide.inside.fixed == 0
+    assert wide.inside.fixed == wide.inside.weights == 0
     cast = sum(p.numel() for name, p in llama().named_parameters() if "layers.0" in name and p.ndim == 2) * 2
-    assert mixed.inside.fixed == pytest.approx(cast, rel=0.01)
+    assert mixed.inside.weights == pytest.approx(cast, rel=0.01)
     assert 0.5 * wide.inside.each < mixed.inside.each < wide.inside.each
+
+
+def test_gradients_of_weights_are_told_apart_and_those_that_a_tied_table_adds_to_the_head_s():
+    batch = batches(1, length=TOKENS)[0]
+    untied, tied = (weighed(read(llama(tie_word_embeddings=tied), batch)).visits[0] for tied in (False, True))
+    table = WORDS * llama().config.hidden_size * 4
+    assert (untied.backward.weights, untied.learning.weights) == (0, table)
+    assert tied.backward.weights == table  # made anew, then added to what is there
 
 
 def test_a_loss_takes_logits_its_own_and_their_gradient_beside_that_which_it_leaves():

@@ -1,12 +1,30 @@
 """Glue may write into tokens that are apart where each is treated by itself; what would be lost is refused."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
+from torch import nn
 
+from meshwright.api import make_plan, read, verify
 from meshwright.core.errors import PlanError
+from meshwright.core.job import Job, Optimizer, Train
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import Plan
+from meshwright.core.sources import DataSource, ModelSource
+from meshwright.core.strategy import Strategy
+from meshwright.model import visited
+from meshwright.model.reading import Reading
 from meshwright.model.writing import written
+from meshwright.strategies.data.batch import Batch
+from meshwright.strategies.data.replicate import Replicate
+from meshwright.strategies.memory.recompute import Recompute
+from meshwright.strategies.pipeline.pipeline import Pipeline
+from meshwright.strategies.sequence.hybrid import Hybrid
+from meshwright.strategies.sequence.ring import Ring
+from meshwright.strategies.sequence.ulysses import Ulysses
 from tests.model.test_apart import WHOLE, some
 from tests.model.test_bytoken import Layers, attended, tokens_of
 
@@ -74,3 +92,97 @@ def test_what_a_function_writes_into():
     assert written("mul", (x, 2), {"out": x}) is x
     assert written("add", (x, 1), {}) is None
     assert written("__add__", (x, 1), {}) is None
+
+
+class Masked(nn.Module):
+    """Glue makes a mask, and writes into it by `way` between layers."""
+
+    def __init__(self, way: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.way, self.words, self.head = way, nn.Embedding(67, 8), nn.Linear(8, 67)
+        self.layers = nn.ModuleList(Looking() for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x, length = self.words(input_ids), input_ids.shape[1]
+        mask = torch.ones(len(x), 1, length, length, dtype=torch.bool).tril()
+        for layer in self.layers:
+            x = layer(x, mask)
+            self.way(mask)[:, :, length // 2 :, :3] = False
+        return self.head(x)
+
+
+class Looking(nn.Module):
+    """Attends with a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+
+
+def rows() -> dict[str, torch.Tensor]:
+    thrown = torch.Generator().manual_seed(2)
+    return {key: torch.randint(67, (4, 9), generator=thrown) for key in ("input_ids", "labels")}
+
+
+def planned(reading: Reading, mesh: Mesh, *strategies: Strategy) -> Plan:
+    job = Job(ModelSource("own"), DataSource("random", sequence=9), Train(batch=4), Optimizer("sgd", lr=0.1))
+    return make_plan(reading, job, mesh, strategies, 1)
+
+
+COPIES = Replicate(axis="cp")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategies"),
+    [
+        (Mesh(cp=3), (Ring(), COPIES)),
+        (Mesh(cp=2), (Ulysses(), COPIES)),
+        (Mesh(pp=2), (Pipeline(),)),
+        (Mesh(dp_replicate=2), (Batch(), Replicate(), Recompute())),
+    ],
+    ids=str,
+)
+def test_what_nobody_is_told_of_is_refused_where_somebody_keeps_it(mesh: Mesh, strategies: tuple[Strategy, ...]):
+    reading = read(lambda: Masked(lambda mask: mask.data), rows())
+    with pytest.raises(PlanError) as caught:
+        planned(reading, mesh, *strategies)
+    assert "glue writes by way of '.data' into a tensor that a block was given before (at test_writing.py:" in str(caught.value)
+    assert "make a new tensor there (torch.where, clone), or write into the tensor itself" in str(caught.value)
+
+
+def test_where_nobody_keeps_it_that_is_as_on_one_device():
+    reading = read(lambda: Masked(lambda mask: mask.data), rows())
+    verdict = verify(reading, planned(reading, Mesh(dp_replicate=2), Batch(), Replicate()), [rows()])
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize(
+    "way",
+    [lambda mask: mask, lambda mask: mask.detach(), lambda mask: mask.data.clone(), lambda mask: mask[:, :, :]],
+    ids=["itself", "without its graph", "a copy", "a view"],
+)
+def test_what_everybody_sees_is_as_it_was(way: Callable[[torch.Tensor], Any]):
+    assert read(lambda: Masked(way), rows()).unseen == ()
+
+
+def handed_out() -> Reading:
+    return read(lambda: Masked(lambda mask: mask.numpy()), rows())
+
+
+@pytest.mark.parametrize(("mesh", "strategy"), [(Mesh(cp=3), Ring()), (Mesh(cp=4), Hybrid())], ids=str)
+def test_of_memory_that_is_handed_out_ranks_keep_nothing(mesh: Mesh, strategy: Strategy):
+    reading = handed_out()
+    assert reading.tokens is not None
+    assert reading.tokens.unseen
+    verdict = verify(reading, planned(reading, mesh, strategy, COPIES), [rows()])
+    assert verdict.passed, verdict
+
+
+def test_a_mask_that_is_kept_all_the_same_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(visited, "BEHIND", frozenset())
+    reading = handed_out()
+    assert not verify(reading, planned(reading, Mesh(cp=3), Ring(), COPIES), [rows()]).passed

@@ -8,7 +8,7 @@ from meshwright.core.job import Precision
 from meshwright.core.mesh import Mesh
 from meshwright.planner.footprint import Footprint, footprint
 from meshwright.planner.habits import Habits
-from meshwright.planner.layout import Layout
+from meshwright.planner.layout import ALL, BOTH, Layout, Order
 from meshwright.planner.memory import peak_bytes
 from meshwright.planner.shapes import Shape
 from meshwright.strategies.data.batch import Batch
@@ -76,6 +76,18 @@ def test_the_loss_and_a_blocks_backward_are_not_there_at_once():
     narrow, words = (footprint(Shape("s", 2, 512, 8, vocab=vocab), Layout()) for vocab in (128, 100_000))
     assert narrow.logits == 0 < narrow.inside
     assert words.inside == 0 < words.logits
+
+
+def test_copies_in_groups_divide_states_by_the_group():
+    whole, groups = (footprint(BLOCKS, Layout(dp=64, shards=3, within=within)) for within in (0, 8))
+    assert states(groups) == pytest.approx(8 * states(whole))
+
+
+def test_parts_that_lie_on_two_ranks_are_held_twice_and_one_order_holds_all_micro_batches():
+    plain, both, whole = (footprint(BLOCKS, Layout(pp=4, micros=12, order=order)) for order in (Order(), BOTH, ALL))
+    assert states(both) == pytest.approx(2 * states(plain), rel=1e-3)
+    assert both.activations == pytest.approx(plain.activations * 5 / 4)
+    assert whole.activations == pytest.approx(plain.activations * 12 / 4)
 
 
 def test_weights_in_shards_need_room_for_layers_that_are_gathered():

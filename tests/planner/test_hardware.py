@@ -36,3 +36,4 @@ def test_a_crowded_fabric_gives_half_at_the_hosts_that_its_rate_says():
     assert given.nic_rate(1) == pytest.approx(0.5 * 25e9, rel=1e-4)
     assert with_nic(given, 100e9).nic_rate(32) == pytest.approx(25e9)
     assert given.link_rate == given.rates.link * 300e9
+    assert given.nic_rate(10**6) == pytest.approx(given.nic_rate(1) / 7, rel=1e-4)

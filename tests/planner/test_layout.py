@@ -1,6 +1,8 @@
 """Layouts: what follows from their sizes, and what keeps them from being plans."""
 
-from meshwright.planner.layout import Layout
+from dataclasses import replace
+
+from meshwright.planner.layout import BOTH, Layout
 from meshwright.planner.shapes import Shape
 
 SHAPE = Shape("gpt", 60, 6656, 52)
@@ -29,3 +31,19 @@ def test_a_layout_that_no_plan_can_have_is_told_with_the_repair():
     assert "3 micro-batches in chunks on pp 31" in said[2]
     assert all("repair: " in text for text in said)
     assert not list(Layout(tp=4, pp=4, chunks=3, micros=8).faults(SHAPE))
+
+
+def test_groups_and_directions_that_no_plan_can_have_are_told():
+    said = " ".join(str(fault) for fault in Layout(dp=6, cp=4, swaps=3, within=4, shards=1).faults(SHAPE))
+    assert "3 of cp 4 ranks exchange tokens for 52 heads" in said
+    assert "shares among 4 of dp 6 copies at stage 1" in said
+    assert any("two micro-batches" in str(fault) for fault in Layout(pp=4, micros=1, order=BOTH).faults(SHAPE))
+    assert any("even number of ranks" in str(fault) for fault in Layout(pp=3, micros=6, order=BOTH).faults(SHAPE))
+    assert not list(Layout(dp=6, cp=4, swaps=2, within=3, shards=3).faults(SHAPE))
+
+
+def test_groups_of_copies_hold_the_same_shares():
+    layout = Layout(dp=8, cp=2, tp=2, shards=3, within=4)
+    assert (layout.sharers, layout.holders) == (16, 8)
+    assert (layout.apart, layout.beside) == (1, 2)
+    assert (replace(layout, outside=True).apart, replace(layout, outside=True).beside) == (16, 1)

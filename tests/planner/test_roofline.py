@@ -49,7 +49,7 @@ def test_nothing_takes_less_than_a_start():
 def test_backward_of_attention_takes_two_and_a_half_times_as_much():
     assert attention(a100(), 312e12, back=False) == pytest.approx(1)
     assert attention(a100(), 312e12, back=True) == pytest.approx(2.5)
-    assert attention(a100(rates=replace(PERFECT, attention_old=0.5)), 312e12, back=False, old=True) == pytest.approx(2)
+    assert attention(a100(rates=replace(PERFECT, attention_old=0.5)), 312e12, back=False, kernel="flash1") == pytest.approx(2)
 
 
 def test_ranks_of_one_host_gather_over_its_links():

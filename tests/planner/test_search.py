@@ -6,12 +6,14 @@ import pytest
 
 from meshwright.core.hardware import Device
 from meshwright.planner.hardware import Machine, machine
-from meshwright.planner.layout import Order
+from meshwright.planner.layout import FOLDED, HALVES, Order
 from meshwright.planner.rates import Rates
-from meshwright.planner.search import Wish, meshes, search
+from meshwright.planner.search import Best, batches, meshes, over, search
 from meshwright.planner.shapes import Shape, parse_shape
+from meshwright.planner.sketch import parts, step
+from meshwright.planner.wish import Wish
 
-ORDERS = {"1f1b": (Order(), 1), "interleaved": (Order(), 0), "zb_v": (Order(0.0, 0.0, 0.0), 2)}
+ORDERS = {"1f1b": (Order(), 1), "interleaved": (Order(), 0), "zb_h1": (HALVES, 1), "zb_v": (FOLDED, 2)}
 SMALL = Shape("small", 12, 1536, 12, vocab=32_000, sequence=8192)
 
 
@@ -19,13 +21,74 @@ def wish(shape: Shape = SMALL, kind: str = "A100", devices: int = 8, batch: int 
     return Wish(shape, machine(kind, devices), batch, ORDERS, **said)
 
 
-@pytest.mark.parametrize(("devices", "size"), [(1, 1536), (6, 1536), (8, 1536), (8, 6144), (12, 6144)])
-def test_the_winner_of_a_search_is_that_of_all_layouts(devices: int, size: int):
-    asked = wish(replace(SMALL, hidden=size), devices=devices, batch=24)
-    short, whole = search(asked), search(asked, prune=False)
-    assert [each.layout for each in short.best] == [each.layout for each in whole.best]
-    assert short.seen < whole.seen
-    assert short.best
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        (1, {}),
+        (6, {}),
+        (8, {}),
+        (8, {"hidden": 6144}),
+        (12, {"hidden": 6144}),
+        (12, {"sequence": 32_768}),
+        (16, {"hidden": 3072, "sequence": 16_384}),
+    ],
+)
+def test_the_winner_of_a_search_is_that_of_all_layouts(devices: int, said: dict[str, int]):
+    small_hosts = machine("A100", devices, per_host=2)  # so that groups of copies that share states are searched too
+    for given in (machine("A100", devices), small_hosts):
+        asked = replace(wish(replace(SMALL, **said), batch=24 if devices < 16 else 32), machine=given)
+        short, whole = search(asked), search(asked, prune=False)
+        assert [each.layout for each in short.best] == [each.layout for each in whole.best]
+        assert short.seen < whole.seen
+        assert short.best
+
+
+def test_all_that_may_be_chosen_is_looked_at():
+    """Every kind of share, order, method and placement is among the layouts of some mesh."""
+    asked = replace(wish(replace(SMALL, sequence=32_768), batch=16), machine=machine("A100", 16, per_host=4))
+    laid = [each for mesh in meshes(asked) for sized in batches(asked, mesh) for each in over(asked, sized)]
+    assert {schedule for _, schedule in laid} == {"", *ORDERS}
+    assert {layout.shards for layout, _ in laid} == {0, 1, 2, 3}
+    assert {layout.within for layout, _ in laid} >= {0, 2, 4}
+    assert {(layout.cp, layout.swaps) for layout, _ in laid} == {
+        (1, 1),
+        (2, 1),
+        (2, 2),
+        (4, 1),
+        (4, 2),
+        (4, 4),
+        (8, 1),
+        (8, 2),
+        (8, 4),
+    }
+    assert {layout.reruns for layout, _ in laid} == {"none", "layers"}
+    assert not any(list(layout.faults(asked.shape)) for layout, _ in laid)
+
+
+def test_layouts_that_nobody_could_tell_apart_are_shown_once():
+    """Shares of moments, or of gradients too, in as many seconds and as much memory: one of the two is told, the better one."""
+    made = search(wish()).best[0]
+    moments, gradients = (replace(made, layout=replace(made.layout, shards=stage)) for stage in (1, 2))
+    slower = replace(gradients, step=replace(made.step, fixed=made.step.fixed + 1e-6 * made.seconds))
+    smaller = replace(gradients, footprint=replace(made.footprint, gradients=made.footprint.gradients - 2**28))
+    for others, left in (((slower,), [moments]), ((smaller,), [smaller, moments])):
+        best = Best(5)
+        for each in (moments, *others, moments):
+            best.add(each)
+        assert best.kept == left
+    found = search(wish()).best
+    assert len({each.seen for each in found}) == len(found) > 1
+
+
+def test_a_search_that_counted_parts_of_another_micro_batch_would_be_noticed(monkeypatch: pytest.MonkeyPatch):
+    """What a layer takes is counted once for all that lies over it: a key that forgets something gives other winners."""
+    asked = wish(replace(SMALL, hidden=6144), devices=12, batch=24)
+    right = [each.seconds for each in search(asked).best]
+    for each in search(asked).best:
+        assert each.step == step(asked.shape, each.layout, asked.machine)
+    known = parts(asked.shape, search(asked).best[0].layout, asked.machine)
+    monkeypatch.setattr("meshwright.planner.search.parts", lambda *_: known)
+    assert [each.seconds for each in search(asked).best] != right
 
 
 def test_what_does_not_fit_is_not_found_and_the_nearest_is_told():
@@ -62,8 +125,8 @@ def test_tensor_ranks_stay_on_a_host():
 def test_what_contradicts_itself_is_told():
     said = [str(fault) for fault in wish(fixed={"tp": 3, "xp": 2}, batch=0).faults()]
     assert "a batch of 0 rows" in said[0]
-    assert "tp 3 on 8 devices" in said[1]
-    assert "'xp' is no axis that a search divides" in said[2]
+    assert "'xp' is nothing that a search divides\n  repair: did you mean 'tp'?" in said[1]
+    assert "tp 3 on 8 devices" in said[2]
 
 
 def test_a_device_without_memory_for_more_sharers_makes_the_search_share():
@@ -71,7 +134,7 @@ def test_a_device_without_memory_for_more_sharers_makes_the_search_share():
     shape = parse_shape("7b: layers 32 hidden 4096 heads 32")
     large = machine("A100", 64)
     little = Machine(replace(large.device, memory=large.device.memory / 6), 64, large.rates)
-    roomy, tight = (search(Wish(shape, each, 64, ORDERS)).best[0] for each in (large, little))
+    roomy, tight = (search(Wish(shape, each, 512, ORDERS)).best[0] for each in (large, little))
     assert tight.footprint.total < little.device.memory < roomy.footprint.total
     assert tight.seconds > roomy.seconds
 

@@ -61,3 +61,18 @@ def test_sizes_that_no_model_has_are_refused():
         parse_shape("odd: layers 2 hidden 96 heads 6 kv_heads 4")
     with pytest.raises(PlanError, match="layers 0; needed is a whole number above 0"):
         parse_shape("odd: layers 0 hidden 96 heads 6")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("twice: layers 2 hidden 96 heads 3 layers 4", "layers is said twice"),
+        ("less: layers -2 hidden 96 heads 3", "layers without a whole number behind it, but '-2'"),
+        ("odd: layers \u00b2 hidden 96 heads 3", "layers without a whole number behind it, but '\u00b2'"),
+        ("under: layers 2_ hidden 96 heads 3", "layers without a whole number behind it, but '2_'"),
+    ],
+)
+def test_a_size_that_is_no_number_or_is_said_twice_is_refused(text: str, said: str):
+    with pytest.raises(PlanError) as raised:
+        parse_shape(text)
+    assert raised.value.faults[0].what == said

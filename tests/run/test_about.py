@@ -32,7 +32,9 @@ def test_about_holds_the_plan_its_program_versions_and_machine(tmp_path):
 
 def test_about_names_no_host_and_no_user(tmp_path):
     plan = replace(plan_of(reading_of(), 1), run=Run(str(tmp_path / "run")))
-    machine = json.loads(write_about(plan, {}, {}, torch.device("cpu")).read_text())["machine"]
+    said = json.loads(write_about(plan, {}, {}, torch.device("cpu"), {"step_s": 2.0}).read_text())
+    machine = said["machine"]
+    assert said["predicted"] == {"step_s": 2.0}
     assert set(machine) == {"system", "processor", "cores", "memory", "device"}
     assert platform.node() not in machine.values()
     assert getpass.getuser() not in machine.values()

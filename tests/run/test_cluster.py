@@ -60,6 +60,12 @@ def test_a_file_that_is_none_is_refused_with_a_repair(text: str | bytes | None, 
     assert all(fault.fix for fault in raised.value.faults)
 
 
+def test_the_file_of_a_device_is_told_from_that_of_a_cluster(tmp_path: Path):
+    (tmp_path / "device.toml").write_text('device = "Abacus 7"\n')
+    with pytest.raises(PlanError, match="describes a device, not links"):
+        read_cluster(tmp_path / "device.toml")
+
+
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(PlanError, match="cannot be written"):

@@ -84,7 +84,6 @@ def test_a_forward_that_needs_other_inputs_is_explained_and_then_refused(config:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--json", "found.json"], "--json writes the explanation of a model, and none is asked for"),
         (["--explain-model", "--out", "plan.toml"], "--explain-model makes no plan"),
     ],
 )

@@ -7,7 +7,9 @@ from types import ModuleType
 
 import pytest
 
+from meshwright.run.profile import write_profile
 from tests.commands import become_the_only_rank, forget_ranks, lay_out, metrics, refuse_to_start, said
+from tests.verbs.test_predict import profile
 
 
 @pytest.fixture
@@ -98,3 +100,18 @@ def test_every_rank_has_a_log_and_a_warning_of_another_rank_reaches_the_user(tmp
     for rank in (0, 1):
         text = (config.parent / "run" / "logs" / f"rank-{rank}.log").read_text()
         assert f"rank {rank} INFO meshwright.verbs.train: " in text
+
+
+def test_what_was_predicted_is_kept_with_the_run_and_shown_beside_what_was_measured(config, capsys, tmp_path):
+    write_profile(profile(), tmp_path / "device.toml")
+    code, _, err = said(capsys, *alone(config, "--run.hardware", tmp_path / "device.toml", "--run.trace_steps", 1))
+    assert code == 0, err
+    (folder,) = (path.parent for path in tmp_path.rglob("about.json"))
+    predicted = json.loads((folder / "about.json").read_text())["predicted"]
+    assert predicted["step_s"] > 0
+    _, out, _ = said(capsys, "report", folder)
+    first, step, *others = out.splitlines()
+    assert first.split() == [folder.name, "predicted", "measured", "off", "by"]
+    assert step.startswith("a step")
+    assert any(line.startswith("parameters") and line.split()[-2:] == ["+0.0", "%"] for line in others)
+    assert "Predicted and measured" in (folder / "report.html").read_text()

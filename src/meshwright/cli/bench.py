@@ -53,10 +53,43 @@ def comm(
         )
 
 
+def device(
+    kind: Annotated[str, typer.Option("--device", help="cpu or cuda (default: cuda where there is one).")] = "",
+    threads: Annotated[int, typer.Option(help="Threads of a process (default: its share of the cores).", min=0)] = 0,
+    ranks: Annotated[int, typer.Option(help="Processes that measure at once, as the ranks of a CPU would.")] = 1,
+    out: Annotated[Path, typer.Option(help="Write what was measured here.")] = Path("device.toml"),
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and samples: seconds, not a minute.")] = False,
+    into: Into = None,
+) -> None:
+    """Measure what this device does per second, by size of product, attention and memory, and write device.toml.
+
+    Plans are priced by it: --hardware device.toml.
+    """
+    with said():
+        rank, verb = this_rank(), behind("profile")
+        if rank is not None and into is None:
+            text = f"a launcher has started {rank.world} ranks, and one device is measured by processes of its own"
+            raise PlanError(text, fix="run it without the launcher; --ranks 2 measures two at once", where="bench device")
+        wish = verb.wanted(kind, threads, ranks, quick=quick)
+        if rank is not None and into is not None:
+            verb.measure_rank(rank, wish, into)
+            return
+        verb.refuse_unwritable((out,))
+        try:
+            profile = verb.measure(wish, out, launcher(), console)
+        except verb.RanksFailed as error:
+            show_failure(error.outcome)
+            raise typer.Exit(error.outcome.code) from None
+        verb.show(profile, console)
+        console.print(f"\ndevice      {out}", markup=False, soft_wrap=True)
+        console.print(f"use it      meshwright plan MODEL --hardware {out}", markup=False, soft_wrap=True)
+
+
 def add_to(app: typer.Typer) -> None:
     """Give `app` the word `bench`, and what can be measured behind it."""
     bench = typer.Typer(no_args_is_help=True, help="Measure what the planner needs to know of a machine.")
     bench.command()(comm)
+    bench.command()(device)
 
     @bench.callback()
     def measured() -> None:

@@ -16,7 +16,9 @@ def report(
 ) -> None:
     """Write one HTML file, for any browser and without a network: curves, a step on its lanes, time, memory, bytes, the plan."""
     with said(("--out",)):
-        path = behind("report").report(run, other, out)
+        path, beside = behind("report").report(run, other, out)
+        if beside is not None:
+            console.print(beside)
         console.print(f"report written to {path}", markup=False, soft_wrap=True)
 
 

@@ -1,9 +1,9 @@
 """The words of the verbs that a plan goes through: plan, verify, train."""
 
-import json
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,11 +12,26 @@ import typer
 from meshwright.cli.environment import launcher, stop_flag, this_rank
 from meshwright.cli.faults import console, said, show_failure
 from meshwright.cli.verb import behind
-from meshwright.core.errors import PlanError, raise_faults
+from meshwright.core.errors import Fault, PlanError, nearest, raise_faults
 
 EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
 OWN = ("--out", "--world", "--all", "--steps", "--on", "--rank", "--shrink", "--json", "--from-step", "--explain-model")
-OWN += ("--devices", "--hardware", "--batch", "--sequence", "--fix", "--tokens", "--price")
+SEARCHING = (
+    "--out",
+    "--json",
+    "--devices",
+    "--hardware",
+    "--batch",
+    "--sequence",
+    "--fix",
+    "--tokens",
+    "--price",
+    "--cluster",
+    "--calibrate-from",
+    "--fit",
+    "--plot",
+)
+OWN += SEARCHING[2:]
 
 World = Annotated[int | None, typer.Option(help="The number of ranks, for a mesh axis of -1.", min=1)]
 Config = Annotated[Path, typer.Argument(help="A config or plan file (TOML); keys behind it (--train.steps 100) replace its own.")]
@@ -29,14 +44,18 @@ def plan(
     world: World = None,
     every: Annotated[bool, typer.Option("--all", help="One row per action.")] = False,
     explain: Annotated[bool, typer.Option("--explain-model", help="Show what the model is made of; no plan.")] = False,
-    as_json: Annotated[Path | None, typer.Option("--json", help="Write the explanation here too.")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write the explanation here too, or what is predicted.")] = None,
     devices: Annotated[int, typer.Option(help="Choose a plan: CONFIG is then a model, for so many devices.", min=0)] = 0,
-    hardware: Annotated[str, typer.Option(help="Of what kind: h100, a100 ...")] = "",
+    hardware: Annotated[str, typer.Option(help="Of what kind: h100, a100, or a file: my.toml, device.toml.")] = "",
     batch: Annotated[int, typer.Option(help="Rows of a step.", min=0)] = 0,
     sequence: Annotated[int, typer.Option(help="Tokens of a row (default: as the model says).", min=0)] = 0,
-    fix: Annotated[list[str] | None, typer.Option(help="An axis that is given: tp=8.")] = None,
+    fix: Annotated[list[str] | None, typer.Option(help="What is given: tp=8, zero=3, schedule=zb_v, method=ring ...")] = None,
     tokens: Annotated[float, typer.Option(help="Days for so many tokens.", min=0)] = 0.0,
     price: Annotated[float, typer.Option(help="Of a device and hour.", min=0)] = 0.0,
+    cluster: Annotated[str, typer.Option(help="What `bench comm` measured of the links: cluster.toml.")] = "",
+    fit: Annotated[str, typer.Option(help="Find a limit: the largest batch, sequence or layers, the fewest devices.")] = "",
+    plot: Annotated[Path | None, typer.Option(help="Draw step time against memory, and the winner's turns: FILE.html.")] = None,
+    learn: Annotated[str, typer.Option("--calibrate-from", help="The folder of a run, to learn from its steps.")] = "",
 ) -> None:
     """Resolve a config into a plan, refuse what cannot work, and show what will happen.
 
@@ -44,24 +63,48 @@ def plan(
     ("175b: layers 96 hidden 12288 heads 96").
     """
     with said(OWN):
-        if devices or hardware:
-            _choose(str(config), devices, hardware, batch, sequence, fix or (), tokens, price, out=out, as_json=as_json)
+        if devices or (hardware and config.suffix != ".toml"):  # a config is a plan that exists: it is priced
+            _refuse_idle(context.args, {"--world": world, "--all": every, "--explain-model": explain})
+            told = partial(behind("choose").Asked, cluster=cluster, run=learn, fit=fit)
+            files = {"out": out, "as_json": as_json, "plot": plot}
+            _choose(told, str(config), devices, hardware, batch, sequence, fix or (), tokens, price, fit=fit, **files)
             return
+        searching = {"--batch": batch, "--sequence": sequence, "--fix": fix, "--tokens": tokens, "--price": price}
+        _refuse_unheard({**searching, "--fit": fit, "--plot": plot, "--calibrate-from": learn})
         verb = behind("plan")
         if explain:
             _explain(verb, config, context.args, out, as_json)
             return
+        resolved = verb.on_hardware(verb.resolve(config, context.args, world), hardware, cluster)
+        prediction = verb.priced(resolved)
+        console.print(verb.view(resolved, prediction, every=every))
         if as_json is not None:
-            text = "--json writes the explanation of a model, and none is asked for"
-            raise PlanError(text, fix="add --explain-model, or write the plan: --out", where="--json")
-        resolved = verb.resolve(config, context.args, world)
-        console.print(verb.view(resolved, every=every))
+            verb.write_prediction(resolved, prediction, as_json)
         if out is not None:
             verb.write_plan(resolved, out)
             console.print(f"plan written to {out}", soft_wrap=True)
 
 
+def _refuse_unheard(words: Mapping[str, object]) -> None:
+    """Raise PlanError for words that say how a plan is to be chosen, where one is there already."""
+    given = [word for word, value in words.items() if value]
+    if given:
+        text = f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} for a plan that is to be chosen, and this one is there"
+        raise PlanError(text, fix="say also --devices and --hardware, for a MODEL; or leave it out", where="plan")
+
+
+def _refuse_idle(words: Sequence[str], flags: Mapping[str, object]) -> None:
+    """Raise PlanError for words that a plan that is to be chosen does not hear: options misspelt, keys of a config."""
+    unknown = [word for word in words if word.startswith("--")] or list(words)
+    unknown += [flag for flag, value in flags.items() if value]
+    fix = "leave it out: keys of a config are said when the plan that --out writes is used"
+    raise_faults(
+        Fault("a plan that is to be chosen does not hear this", f"{nearest(word, SEARCHING)} Or {fix}", word) for word in unknown
+    )
+
+
 def _choose(
+    told: Callable[..., Any],
     model: str,
     devices: int,
     hardware: str,
@@ -71,23 +114,34 @@ def _choose(
     tokens: float,
     price: float,
     *,
+    fit: str,
     out: Path | None,
     as_json: Path | None,
+    plot: Path | None,
 ) -> None:
     """Choose a layout for `model`, show it, and write what is asked for."""
-    lacking = [name for name, value in (("--devices", devices), ("--hardware", hardware), ("--batch", batch)) if not value]
+    counted = devices or ":" in hardware or fit == "devices"
+    said_of = {"--devices": counted, "--hardware": hardware, "--batch": batch or fit == "batch"}
+    lacking = [name for name, value in said_of.items() if not value]
     if lacking:
         text = f"a plan is to be chosen, and {' and '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not said"
         raise PlanError(text, fix="say all three: --devices 64 --hardware h100 --batch 1024", where="plan")
+    if inf in (tokens, price):
+        raise PlanError("no end of tokens, or of their price", fix="say how many: --tokens 1e12 --price 2.5", where="plan")
+    if price and not tokens:
+        raise PlanError(f"--price {price:g}, and no tokens to pay for", fix="say how many: --tokens 1e12", where="--price")
     verb = behind("choose")
     budget = verb.Budget(tokens, price)
-    chosen = verb.choose(verb.Asked(model, devices, hardware, batch, sequence, tuple(fix), budget=budget))
+    chosen = verb.choose(told(model, devices, hardware, batch, sequence, tuple(fix), budget=budget))
     console.print(verb.view(chosen))
     if out is not None:
         verb.write_config(chosen, out)
         console.print(f"config written to {out}", soft_wrap=True)
+    if plot is not None:
+        behind("plot").write_plot(chosen, plot)
+        console.print(f"plot written to {plot}", soft_wrap=True)
     if as_json is not None:
-        as_json.write_text(json.dumps(verb.as_dict(chosen), indent=1) + "\n", encoding="utf-8")
+        verb.write_dict(chosen, as_json)
 
 
 def verify(

@@ -146,7 +146,11 @@ def all_reduce(tensor: torch.Tensor, group: Group, action: str = "", meanwhile: 
 def all_gather(
     tensor: torch.Tensor, group: Group, dim: int, action: str = "", meanwhile: Callable[[], None] | None = None
 ) -> torch.Tensor:
-    """All ranks' `tensor` joined along `dim`: [.., s, ..] -> [.., size * s, ..], contiguous."""
+    """All ranks' `tensor` joined along `dim`: [.., s, ..] -> [.., size * s, ..], contiguous. One rank sends nothing."""
+    if group.size == 1:
+        if meanwhile is not None:
+            meanwhile()
+        return tensor.clone(memory_format=torch.contiguous_format)
     gathered = tensor.new_empty(group.size, *tensor.shape)
     _ended(group.all_gather(gathered, tensor.contiguous(), action=action), meanwhile)
     return _joined(gathered, dim)
@@ -175,6 +179,7 @@ def all_to_all(
     stacked = _stacked(tensor, group, dst, action).contiguous()
     arrived = torch.empty_like(stacked)
     _ended(group.all_to_all(arrived, stacked, action=action), meanwhile)
+    del stacked  # it would live beside what is joined
     return _joined(arrived, src)
 
 

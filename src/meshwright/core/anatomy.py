@@ -174,6 +174,11 @@ class Anatomy:
     weighed: Weighed | None = None
 
     @property
+    def learning_flops(self) -> int:
+        """The operations of a forward and a backward per sample: a backward costs two forwards, what is rerun does not count."""
+        return 3 * sum(self.flops)
+
+    @property
     def trainable(self) -> tuple[Weight, ...]:
         """The parameters that receive gradients."""
         return tuple(weight for weight in self.weights if weight.trainable)

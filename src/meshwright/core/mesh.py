@@ -147,3 +147,9 @@ class Mesh:
     def __str__(self) -> str:
         used = [f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1]
         return " x ".join(used) if used else "one device"
+
+
+def divisors(number: int) -> list[int]:
+    """The sizes that so many ranks can be divided by, rising."""
+    low = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
+    return sorted({*low, *(number // each for each in low)})

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 from meshwright.core.anatomy import NBYTES
 from meshwright.core.job import Job
-from meshwright.core.own import own_share
+from meshwright.core.own import kept_share
 from meshwright.core.shares import flops_of, head_in_pieces
 from meshwright.core.space import Space
+
+PIECE = 1 << 20  # elements of divided logits that the loss looks at at once, in float32 at least
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,14 @@ def sizes(count: int, pieces: int) -> list[int]:
 def tokens_of(space: Space) -> int:
     """The rows of logits of a sample on the rank that sees `space`."""
     logits = space.anatomy.logits
-    return 0 if logits is None else int(logits.tokens * own_share(space, space.anatomy.visits[-1]))
+    return 0 if logits is None else int(logits.tokens * kept_share(space, space.anatomy.visits[-1]))
 
 
 def cost(space: Space, job: Job, rows: int) -> Cost | None:
     """What LOSS costs on micro-batches of so many `rows`; None where it takes all logits at once.
 
     A piece is there up to three times: what the loss keeps of it, the gradient of that, and the gradient of the logits.
+    Of divided logits two of them are as narrow as products; and while the gradient of the weight is added up, all are.
     """
     call, logits = head_in_pieces(space), space.anatomy.logits
     if call is None or logits is None:
@@ -56,12 +59,14 @@ def cost(space: Space, job: Job, rows: int) -> Cost | None:
     mine = [homes[name] for name in (f"{call.name}.weight", f"{call.name}.bias") if name in homes]
     tokens, weight = tokens_of(space), mine[0].weight
     most = sizes(tokens, space.pieces)[0] * rows
-    piece, taken = most * weight.shape[0] * wide, most * (call.into // logits.tokens) * width
+    piece, taken = most * weight.shape[0], most * (call.into // logits.tokens) * width
     learnt = sum(home.weight.numel * parameters for home in mine if home.weight.trainable)
     cast = weight.numel * width if precision.compute != precision.parameters else 0
+    looking = 2 * piece * width + min(piece, PIECE) * wide if space.logits.axes("S") else 3 * piece * wide
+    adding = 2 * piece * width + cast if weight.trainable else 0  # a product in another dtype than what it is added to
     return Cost(
         returned=tokens * rows * (call.into // logits.tokens) * width,
-        scratch=3 * piece + taken + learnt + cast,
+        scratch=max(looking, adding) + taken + learnt + cast,
         flops=3 * flops_of(space, call) * rows,
         weights=tuple(home.weight.name for home in mine),
     )

@@ -18,7 +18,7 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.noise import measured, noise_faults
 from meshwright.core.own import own_shares
 from meshwright.core.owners import brought
-from meshwright.core.program import Action, Program
+from meshwright.core.program import Action, Program, among_several
 from meshwright.core.rules import by_role, grain_of
 from meshwright.core.run import Run
 from meshwright.core.space import Space
@@ -211,7 +211,7 @@ def _program(job: Job, space: Space, strategies: tuple[Strategy, ...], micro_bat
     program = one_device(space, job, micro_batch, turns)
     for strategy in strategies:
         program = strategy.rewrite(program, space, job)
-    program = brought(tied(program, space, job), space, job)
+    program = among_several(brought(tied(program, space, job), space, job), space.mesh)
     return measured(program, space) if job.train.noise_scale else program
 
 

@@ -112,9 +112,24 @@ class Program:
         """The list that ranks of `role` play."""
         return dict(self.roles)[role]
 
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of all its actions."""
+        return frozenset(action.kind for _, actions in self.roles for action in actions)
+
     def edit(self, change: Callable[[list[Action]], list[Action]]) -> "Program":
         """This program with every role's list changed by `change`."""
         return Program(tuple((role, tuple(change(list(actions)))) for role, actions in self.roles))
+
+
+def among_several(program: Program, mesh: Mesh) -> Program:
+    """`program` without what moves within actions along axes of one rank: that is nothing, and nobody sends it."""
+
+    def met(action: Action) -> Action:
+        inner = tuple(move for move in action.inner if move.ranks(mesh) > 1)
+        return action if len(inner) == len(action.inner) else replace(action, inner=inner)
+
+    return program.edit(lambda actions: [met(action) for action in actions])
 
 
 def index_of_last(actions: Iterable[Action], kind: str, subjects: Iterable[str] | None = None) -> int | None:
@@ -127,6 +142,12 @@ def index_of_last(actions: Iterable[Action], kind: str, subjects: Iterable[str] 
 def with_waits(action: Action, names: Iterable[str]) -> Action:
     """`action`, waiting for `names` too."""
     return replace(action, waits=tuple(dict.fromkeys((*action.waits, *names))))
+
+
+def with_more(action: Action, name: str, nbytes: int) -> Action:
+    """`action`, with `nbytes` more in what it takes by that name."""
+    takes = (replace(hold, nbytes=hold.nbytes + nbytes) if hold.name == name else hold for hold in action.takes)
+    return replace(action, takes=tuple(takes))
 
 
 def all_waits(actions: Sequence[Action], action: Action) -> set[str]:

@@ -38,6 +38,7 @@ REST: dict[RuleName, RuleName] = {"muon": "adamw"}
 PLAIN = {"adamw": 2, "lion": 1, "muon": 1}  # moments of the weight's own shape and dtype
 HALVED = {"adamw_bf16": 2, "lion_bf16": 1}  # in two bytes each
 QUANTISED = {"adamw_8bit": 2}  # in one byte each, and a float32 scale per block
+UPDATES = {"adamw_bf16": 4, "adamw_8bit": 6, "lion": 2, "lion_bf16": 3, "adafactor": 4}  # numbers per element; torch's have none
 
 
 @dataclass(frozen=True)
@@ -96,3 +97,12 @@ def moment_nbytes(rule: RuleName, shape: tuple[int, ...], width: int = 4, moment
         return width * numel if momentum else 0
     rows, columns = prod(shape[:-1]), prod(shape[:-2]) * shape[-1] if len(shape) > 1 else 0
     return max(width, NBYTES["float32"]) * (rows + columns if len(shape) > 1 else numel)
+
+
+def update_nbytes(rule: RuleName, shape: tuple[int, ...], width: int = 4) -> int:
+    """The bytes that a step of a weight of `shape` has for itself at most: its update, and what that is computed from."""
+    numel, width = prod(shape), max(width, NBYTES["float32"])
+    if rule == "muon":  # the products of its smaller side, or what they are multiplied with
+        square = min(shape) ** 2
+        return width * max(3 * numel + 4 * square, 5 * numel + square)
+    return width * UPDATES.get(rule, 0) * numel

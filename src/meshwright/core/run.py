@@ -25,6 +25,9 @@ class Run:
     `limits` bound every wait for another rank (docs/hangs.md). Before each collective of the first step the ranks compare what
     they are about to issue; with `check_collectives` always, for finding out why they do not meet: two collectives for one.
 
+    What a step takes is predicted where `hardware` names a device: a kind, or a file of `bench device`; of links, `cluster` names
+    one of `bench comm`. The report holds it against what was measured.
+
     With `shared_memory`, CPU ranks of one host exchange through memory instead of sockets, where a C compiler is. Turn it off to
     repeat a run that had none bit by bit: beyond two ranks gloo adds in another order. On a GPU it means nothing.
     """
@@ -43,6 +46,8 @@ class Run:
     limits: Limits = field(default_factory=Limits)
     check_collectives: bool = False
     shared_memory: bool = True
+    hardware: str = ""
+    cluster: str = ""
 
     def faults(self) -> Iterator[Fault]:
         """Everything that is wrong with it."""

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 from meshwright.core.anatomy import NBYTES, ROOT
 from meshwright.core.home import Bundle
 from meshwright.core.job import Job
-from meshwright.core.pieces import cost
+from meshwright.core.pieces import PIECE, cost
 from meshwright.core.program import Action, Hold, Program, Transfer, with_waits
 from meshwright.core.shares import shares
 from meshwright.core.space import Space
@@ -41,7 +41,6 @@ TOTALS = {"COUNT": COUNT_NBYTES, "TALLY": 8}  # numbers of a step that ranks add
 SCRATCH = (
     "scratch"  # what LOSS and each B hold for themselves alone: what the loss keeps, a gradient until it is added to another
 )
-PIECE = 1 << 20  # elements of divided logits that the loss looks at at once
 NORM = "norm"  # the subject of the BROADCAST of the gradient norm
 
 

@@ -108,7 +108,8 @@ def within(spans: Sequence[Span], first: int, last: int) -> tuple[Span, ...]:
 class Mask:
     """By what the mask of a call of attention differs, beside keys; it has size 1 along the others.
 
-    It `adds` to scores; otherwise it is one of bools. `needed`: its gradient is.
+    It `adds` to scores; otherwise it is one of bools. `needed`: its gradient is. `known`: the block is given it as it is, by glue
+    that has made all of it on every rank.
     """
 
     by_row: bool = False
@@ -116,6 +117,7 @@ class Mask:
     by_query: bool = True
     adds: bool = False
     needed: bool = False
+    known: bool = False
 
 
 @dataclass(frozen=True)
@@ -227,9 +229,10 @@ class Tokens:
     """What a model does with tokens: so many in a sample, which `inputs` and `targets` have them (along dim 1, behind the rows).
 
     `met` tells what glue needs of all tokens, in order; `varies` why that is not the same for every batch (empty: it is), and
-    `looks` that glue, or the loss, looks at values of a batch, so that another one may take another way. Tokens may begin within,
-    where a block takes in what was made of an image. A sample may have rows of unlike lengths: `others` are the inputs and
-    targets that have another number of tokens than `length`, and how many.
+    `looks` that glue, or the loss, looks at values of a batch, so that another one may take another way. `unseen`: glue gets hold
+    of memory, and nobody is told what it writes there. Tokens may begin within, where a block takes in what was made of an image.
+    A sample may have rows of unlike lengths: `others` are the inputs and targets that have another number of tokens than that,
+    and how many.
     """
 
     length: int
@@ -242,6 +245,7 @@ class Tokens:
     looks: bool = False
     others: tuple[tuple[str, int], ...] = ()
     convolves: tuple[Convolve, ...] = ()
+    unseen: bool = False
 
     def count_in(self, name: str) -> int:
         """How many tokens an input or target has."""

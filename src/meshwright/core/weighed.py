@@ -8,6 +8,7 @@ What comes on top is the most that is there at any moment, which may be the firs
 there, or a late one, with the gradients of weights. Scratch memory within one operation is not seen.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -16,7 +17,7 @@ from meshwright.core.anatomy import NBYTES, Anatomy
 from meshwright.core.job import Job
 from meshwright.core.load import Line, Load
 from meshwright.core.own import own_share
-from meshwright.core.shares import Share, shares
+from meshwright.core.shares import Share, head_in_pieces, shares
 from meshwright.core.space import Space
 
 
@@ -39,11 +40,13 @@ def taken(space: Space, job: Job, rows: int) -> dict[str, Taken]:
     anatomy, width, loads = space.anatomy, NBYTES[job.precision.compute], loads_of(space.anatomy)
     insides = anatomy.inside_numel or (0,) * len(anatomy.visits)
     known = dict(zip(anatomy.visits, zip(insides, anatomy.stream_numel, strict=True), strict=True))
+    weights = _own_weights(space) if loads else {}
     found = {}
     for visit, share in shares(space).items():
         found[visit] = Taken(share.hands_on * rows * width, share.inside * rows * width)
         if visit in loads:
-            found[visit] = _weighed(loads[visit], share, known[visit], own_share(space, visit), rows)
+            own = own_share(space, visit), weights.get(visit, Fraction(1))
+            found[visit] = _weighed(loads[visit], share, known[visit], *own, rows)
             found[visit] = replace(found[visit], inside=max(0, found[visit].inside - _masks(space, visit, rows) * width))
     if anatomy.weighed is not None and found:
         first = next(iter(found))  # from its forward to its backward all the others run
@@ -72,17 +75,29 @@ def _masks(space: Space, visit: str, rows: int) -> int:
     return round(found * own_share(space, visit))
 
 
+def _own_weights(space: Space) -> dict[str, Fraction]:
+    """The share that the rank has of the elements of the weights that visits use, by visit; what LOSS multiplies with is its."""
+    mine, all_of_them = Counter[str](), Counter[str]()
+    head = head_in_pieces(space)
+    for home, logical in zip(space.homes, space.logical, strict=True):
+        for visit in home.weight.visits:
+            later = head is not None and visit == head.visit and head.name in home.weight.layers
+            mine[visit] += 0 if later else home.weight.numel
+            all_of_them[visit] += logical.weight.numel
+    return {visit: Fraction(mine[visit], numel) for visit, numel in all_of_them.items() if numel}
+
+
 def loads_of(anatomy: Anatomy) -> Mapping[str, Load]:
     """What was weighed, by visit."""
     return {} if anatomy.weighed is None else {load.visit: load for load in anatomy.weighed.visits}
 
 
-def _weighed(load: Load, share: Share, whole: tuple[int, int], own: Fraction, rows: int) -> Taken:
-    """What falls to a rank of the bytes of a visit: as much as of its elements."""
+def _weighed(load: Load, share: Share, whole: tuple[int, int], own: Fraction, weights: Fraction, rows: int) -> Taken:
+    """What falls to a rank of the bytes of a visit: as much as of its elements, and of those of its `weights`."""
     inside = Fraction(share.inside, whole[0]) if whole[0] else own
     stream = Fraction(share.hands_on, whole[1]) if whole[1] else own
 
     def part(line: Line, of: Fraction) -> int:
-        return round(line.at(rows) * of)
+        return line.part(rows, of, weights)
 
     return Taken(part(load.stream, stream), part(load.inside, inside), part(load.backward, inside), part(load.learning, inside))

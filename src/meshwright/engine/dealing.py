@@ -8,7 +8,7 @@ axis takes the one of all tokens, which are brought together for it; and so of l
 the technique that has dealt the tokens.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -20,15 +20,16 @@ from torch import nn
 from meshwright.comm.moves import move
 from meshwright.core.layout import P, R, S
 from meshwright.core.plan import Plan
-from meshwright.core.tokens import LEAST, Convolve, Deal, Tokens
+from meshwright.core.tokens import LEAST, Deal, Tokens
 from meshwright.engine.loss import Batch
 from meshwright.engine.state import State
-from meshwright.model.apart import Share, Told, given
+from meshwright.model.apart import Told, given
 from meshwright.model.attend import Answer, Asked, Attending
 from meshwright.model.convolve import Beside, Convolving
 from meshwright.model.only import Dealt, Lengths
 from meshwright.model.plugs import plug
 from meshwright.model.positions import positions
+from meshwright.model.share import Share
 from meshwright.model.values import swap, tensors
 
 
@@ -93,9 +94,6 @@ class SomeTokens(Dealt, AllTokens):
         self._forms: dict[tuple[Any, ...], Lengths] = {}  # by shapes
         self._answer: Answer | None = None
         self._beside: Beside | None = None
-        self._convolves: dict[str, list[Convolve]] = {}
-        for each in tokens.convolves:
-            self._convolves.setdefault(each.visit, []).append(each)
         self._active, self._depth, self._again, self._answering = False, 0, "", False
         self._calls: dict[str, int] = {}
         self._plugged = plug(state.subject.module, lambda queries, keys: self.coming(self._visit) if self._asks() else None)
@@ -174,15 +172,10 @@ class SomeTokens(Dealt, AllTokens):
             if self._answer is not None:
                 stack.enter_context(Attending(self._answered, lambda: self.asked(self._visit), self._asks))
             if self._beside is not None and self._convolves:
-                stack.enter_context(Convolving(self._beside, self._convolving, self._aside))
+                stack.enter_context(
+                    Convolving(self._beside, lambda: self.convolving(self._visit) if self._asks() else None, self._aside)
+                )
             yield
-
-    def _convolving(self) -> tuple[str, Sequence[Convolve], int, Lengths] | None:
-        """The visit that convolves, its convolutions, the number of this one, and which tokens are here; None: they all are."""
-        if not self._asks():
-            return None
-        self._convolved += 1
-        return self._visit, self._convolves.get(self._visit, ()), self._convolved - 1, self.lengths
 
     @property
     def _visit(self) -> str:
@@ -210,13 +203,18 @@ class SomeTokens(Dealt, AllTokens):
     def _lengths_of(self, batch: Batch) -> Lengths:
         form = tuple((key, value.shape) for key, value in batch.items())
         if form not in self._forms:
-            self._forms[form] = Lengths.read(self._share, self._tokens, batch)
+            lengths = Lengths.read(self._share, self._tokens, batch)
+            if self._state.subject.alike is not None:
+                self._state.subject.alike.check(self._tokens, self._deal, lengths.found)
+            self._forms[form] = lengths
         return self._forms[form]
 
     def _share(self, length: int) -> Share:
         if length not in self._shares:
             spans = self._deal.spans(length, self._group.index)
-            self._shares[length] = Share(length, spans, partial(self._bring, length), self._add)
+            together = self._deal.together(length, self._group.index) if self._deal.inner > 1 else ()
+            keeps = not self._tokens.unseen
+            self._shares[length] = Share(length, spans, partial(self._bring, length), self._add, together, keeps)
         return self._shares[length]
 
     def _bring(self, length: int, local: torch.Tensor, dim: int) -> torch.Tensor:

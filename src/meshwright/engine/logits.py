@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from meshwright.core.errors import PlanError
-from meshwright.core.steps import PIECE
+from meshwright.core.pieces import PIECE
 
 NUMBERS = 2  # of each token, that ranks tell each other; with label smoothing one more
 
@@ -76,6 +76,7 @@ class _CrossEntropy(torch.autograd.Function):
             if smoothing:
                 sums[2, some] = piece.sum(1)
             sums[0, some] = piece.logsumexp(1)
+            del piece  # or the next one is made beside it
         told = words.told(sums)
         log_sum, others = told[:, 0].logsumexp(0), told[:, 1:].sum(0)
         each = log_sum - (1 - smoothing) * others[0]
@@ -99,6 +100,7 @@ class _CrossEntropy(torch.autograd.Function):
                 piece -= ctx.smoothing / ctx.words.total
             piece.scatter_add_(1, places[some, None], at_label[some, None]).mul_(factor[some, None])
             gradient[some] = piece.masked_fill_(weights[some, None] == 0, 0)
+            del piece  # likewise
         return gradient, None, None, None, None
 
 

@@ -12,6 +12,7 @@ from meshwright.core.anatomy import Anatomy
 from meshwright.engine.buckets import Bucket
 from meshwright.engine.loss import Batch, Loss
 from meshwright.engine.spikes import Spike
+from meshwright.model.alike import Alike
 from meshwright.model.courses import Courses
 from meshwright.model.drive import Pass, Visit
 
@@ -45,7 +46,8 @@ class Subject:
     """The model as the engine holds it: the user's module, its blocks, its logical parameters, and one example row.
 
     `blank` are the initial values, made when asked for, of parameters that have a shape and no memory: an arena gives it.
-    `courses` say how its forward goes, for those who run a part of it; `elsewhere` are the parameters of other parts.
+    `courses` say how its forward goes, for those who run a part of it, and `alike` whether it does so on rows of any length;
+    `elsewhere` are the parameters of other parts.
     """
 
     module: nn.Module
@@ -55,6 +57,7 @@ class Subject:
     stand_in: Batch
     blank: Mapping[str, torch.Tensor] = field(default_factory=dict)
     courses: Courses | None = None
+    alike: Alike | None = None
     elsewhere: frozenset[str] = frozenset()
 
     def within(self, anatomy: Anatomy) -> "Subject":

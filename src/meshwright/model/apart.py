@@ -14,71 +14,24 @@ a table of positions, each adds what its own tokens give.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.core.errors import PlanError
-from meshwright.core.tokens import LEAST, Passing, Span, count_of, filled
+from meshwright.core.tokens import Passing
 from meshwright.model.few import SUMS, picked, summed
 from meshwright.model.foreign import Foreign
-from meshwright.model.positions import cut
+from meshwright.model.share import Share
 from meshwright.model.tokens import BY_ELEMENT
 from meshwright.model.values import copied, named, swap, tensors
 from meshwright.model.writing import refused, written
 
-Bring = Callable[[torch.Tensor, int], torch.Tensor]  # all tokens of a tensor along a dim, from this rank's
-Shares = Callable[[int, int], "Share"]  # of rows that have so many tokens in the plan, and that many, it seems, now
-Told = Sequence[tuple[int, "Share"] | None]  # of tensors in order: along which dim they have tokens, and which of them
+Shares = Callable[[int, int], Share]  # of rows that have so many tokens in the plan, and that many, it seems, now
+Told = Sequence[tuple[int, Share] | None]  # of tensors in order: along which dim they have tokens, and which of them
 MASK_DIMS = 4  # rows, heads, queries, keys
-TABLE_DIMS = 3  # of what layers are given alike: masks, and tables by position
 ASKED = frozenset(("size", "dim", "__len__", "numel", "is_floating_point", "is_complex", "element_size", "stride", "ndimension"))
-
-
-@dataclass(frozen=True)
-class Share:
-    """Which of `length` tokens this rank has: those in `spans`. `bring` puts all together, where glue needs them.
-
-    `add` gives the sum of what all ranks have, in the dtype that it is given, where a few tokens or the sum of all will do.
-    """
-
-    length: int
-    spans: tuple[Span, ...]
-    bring: Bring = field(compare=False, repr=False, default=lambda local, dim: local)
-    add: Callable[[torch.Tensor], torch.Tensor] = field(compare=False, repr=False, default=lambda part: part)
-    _cut: WeakTensorKeyDictionary = field(compare=False, repr=False, default_factory=WeakTensorKeyDictionary)  # for all layers
-
-    @property
-    def count(self) -> int:
-        """How many tokens this rank has."""
-        return count_of(self.spans)
-
-    @property
-    def whole(self) -> bool:
-        """Whether these are all tokens, in their order."""
-        return self.spans == ((0, self.length),) and self.length >= LEAST
-
-    def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """What this rank runs of a `tensor` that has all tokens along `dim`; differentiable."""
-        if self.whole:
-            return tensor
-        if tensor.ndim < TABLE_DIMS or tensor.requires_grad or tensor.is_inference() or isinstance(tensor, FakeTensor):
-            return cut(tensor, dim, filled(self.spans))
-        said, known = (dim, tensor._version), self._cut.get(tensor)
-        if known is None or known[0] != said:
-            known = self._cut[tensor] = said, cut(tensor, dim, filled(self.spans))
-        return known[1]
-
-    def own(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """What this rank has of a `tensor` that has all tokens along `dim`."""
-        return tensor if self.whole else cut(tensor, dim, self.spans)
-
-    def positions(self, device: torch.device | str) -> torch.Tensor:
-        """The positions of this rank's tokens, int64."""
-        return self.of(torch.arange(self.length, device=device), 0)
 
 
 class Apart(torch.Tensor):
@@ -140,11 +93,11 @@ def taken(value: Any, passing: Passing, shares: Shares) -> Any:
     Of a tensor that has tokens along two dims, such as a mask, the second stays whole. Raises PlanError for another length, and
     for a tensor with tokens that the visit was not given in the trial run.
     """
-    known = dict(zip(passing.slots, passing.takes, strict=True))
-    counts = dict(zip(passing.slots, passing.takes_of, strict=True))
-    found, mine, new = dict[int, torch.Tensor](), list[Share](), list[torch.Tensor]()
+    slots = zip(passing.slots, passing.takes, passing.takes_of, strict=True)
+    known = {slot: (dims, planned) for slot, dims, planned in slots}
+    found, mine, new, alike = dict[int, torch.Tensor](), list[Share](), list[torch.Tensor](), list[torch.Tensor]()
     for slot, tensor in named(value):
-        dims, planned = known.get(slot), counts.get(slot, 0)
+        dims, planned = known.get(slot, (None, 0))
         if type(tensor) is Apart:  # without dims it is a row of a mask: it has all keys
             if dims:
                 mine.append(_share_of(tensor, tensor.along, shares, planned, passing.visit))
@@ -156,11 +109,15 @@ def taken(value: Any, passing: Passing, shares: Shares) -> Any:
             new.append(tensor)
         elif dims:
             mine.append(_share_of(tensor, dims[0], shares, planned, passing.visit))
-            found[id(tensor)] = mine[-1].of(tensor, dims[0])
+            found[id(tensor)] = (mine[-1].of_mask if len(dims) > 1 else mine[-1].of)(tensor, dims[0])
+        elif tensor.ndim > 1 and tensor.shape[-2] == 1:
+            alike.append(tensor)
+    for share, tensor in product(set(mine), alike):
+        share.of_mask(tensor, None)
     for tensor in new:
         share = _as_mask(tensor, mine, passing.visit)
         if share is not None:
-            found[id(tensor)] = share.of(tensor, 2)
+            found[id(tensor)] = share.of_mask(tensor, 2)
     return swap(copied(value), found) if found else value
 
 

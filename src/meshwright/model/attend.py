@@ -17,13 +17,17 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch.overrides import TorchFunctionMode
 
 from meshwright.core.tokens import LEAST, Mask
-from meshwright.model.apart import Share
-from meshwright.model.attention import Attention
+from meshwright.model.attention import Attention, parts
+from meshwright.model.share import Share
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One call of attention. `queries` and `keys` say which tokens this rank has of both; `scale` is that of the scores."""
+    """One call of attention. `queries` and `keys` say which tokens this rank has of both; `scale` is that of the scores.
+
+    Where glue has made the mask, for all heads alike, `together` are its rows of the queries of all ranks that exchange heads
+    (model/share.py). Where a block has laid that mask over a `bias` of its own, rows of own queries, both are told.
+    """
 
     query: torch.Tensor
     key: torch.Tensor
@@ -34,6 +38,8 @@ class Asked:
     scale: float
     queries: Share
     keys: Share
+    together: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
 
 
 def mask_of(mask: torch.Tensor | None) -> Mask | None:
@@ -62,11 +68,27 @@ class Attending(TorchFunctionMode):
     def _asked(self, given: Attention) -> torch.Tensor:
         queries, keys = self._shares()
         query, key, value, mask = given.query, given.key, given.value, given.attn_mask
+        bias, together = _made_of(mask, queries)
         idle = max(0, LEAST - queries.count)
         if idle:  # what stands in attends to nothing
             query = query[..., : queries.count, :]
-            mask = mask[..., : queries.count, :] if mask is not None and mask.shape[-2] > 1 else mask
+            mask, bias = (_first(each, queries.count) for each in (mask, bias))
         if keys.count < LEAST:  # and nobody to it
             key, value = key[..., : keys.count, :], value[..., : keys.count, :]
-        made = self._answer(Asked(query, key, value, mask, given.dropout_p, given.is_causal, given.factor, queries, keys))
+        said = given.dropout_p, given.is_causal, given.factor, queries, keys, together, bias
+        made = self._answer(Asked(query, key, value, mask, *said))
         return F.pad(made, (0, 0, 0, idle)) if idle else made
+
+
+def _made_of(mask: torch.Tensor | None, queries: Share) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The `bias` of a mask, and `together`, as `Asked` has them."""
+    if mask is None:
+        return None, None
+    bias, known = parts(mask) or (None, mask)
+    by_head = known.ndim > 2 and known.shape[-3] > 1  # ranks may have some of them
+    together = None if by_head else queries.rows_together(known)
+    return (None if together is None else bias), together
+
+
+def _first(mask: torch.Tensor | None, count: int) -> torch.Tensor | None:
+    return mask[..., :count, :] if mask is not None and mask.shape[-2] > 1 else mask

@@ -1,4 +1,4 @@
-"""What torch's attention is called with."""
+"""What torch's attention is called with; a mask that is a bias less what another mask forbids remembers both."""
 
 from dataclasses import dataclass
 
@@ -28,3 +28,20 @@ class Attention:
         """The tensors among them."""
         given = (self.query, self.key, self.value, self.attn_mask)
         return tuple(each for each in given if each is not None)
+
+
+PARTS = "superposed_of"  # the attribute of a mask that was made of two
+
+
+def superposed(bias: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """A bias, less what a mask forbids; `parts` tells both."""
+    if mask is None:
+        return bias
+    made = torch.where(mask, bias, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
+    vars(made)[PARTS] = bias, mask
+    return made
+
+
+def parts(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The bias, and the mask, of which `superposed` has made this one; None of any other."""
+    return vars(mask).get(PARTS)

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.core.errors import PlanError
 from meshwright.core.tokens import LEAST, Convolve
-from meshwright.model.apart import Share
+from meshwright.model.share import Share
 
 FIX = "let the block convolve as often, and as far, on every batch; or set mesh.cp = 1"
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from meshwright.core.tokens import Span
+from meshwright.model.positions import positions
 
 SUMS = ("sum", "mean")
 WHOLE = (torch.int64, torch.int32)
@@ -54,13 +55,10 @@ def picked(tensor: Any, index: Any) -> Any:
 def _looked_up(tensor: Any, found: dict[int, Any], at: torch.Tensor) -> Any:
     """What this rank has of the tokens that an index of whole numbers takes, amid zeros, and the sum of that."""
     share, along = tensor.share, tensor.along
+    places = torch.tensor(positions(share.spans), dtype=torch.int64)
     where = torch.zeros(share.length, dtype=torch.int64)
     here = torch.zeros(share.length, dtype=torch.bool)
-    count = 0
-    for begin, end in share.spans:
-        where[begin:end] = torch.arange(count, count + end - begin)
-        here[begin:end] = True
-        count += end - begin
+    where[places], here[places] = torch.arange(len(places)), True
     where, here = where.to(at.device), here.to(at.device)
     form = [1] * tensor.ndim
     form[along] = share.length

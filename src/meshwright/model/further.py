@@ -21,7 +21,7 @@ from meshwright.model.dice import Dice
 from meshwright.model.dropout import trial
 from meshwright.model.handed import Judge
 from meshwright.model.layers import Propose
-from meshwright.model.passing import MORE, Trial, tokens_of
+from meshwright.model.passing import MORE, Ready, Trial, tokens_of
 from meshwright.model.proposed import Proposal
 from meshwright.model.streaming import followed
 from meshwright.model.summands import Summands
@@ -84,6 +84,11 @@ def dealt(
 
     What glue computes of rows alone, positions and masks, has values: whether there is a mask at all may depend on them.
     """
+    return tokens_of(inputs, targets, visits, plan.instance(), ready_on(plan, names), judge)
+
+
+def ready_on(plan: Blueprint, names: tuple[str, ...]) -> Ready:
+    """What makes trials of the model; the rows in them are real."""
     dice = Dice(seed=0)
 
     @contextmanager
@@ -95,7 +100,7 @@ def dealt(
             some = {key: value.double() if wide and value.is_floating_point() else value for key, value in some.items()}
             yield Trial(module, blocks_of(module, names), dice.enter, some, mode)
 
-    return tokens_of(inputs, targets, visits, plan.instance(), ready, judge)
+    return ready
 
 
 def on_trial(plan: Blueprint) -> nn.Module:

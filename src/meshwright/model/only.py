@@ -1,14 +1,15 @@
 """What is done round the blocks of a forward in which a rank has some of the tokens; and such a forward on the only rank."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from meshwright.core.errors import PlanError
-from meshwright.core.tokens import Passing, Tokens
+from meshwright.core.tokens import Convolve, Passing, Tokens
 from meshwright.model.alias import another
-from meshwright.model.apart import Apart, Share, Told, apart, given, locals_of, own_of, taken
+from meshwright.model.apart import Apart, Told, apart, given, locals_of, own_of, taken
+from meshwright.model.share import Share
 from meshwright.model.values import tensors
 
 
@@ -38,6 +39,11 @@ class Lengths:
                 raise PlanError(text, fix=fix, where="batch")
         return cls(of, {planned: next(iter(found.values())) for planned, found in known.items()})
 
+    @property
+    def found(self) -> Mapping[int, int]:
+        """How many tokens rows have, by how many they have in the plan, as far as that is known."""
+        return dict(self._known)
+
     def __call__(self, planned: int, found: int) -> Share:
         """Which tokens are here of rows that have `planned` in the plan, and are `found` to have so many where nobody knew."""
         return self.of(self._known.setdefault(planned, found))
@@ -58,6 +64,9 @@ class Dealt:
         self._attends: dict[str, list[tuple[int, int]]] = {}
         for each in tokens.attends:
             self._attends.setdefault(each.visit, []).append((each.queries, each.keys))
+        self._convolves: dict[str, list[Convolve]] = {}
+        for each in tokens.convolves:
+            self._convolves.setdefault(each.visit, []).append(each)
         self._asked = self._convolved = 0  # calls of attention in the visit under way, and of convolutions
 
     def apart(self, tensor: torch.Tensor, along: int, length: int) -> Any:
@@ -99,6 +108,11 @@ class Dealt:
         found = self.coming(visit)
         self._asked += 1
         return found
+
+    def convolving(self, visit: str) -> tuple[str, Sequence[Convolve], int, Lengths]:
+        """The visit, its convolutions, the number of the one that comes now, and which tokens are here."""
+        self._convolved += 1
+        return visit, self._convolves.get(visit, ()), self._convolved - 1, self.lengths
 
 
 class OnlyRank(Dealt):

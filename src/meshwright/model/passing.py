@@ -89,7 +89,7 @@ def tokens_of(
         known = tuple(replace(passing, takes_of=(), gives_of=()) for passing in known)
     found = replace(found, attends=tuple(whole.attends), convolves=tuple(whole.convolves))
     met, varies = trials.brought(whole)
-    return replace(found, visits=known, met=met, varies=varies, looks=whole.looks)
+    return replace(found, visits=known, met=met, varies=varies, looks=whole.looks, unseen=whole.unseen)
 
 
 @dataclass(frozen=True)
@@ -123,15 +123,13 @@ class _Trials:
 
     def others(self, whole: Visited) -> Iterator[tuple[Visited | None, str]]:
         """What forwards on other numbers of tokens show than that of `whole`, the smallest ones."""
-        rows = [planned for prime, planned in whole.sizes.planned.items() if prime not in whole.sizes.within.values()]
-        yield from (self._run(rows, attempt, whole.begins, apart=whole.sizes.planned) for attempt in range(TRIED))
+        yield from (self._run(whole.sizes.given, attempt, whole.begins, apart=whole.sizes.planned) for attempt in range(TRIED))
 
     def brought(self, whole: Visited) -> tuple[tuple[Together, ...], str]:
         """What ranks bring together, as `whole` and a forward on more rows show it; and why that varies, if it does."""
         if not whole.met.found:
             return (), ""
-        rows = [planned for prime, planned in whole.sizes.planned.items() if prime not in whole.sizes.within.values()]
-        others = (self._run(rows, attempt, whole.begins, whole.sizes.planned, MORE)[0] for attempt in range(TRIED))
+        others = (self._run(whole.sizes.given, attempt, whole.begins, whole.sizes.planned, MORE)[0] for attempt in range(TRIED))
         other = next(filter(None, others), None)
         return settled(whole.met.found, None if other is None else other.met.found, (PROBE_BATCH, MORE))
 
@@ -146,7 +144,7 @@ class _Trials:
         """What a forward shows on `count` rows whose tokens are none of `apart` in number; of any of those, small numbers."""
         sizes = self._sizes(rows, attempt, apart, count)
         primes, told = {planned: prime for prime, planned in sizes.planned.items()}, sizes.rows
-        cut, beside = ({key: _cut(value, primes) for key, value in of.items()} for of in (self.inputs, self.targets))
+        cut, beside = ({key: cut_to(value, primes) for key, value in of.items()} for of in (self.inputs, self.targets))
         targets = [key for key, value in self.targets.items() if _has_tokens(value, primes)]
         try:
             with quiet(), self.ready({**cut, **beside}, count) as run:
@@ -228,7 +226,7 @@ def _reason(error: Exception, rows: str) -> str:
     return text if isinstance(error, PlanError) else f"it does not run on rows of {rows} tokens: {type(error).__name__}: {text}"
 
 
-def _cut(value: torch.Tensor, primes: Mapping[int, int]) -> torch.Tensor:
+def cut_to(value: torch.Tensor, primes: Mapping[int, int]) -> torch.Tensor:
     """A tensor of a batch with as many tokens as `primes` says for those that it has; a mask has them along two dims.
 
     Of what has two values, as masks have, the ends stay: rows that are padded there are padded then too.

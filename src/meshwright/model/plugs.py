@@ -29,8 +29,9 @@ import transformers
 from torch import nn
 
 from meshwright.core.errors import PlanError
-from meshwright.model.apart import Share
+from meshwright.model.attention import superposed
 from meshwright.model.declared import is_pretrained
+from meshwright.model.share import Share
 
 NAME = "meshwright"  # of `attended`, in transformers' tables
 PLAIN = ("sdpa", "eager")  # both compute the same
@@ -100,19 +101,12 @@ def attended(
         if causal and not _biased(module):
             text = "attention is causal by a flag, and adds a bias that somebody makes for its queries and keys"
             raise PlanError(text, fix="give it a causal mask; or set mesh.cp = 1", where="model")
-        mask, causal = _superposed(position_bias, attention_mask), False  # a bias of `_rows` is causal itself
+        mask, causal = superposed(position_bias, attention_mask), False  # a bias of `_rows` is causal itself
     grouped = query.shape[1] != key.shape[1]
     made = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scaling, enable_gqa=grouped
     )
     return made.transpose(1, 2).contiguous(), None
-
-
-def _superposed(bias: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """A bias, less what a mask forbids."""
-    if mask is None:
-        return bias
-    return torch.where(mask, bias, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
 
 
 def _causal(module: nn.Module) -> bool:

@@ -19,18 +19,20 @@ from meshwright.core.anatomy import ROOT, Anatomy, Column, Weight, block_of
 from meshwright.core.errors import PlanError
 from meshwright.core.load import Weighed
 from meshwright.core.tokens import Tokens
+from meshwright.model.alike import Alike
 from meshwright.model.anatomy import WHOLE, find_blocks, owners
 from meshwright.model.blueprint import Blueprint
 from meshwright.model.configs import use_experts_on_trial, use_plain_experts
 from meshwright.model.dice import Dice, Sites
 from meshwright.model.dropout import trial
-from meshwright.model.further import blocks_of, dealt, in_training, on_trial, rows_of, streamed, tried_on
+from meshwright.model.further import blocks_of, dealt, in_training, on_trial, ready_on, rows_of, streamed, tried_on
 from meshwright.model.handed import Judge, columns, handed, kept
 from meshwright.model.layers import layers, noted
 from meshwright.model.linears import UNKNOWN
 from meshwright.model.sliced import between
 from meshwright.model.sockets import find_sockets, hidden_matrices
 from meshwright.model.sources import Loaded
+from meshwright.model.tables import Looked
 from meshwright.model.trial import PROBE_BATCH, Findings, depends_on_values, fake_copy, observe, visits_of
 from meshwright.model.weighing import Trial, weigh
 from meshwright.model.wide import widen
@@ -50,7 +52,8 @@ class Reading:
 
     `example` is one row of every key of a batch, for ranks that have none; `few` are some. `stateful` are the buffers that a
     training forward writes, `attends` the visits that call torch's attention, `captured` how many tensors leave blocks by each
-    side channel, `unused` the trained parameters that the trial did not use.
+    side channel, `unused` the trained parameters that the trial did not use, `tables` those that look at all rows of a batch,
+    and `unseen` the lines of code in which glue writes with nobody told.
     """
 
     blueprint: Blueprint
@@ -64,12 +67,20 @@ class Reading:
     unused: tuple[str, ...] = ()
     few: Example = field(default_factory=dict, repr=False, compare=False)
     judge: Judge | None = field(default=None, repr=False, compare=False)
+    tables: tuple[Looked, ...] = ()
+    unseen: tuple[str, ...] = ()
 
     @cached_property
     def tokens(self) -> Tokens | None:
         """What the model does with tokens, learnt by a trial of its own when it is first asked; None where it takes in none."""
         inputs, targets = ({each.name: self.few[each.name] for each in of} for of in (self.anatomy.inputs, self.anatomy.targets))
         return dealt(self.anatomy.visits, self.blueprint, self.block_names, inputs, targets, self.judge)
+
+    @cached_property
+    def alike(self) -> Alike:
+        """Whether its blocks compute alike on as many tokens as a run has, and on as few as a rank has (model/alike.py)."""
+        inputs = {each.name: self.few[each.name] for each in self.anatomy.inputs}
+        return Alike(inputs, ready_on(self.blueprint, self.block_names))
 
     @cached_property
     def courses(self) -> dict[torch.dtype, "Courses"]:
@@ -175,7 +186,8 @@ def read(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Judg
     unused = tuple(name for name, entry in plan.logical.items() if entry.requires_grad and not found.users[name])
     attends = tuple(dict.fromkeys(found.attends))
     few = {key: value.detach() for key, value in few.items()}
-    return Reading(plan, names, anatomy, sites, row, tuple(found.stateful), attends, found.captured, unused, few, judge)
+    told = tuple(found.stateful), attends, found.captured, unused
+    return Reading(plan, names, anatomy, sites, row, *told, few, judge, tuple(found.tables), tuple(found.unseen))
 
 
 def _trial(

@@ -4,8 +4,8 @@ Blocks run on fake tensors. Between blocks, what is small is computed for real, 
 mask of all pairs of tokens at all may depend on values. What is large has no values there either.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -17,22 +17,24 @@ from meshwright.core.load import Line
 from meshwright.model.trial import depends_on_values
 
 LARGE = 1 << 21  # elements
+Kind = Literal["fixed", "each", "weights"]  # of bytes, as `Line` has them
 
 
 class Scales(TorchDispatchMode):
     """While active, `now` are the bytes that live of what was made since, or noted, in a forward on so many `rows`.
 
-    That is a number which divides nothing else: what it divides is there for each row. `within()` tells whether a block runs, on
+    That is a number which divides nothing else: what it divides is there for each row. `weights` are the numbers of elements of
+    the model's weights: what else has as many is made of one, or becomes its gradient. `within()` tells whether a block runs, on
     tensors of `mode`. `log` has the bytes behind every operation since the last `begin`, and what that made. Of what was made
     before that nobody sees that it is gone, unless it is `watch`ed, until the next one.
     """
 
-    def __init__(self, mode: FakeTensorMode, within: Callable[[], bool], rows: int) -> None:
+    def __init__(self, mode: FakeTensorMode, within: Callable[[], bool], rows: int, weights: Container[int]) -> None:
         super().__init__()
         self.log: list[tuple[Line, tuple[int, ...]]] = []
-        self._fixed, self._each = 0, 0
-        self._mode, self._within, self._rows = mode, within, rows
-        self._live: dict[int, tuple[StorageWeakRef, int, bool]] = {}
+        self._sums: dict[Kind, int] = {"fixed": 0, "each": 0, "weights": 0}
+        self._mode, self._within, self._rows, self._weights = mode, within, rows, weights
+        self._live: dict[int, tuple[StorageWeakRef, int, Kind]] = {}
         self._young: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -52,7 +54,7 @@ class Scales(TorchDispatchMode):
     @property
     def now(self) -> Line:
         """The bytes that live."""
-        return Line(self._fixed, self._each / self._rows)
+        return self._line(self._sums)
 
     def begin(self, watch: Iterable[int] = ()) -> Line:
         """Forget the log, not what lives: the bytes of that. Storages by these keys are looked at as young ones."""
@@ -73,8 +75,10 @@ class Scales(TorchDispatchMode):
     def of(self, tensors: Iterable[torch.Tensor]) -> Line:
         """The bytes of the storages of `tensors`, each once."""
         found = {tensor.untyped_storage()._cdata: self._weighed(tensor) for tensor in tensors}
-        fixed, each = (sum(nbytes for nbytes, by_row in found.values() if by_row is kind) for kind in (False, True))
-        return Line(fixed, each / self._rows)
+        return self._line({kind: sum(nbytes for nbytes, each in found.values() if each == kind) for kind in self._sums})
+
+    def _line(self, sums: Mapping[Kind, int]) -> Line:
+        return Line(sums["fixed"], sums["each"] / self._rows, sums["weights"])
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._within() or any(isinstance(each, FakeTensor) for each in tree_leaves((args, kwargs))):
@@ -99,22 +103,20 @@ class Scales(TorchDispatchMode):
         if before is not None and not before[0].expired():
             return 0
         if before is not None:
-            self._add(-before[1], before[2])
-        nbytes, by_row = self._weighed(tensor)
-        self._add(nbytes, by_row)
-        self._live[storage._cdata] = StorageWeakRef(storage), nbytes, by_row
+            self._sums[before[2]] -= before[1]
+        nbytes, kind = self._weighed(tensor)
+        self._sums[kind] += nbytes
+        self._live[storage._cdata] = StorageWeakRef(storage), nbytes, kind
         return storage._cdata
 
-    def _weighed(self, tensor: torch.Tensor) -> tuple[int, bool]:
-        """The bytes of a tensor's storage, and whether they are there for each row."""
+    def _weighed(self, tensor: torch.Tensor) -> tuple[int, Kind]:
+        """The bytes of a tensor's storage, and of which kind they are."""
         nbytes = tensor.untyped_storage().nbytes()
-        return nbytes, nbytes // tensor.itemsize % self._rows == 0
-
-    def _add(self, nbytes: int, by_row: bool) -> None:
-        self._fixed, self._each = self._fixed + nbytes * (not by_row), self._each + nbytes * by_row
+        numel = nbytes // tensor.itemsize
+        return nbytes, "each" if numel % self._rows == 0 else "weights" if numel in self._weights else "fixed"
 
     def _look(self, keys: Iterable[int]) -> None:
         for key in [key for key in keys if self._live[key][0].expired()]:
-            _, nbytes, by_row = self._live.pop(key)
-            self._add(-nbytes, by_row)
+            _, nbytes, kind = self._live.pop(key)
+            self._sums[kind] -= nbytes
             self._young.discard(key)

@@ -38,6 +38,11 @@ class Sizes:
         """How long the rows are, in words."""
         return " and ".join(map(str, self.planned))
 
+    @property
+    def given(self) -> list[int]:
+        """How long the rows of inputs are in the plan."""
+        return [planned for prime, planned in self.planned.items() if prime not in self.within.values()]
+
     def begin(self, count: int) -> None:
         """From here on, `count` in glue are tokens too."""
         if count not in self.within:

@@ -5,17 +5,18 @@ plain                     made by glue of rows that every rank has read: a dim i
 the first that attends    of a model that is not given rows of tokens: [rows, tokens, width] begins them
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright.core.tokens import Attend
+from meshwright.core.tokens import Attend, Mask
 from meshwright.model.alias import another
 from meshwright.model.apart import Apart, aparts
 from meshwright.model.attend import mask_of
-from meshwright.model.attention import Attention
+from meshwright.model.attention import Attention, parts
 from meshwright.model.bytoken import MADE_INSIDE, OWN, Along, Held, token_dims
 from meshwright.model.sizes import Sizes
 from meshwright.model.values import leaves, tensors
@@ -37,6 +38,7 @@ class Visit:
     leaks: bool = False  # tokens go round what it gives out
     rows: dict[str, int] = field(default_factory=dict)  # of how many tokens what modules within are called with
     read: bool = False  # it computes with tokens that it was given, and does not only ask for shapes
+    known: frozenset[int] = frozenset()  # by identity, the masks that it is given of which every rank has all
 
 
 @dataclass
@@ -47,6 +49,7 @@ class Takes:
     of: list[int] = field(default_factory=list)
     new: dict[int, torch.Tensor] = field(default_factory=dict)
     why: str = ""
+    known: set[int] = field(default_factory=set)  # of `new`, by identity: masks of all queries and heads, made by glue
 
     @property
     def some(self) -> bool:
@@ -75,6 +78,9 @@ def taken_in(value: Any, sizes: Sizes, held: Held, *, begins: bool) -> Takes:
         if dims or along.kind == "keys":
             found.new[id(tensor)] = found.new.get(id(tensor), another(local))
             held[found.new[id(tensor)]] = along
+            by_head = local.ndim > 2 and local.shape[-3] > 1  # ranks may have some of them
+            if along.kind != "own" and not by_head and type(tensor) is not Apart and not tensor.requires_grad:
+                found.known.add(id(found.new[id(tensor)]))
     return found
 
 
@@ -111,7 +117,7 @@ def shape_of(tensor: torch.Tensor, sizes: Sizes) -> str:
     return f"[{', '.join(words)}]"
 
 
-def attended(visit: str, given: Attention, held: Held, sizes: Sizes, *, declared: bool) -> Attend | str:
+def attended(visit: Visit, given: Attention, held: Held, sizes: Sizes, *, declared: bool) -> Attend | str:
     """A call of attention within a visit; or why it is none by tokens. `declared`: whoever calls says that it is causal."""
     for each in (given.query, given.key, given.value):
         along, dims = held.get(each), token_dims(each, sizes.product)
@@ -123,7 +129,7 @@ def attended(visit: str, given: Attention, held: Held, sizes: Sizes, *, declared
     if mask is not None and mask.kind not in ("mask", "keys"):
         return MADE_INSIDE.format(mask.made) if mask.made else "attends with a mask that has tokens in one dim alone"
     return Attend(
-        visit,
+        visit.name,
         heads=given.query.shape[-3] if given.query.ndim > 3 else 1,
         groups=given.key.shape[-3] if given.key.ndim > 3 else 1,
         width=given.query.shape[-1],
@@ -133,9 +139,18 @@ def attended(visit: str, given: Attention, held: Held, sizes: Sizes, *, declared
         causal=given.is_causal or (given.attn_mask is not None and declared),
         masked=given.attn_mask is not None,
         needed=any(each.requires_grad for each in given.tensors),
-        mask=mask_of(given.attn_mask),
+        mask=_mask_of(given.attn_mask, visit.known),
         learns=(given.query.requires_grad, given.key.requires_grad, given.value.requires_grad),
     )
+
+
+def _mask_of(mask: torch.Tensor | None, known: Collection[int]) -> Mask | None:
+    """What the plan needs to know of a mask; of a bias less one of those that are `known`, what it needs to know of the bias."""
+    made = None if mask is None else parts(mask)
+    if made is not None and id(made[1]) in known:
+        return mask_of(made[0])
+    found = mask_of(mask)
+    return replace(found, known=True) if found is not None and id(mask) in known else found
 
 
 def plain(given: Attention, sizes: Sizes) -> bool:

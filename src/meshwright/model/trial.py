@@ -36,8 +36,10 @@ from meshwright.model.linears import Seen, Use
 from meshwright.model.paths import pieces
 from meshwright.model.reruns import checkpointed
 from meshwright.model.stretches import Saved, Stretches
+from meshwright.model.tables import Looked, Tables
 from meshwright.model.values import tensors
 from meshwright.model.words import Followed
+from meshwright.model.writing import Behind
 
 PROBE_BATCH = 3
 ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
@@ -59,7 +61,8 @@ class Findings:
     `outputs` is what it returned; `attends` the visits that call torch's attention; `captured` how many tensors left blocks
     by each side channel; `drawn`, for each use of a layer, the draws of its visit before it; `followed` what became of the
     weights and outputs of tables and heads; `stretches` when layers ran, and `saved` what was kept meanwhile. `reruns` are the
-    visits that the model itself runs again in backward.
+    visits that the model itself runs again in backward, `tables` those of embeddings that look at all rows of a batch, and
+    `unseen` the lines of code in which glue writes with nobody told.
     """
 
     visits: list[str] = field(default_factory=list)
@@ -79,6 +82,8 @@ class Findings:
     stretches: Stretches = field(default_factory=lambda: Stretches(lambda: 0, lambda: 0))
     saved: list[Saved] = field(default_factory=list)
     reruns: list[str] = field(default_factory=list)
+    tables: list[Looked] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)
 
 
 def observe(
@@ -152,20 +157,24 @@ def _observe(
         enter(visit)
 
     drive = Drive(blocks, in_place=in_place)
+    here = lambda: "" if drive.in_glue or not found.visits else found.visits[-1]  # noqa: E731  what a name would say twice
     stretches = Stretches(lambda: counter.total, lambda: len(found.seen.uses))
-    inside = Inside(lambda: "" if drive.in_glue or not found.visits else found.visits[-1], lambda: stretches.now)
-    seeing = [block.register_forward_pre_hook(partial(_given, inside), with_kwargs=True) for block in blocks.values()]
+    inside = Inside(here, lambda: stretches.now)
+    watched, before = _Watched(drive, found), _versions(module)
+    given = partial(_given, (inside.leave_out, watched.behind.give))
+    seeing = [block.register_forward_pre_hook(given, with_kwargs=True) for block in blocks.values()]
     seeing += stretches.watch(module, layers)  # before the use is noted
     found.followed = followed = Followed(module, layers)
     for name in layers:
         layer = module.get_submodule(name)
         seeing.append(layer.register_forward_pre_hook(partial(_entered, followed, name)))
         seeing.append(layer.register_forward_hook(partial(_used, drive, found, drawn, name)))
-    before = _versions(module)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    tables = Tables(dict(module.named_parameters()), here)
     enter("")
     try:
         flow = found.flow.following(module, blocks, kinds_of(module), lambda: drive.in_glue)
-        with counter, _Watched(drive, found), inside.watching(), followed, flow:
+        with counter, tables, watched, inside.watching(), followed, flow:
             outputs, closing, passed = drive.forward(reach, call)
             totals.append(counter.total)
     finally:
@@ -173,9 +182,8 @@ def _observe(
         found.seen.alive.clear()
         for handle in seeing:
             handle.remove()
-    after = _versions(module)
-    found.outputs = outputs
-    found.stateful = [name for name in after if after[name] != before.get(name)]
+    found.outputs, found.tables, found.unseen = outputs, tables.found, watched.behind.lines
+    found.stateful = [name for name, now in _versions(module).items() if now != before.get(name)]
     found.flops = [(end - start) // PROBE_BATCH for start, end in pairwise(totals)]
     found.stream_numel = [sum(leaf.numel() for _, leaf in visit.outputs) // PROBE_BATCH for visit in passed.visits.values()]
     inside.leave_out([*module.parameters(), *module.buffers()])
@@ -183,7 +191,6 @@ def _observe(
     found.inside_numel = [numel // PROBE_BATCH for numel in inside.numel(found.visits)]
     found.stretches, found.saved = stretches, inside.saved()
     found.captured = dict(Counter(passed.side.values()))
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
     users = pieces(passed, closing).users
     found.users = {name: set(users.get(key, ())) for key, name in names.items()}
     for tensor in tensors(outputs):  # a parameter among the outputs takes its gradient straight from the loss
@@ -207,6 +214,7 @@ class _Watched(TorchFunctionMode):
     def __init__(self, drive: Drive, found: Findings) -> None:
         super().__init__()
         self._drive, self._found = drive, found
+        self.behind = Behind()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward) and self._drive.in_glue:
@@ -218,7 +226,10 @@ class _Watched(TorchFunctionMode):
             self._found.attends.append(self._found.visits[-1])
             if func is F.scaled_dot_product_attention:
                 self._found.seen.heads.append((len(self._found.seen.uses), args[0].shape[-1]))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if self._drive.in_glue:
+            self.behind.watch(func, args, kwargs or {}, result)
+        return result
 
 
 def _entered(followed: Followed, name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
@@ -243,8 +254,10 @@ def _used(
         found.seen.uses.append(Use(name, found.visits[-1], id(given), given.numel(), given.requires_grad, output.numel()))
 
 
-def _given(inside: Inside, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    inside.leave_out(tensors((args, kwargs)))
+def _given(hear: Sequence[Callable[[list[torch.Tensor]], None]], block: nn.Module, args: Any, kwargs: Any) -> None:
+    found = tensors((args, kwargs))
+    for each in hear:
+        each(found)
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:

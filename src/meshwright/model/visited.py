@@ -23,7 +23,7 @@ from meshwright.core.anatomy import block_of
 from meshwright.core.errors import PlanError
 from meshwright.core.tokens import Attend, Convolve, Passing
 from meshwright.model.alias import another
-from meshwright.model.apart import Apart, Share, aparts, given
+from meshwright.model.apart import Apart, aparts, given
 from meshwright.model.around import convolution, followed
 from meshwright.model.attention import Attention
 from meshwright.model.bytoken import MADE_INSIDE, OWN, Along, Held, Step, token_dims
@@ -33,13 +33,14 @@ from meshwright.model.declared import instead
 from meshwright.model.glue import title
 from meshwright.model.lengths import Computed, run_again
 from meshwright.model.plugs import plug
+from meshwright.model.share import Share
 from meshwright.model.sizes import Sizes
 from meshwright.model.sockets import find_sockets
 from meshwright.model.taking import Takes, Visit, attended, called, plain, shape_of, taken_in
 from meshwright.model.together import Met
 from meshwright.model.tokens import reads
 from meshwright.model.values import named, swap, tensors
-from meshwright.model.writing import Brought
+from meshwright.model.writing import BEHIND, Brought
 
 
 @dataclass(eq=False)
@@ -56,6 +57,7 @@ class Visited(TorchFunctionMode):
     attends: list[Attend] = field(default_factory=list)
     convolves: list[Convolve] = field(default_factory=list)
     looks: bool = False  # between blocks, at values
+    unseen: bool = False  # between blocks, memory is handed out
     computed: dict[str, list[Computed]] = field(default_factory=dict)
     idle: list[str] = field(default_factory=list)
     held: Held = field(default_factory=WeakIdKeyDictionary)
@@ -120,6 +122,7 @@ class Visited(TorchFunctionMode):
         result = func(*args, **kwargs)
         if visit is None:
             self.looks = self.looks or reads(func.__name__.strip("_"))
+            self.unseen = self.unseen or title(func) in BEHIND
             self._between(args, kwargs, result)
             self._brought.watch(func.__name__, args, kwargs)
             return result
@@ -176,6 +179,7 @@ class Visited(TorchFunctionMode):
         new, alone = takes.new, not aparts((args, kwargs))
         self._note(visit, "" if alone else run_again())
         args, kwargs = swap((args, kwargs), new)
+        visit.known = frozenset(takes.known)
         self._visit, self._last, capturing = visit, visit.name, marks()
         self.enter(visit.name)
         try:
@@ -254,7 +258,7 @@ class Visited(TorchFunctionMode):
         visit.attends = True
         self._note(visit, run_again())
         declared = any(vars(module).get("is_causal") is True for _, module in visit.modules)
-        found = attended(visit.name, given, self.held, self.sizes, declared=declared)
+        found = attended(visit, given, self.held, self.sizes, declared=declared)
         if isinstance(found, Attend):
             self.held[made] = OWN
             self.attends.append(found)

@@ -20,12 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.core.anatomy import block_of
 from meshwright.core.load import Line, Load, Weighed
+from meshwright.core.work import Done, Works
 from meshwright.model.dice import Dice
 from meshwright.model.drive import Drive, Pass, Visit, backward, backward_from
 from meshwright.model.dropout import trial
 from meshwright.model.further import rows_of
 from meshwright.model.handed import Judge
 from meshwright.model.scales import Scales
+from meshwright.model.working import Working
 
 PRIMES = (31, 37, 41, 43, 47)  # rows: as many as divide nothing else
 Example = Mapping[str, torch.Tensor]
@@ -64,7 +66,10 @@ class _Weighing:
         self._drive = Drive(self._blocks, in_place=trial.in_place)
         self._backward = False
         self._rows = _telling([*self._module.parameters(), *(value[0] for value in trial.few.values())])
-        self._scales = Scales(mode, lambda: self._backward or not self._drive.in_glue, self._rows)
+        weights = {parameter.numel() for parameter in self._module.parameters() if parameter.ndim > 1}
+        self._scales = Scales(mode, lambda: self._backward or not self._drive.in_glue, self._rows, weights)
+        self._working = Working(self._rows)
+        self._alike: dict[str, str] = {}  # of each visit the one whose backward was run for it
         self._begun: dict[str, Line] = {}
         self._left: dict[str, tuple[Line, frozenset[int]]] = {}
         self._forward: dict[str, Line] = {}
@@ -80,20 +85,23 @@ class _Weighing:
         def reach(visit: str) -> None:
             dice.enter(visit)
             self._begun[visit] = scales.begin()
+            self._working.enter("forward", visit)
 
         def leave() -> None:
             visit = list(self._begun)[-1]
+            self._working.enter("glue")
             self._left[visit] = scales.settle(), scales.young
             self._forward[visit] = max((now for now, _ in scales.log), key=self._at, default=Line()) - scales.now
 
         try:
-            with scales:
-                with trial(dice, self._rows), self._autocast():
+            with scales, self._working:
+                with trial(dice, self._rows), self._autocast(), self._working.within("glue"):
                     outputs, closing, passed = self._drive.forward(reach, lambda: self._module(**inputs), leave)
                 glue = scales.begin() - start
                 streams = {name: self._stream(visit) for name, visit in passed.visits.items()}
                 self._backward = True
-                lost = self._lost(outputs, batch, closing)
+                with self._working.within("loss"):
+                    lost = self._lost(outputs, batch, closing)
                 del outputs
                 learnt = dict(self._learnt(passed))
         finally:
@@ -104,7 +112,13 @@ class _Weighing:
             inside = self._left[name][0] - self._begun[name] - stream
             own = own + stream + inside
             loads.append(Load(name, stream, inside, *learnt[name]))
-        return Weighed(tuple(loads), glue - own, lost, max(handed, key=self._at))
+        return Weighed(tuple(loads), glue - own, lost, max(handed, key=self._at), self._works(streams))
+
+    def _works(self, visits: Iterable[str]) -> Works:
+        """What was done meanwhile."""
+        of = self._working.of
+        done = (Done(visit, of("forward", visit), of("backward", self._alike[visit])) for visit in visits)
+        return Works(tuple(done), of("glue"), of("loss"))
 
     def _autocast(self) -> AbstractContextManager:
         dtype = self._trial.compute
@@ -131,12 +145,14 @@ class _Weighing:
     def _learnt(self, passed: Pass) -> Iterator[tuple[str, tuple[Line, Line]]]:
         """Per visit, what its backward has on top, without the gradients of its weights and with them."""
         known: dict[Any, tuple[Line, Line]] = {}
+        first: dict[Any, str] = {}
         last = list(passed.visits)[-1]
         for name, visit in reversed(list(passed.visits.items())):
             key = self._kind(name, visit)
             if key not in known:
                 known[key] = self._backwards(name, visit, own=name != last)
             visit.outputs, visit.glue = [], []
+            self._alike[name] = first.setdefault(key, name)
             yield name, known[key]
 
     def _kind(self, name: str, visit: Visit) -> Any:
@@ -152,14 +168,15 @@ class _Weighing:
         asked = self._scales.of(given) if own else Line()
         start = self._scales.begin(self._left[name][1]) - asked
         del given
-        backward(visit)
-        learnt = [each.grad.untyped_storage() for each in self._module.parameters() if each.grad is not None]
-        weights, log = {storage._cdata: storage.nbytes() for storage in learnt}, self._scales.log
+        with self._working.within("backward", name):
+            backward(visit)
+        learnt = [each.grad for each in self._module.parameters() if each.grad is not None]
+        weights, log = {grad.untyped_storage()._cdata: self._scales.of([grad]) for grad in learnt}, self._scales.log
         last = {key: at for at, (_, born) in enumerate(log) for key in born}  # memory before had the same key
-        made, beside, learning = 0, [self._forward[name] + asked], [Line()]  # what is run again has that before its backward
+        made, beside, learning = Line(), [self._forward[name] + asked], [Line()]  # what is run again has that before its backward
         for at, (now, born) in enumerate(log):
-            made += sum(weights.get(key, 0) for key in born if last[key] == at)
-            beside.append(now - start - Line(made))
+            made = sum((weights[key] for key in born if key in weights and last[key] == at), start=made)
+            beside.append(now - start - made)
             learning.append(now - start)
         return max(beside, key=self._at), max(learning, key=lambda line: line.at(1))
 

@@ -7,18 +7,29 @@
     table.add_(hidden)       done with all tokens
 
 What is refused would be lost, and on one device it is not.
+
+    mask.data[..., 0] = 0    nobody is told: what autograd, a run that is made again, or a rank has kept of it is not what it was
+
+The last is refused on one rank too where runs are made again, or parts of the model run elsewhere. Where memory is handed out in
+another way (`.numpy()`), ranks with some of the tokens keep nothing for the next layer of what was made of glue for one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from meshwright.core.errors import PlanError
+from meshwright.core.errors import Fault, PlanError
+from meshwright.core.plan import Plan
+from meshwright.core.steps import LEAN
+from meshwright.model.glue import where
+from meshwright.model.values import tensors
 
 _WRITES = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
 WRITES = frozenset(f"__{each}__" for each in _WRITES)
 FLAGS = frozenset(("requires_grad_",))
+BEHIND = frozenset(("data of", "numpy", "__array__", "__dlpack__", "untyped_storage", "storage", "data_ptr", "__set__", "set_"))
+"""Titles of functions that hand out memory, which then is written without a new version of its tensor."""
 
 
 def written(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
@@ -34,6 +45,45 @@ def refused(name: str) -> PlanError:
     """What to raise where glue writes, by the function `name`, and not all would see it."""
     text = f"glue writes ('{name}') into a tensor of which each rank has some of the tokens"
     return PlanError(text, fix="make a new tensor there (torch.where, torch.cat, clone), or write within a block", where="model")
+
+
+class Behind:
+    """Writes in glue, by way of `.data`, into tensors that blocks were given before; `lines` are those of the model's code."""
+
+    def __init__(self) -> None:
+        self.lines = list[str]()
+        self._kept = list[torch.Tensor]()  # so that nobody else gets the memory
+        self._memory, self._out = set[int](), set[int]()  # what was given; by identity, tensors that nobody hears of
+
+    def give(self, some: Iterable[torch.Tensor]) -> None:
+        """A block is given these. What has a graph is left out: autograd itself refuses some of it."""
+        for tensor in some:
+            if not tensor.requires_grad:
+                self._kept.append(tensor)
+                self._memory.add(_memory(tensor))
+
+    def watch(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Glue has called `func`, which gave `result`."""
+        name, first = func.__name__, args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if first is None:
+            return
+        about = name in ("__get__", "__set__") and func.__self__.__name__ == "data"
+        hidden = about or id(first) in self._out
+        into = first if about and name == "__set__" else written(name, args, kwargs)
+        if hidden and into is first and _memory(first) in self._memory:
+            self.lines.append(where())
+        for made in tensors(result) if hidden else ():
+            if _memory(made) == _memory(first):
+                self._kept.append(made)
+                self._out.add(id(made))
+
+
+def unseen_faults(plan: Plan, lines: Sequence[str]) -> Iterator[Fault]:
+    """What is wrong with `plan` for glue that writes, in these `lines`, and nobody is told."""
+    again = LEAN in plan.program.kinds
+    if lines and (again or plan.space.stages or plan.space.deal is not None):
+        text = f"glue writes by way of '.data' into a tensor that a block was given before (at {lines[0]}), and nobody is told"
+        yield Fault(text, "make a new tensor there (torch.where, clone), or write into the tensor itself", "model")
 
 
 class Brought:

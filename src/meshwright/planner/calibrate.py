@@ -10,7 +10,7 @@ Method: least squares in the logarithms by a trust region, scipy.optimize.least_
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
 
@@ -25,17 +25,20 @@ from meshwright.planner.sketch import step
 SOFT = 0.1  # errors above this count linearly
 # no rate leaves what hardware can be: a share is below 1, a kernel takes some microseconds to start
 LIMITS = {
-    **dict.fromkeys(("product", "product_float8", "product_rowwise", "product_float4", "attention_old"), (0.05, 0.98)),
+    **dict.fromkeys(("product", "product_float8", "product_blocks", "product_float4"), (0.05, 1.05)),
     **dict.fromkeys(("memory", "link", "nic", "sums_hidden", "tensor_hidden"), (0.05, 0.98)),
     "attention": (0.2, 0.8),
+    "attention_back": (0.5, 1.1),
+    "attention_old": (0.2, 1.0),
+    "attention_new": (1.0, 2.2),
     "tail": (0.05, 1.0),
-    "beside": (0.01, 0.25),
+    "beside": (0.01, 0.5),
     "handover": (0.05, 2.0),
     "turn_s": (1e-6, 1e-2),
-    "fixed_s": (1e-4, 2e-2),
-    "launch_s": (2e-6, 2e-5),
+    "fixed_s": (1e-4, 5e-2),
+    "launch_s": (2e-6, 3e-5),
     "start_s": (1e-6, 1.2e-5),
-    "latency_s": (1e-6, 6e-5),
+    "latency_s": (1e-6, 1e-4),
 }
 ROUNDS = 25
 
@@ -55,8 +58,10 @@ class Measured:
         return step(self.shape, self.layout, replace(self.machine, rates=rates)).seconds
 
 
-def calibrated(before: Rates, steps: Sequence[Measured], strength: float = 0.15) -> Rates:
-    """The rates that explain `steps`, near `before`: `strength` is how strongly each is held there."""
+def calibrated(
+    before: Rates, steps: Sequence[Measured], strength: float = 0.15, limits: Mapping[str, tuple[float, float]] = LIMITS
+) -> Rates:
+    """The rates that explain `steps`, near `before`: `strength` is how strongly each is held there, and none leaves `limits`."""
     if not steps:
         return before
     start = [log(vars(before)[name]) for name in NAMES]
@@ -71,7 +76,7 @@ def calibrated(before: Rates, steps: Sequence[Measured], strength: float = 0.15)
         off = [weight * log(each.predicted(given) / each.seconds) for weight, each in zip(weights, steps, strict=True)]
         return [*off, *(strength * (now - then) for now, then in zip(point, start, strict=True))]
 
-    limits = [tuple(map(log, LIMITS.get(name, (1e-9, 1e9)))) for name in NAMES]
-    inside = [min(max(value, low + 1e-6), high - 1e-6) for value, (low, high) in zip(start, limits, strict=True)]
-    bounds = tuple(zip(*limits, strict=True))
+    borders = [tuple(map(log, limits.get(name, (1e-9, 1e9)))) for name in NAMES]
+    inside = [min(max(value, low + 1e-6), high - 1e-6) for value, (low, high) in zip(start, borders, strict=True)]
+    bounds = tuple(zip(*borders, strict=True))
     return rates(least_squares(errors, inside, bounds=bounds, loss="soft_l1", f_scale=SOFT, max_nfev=ROUNDS).x)

@@ -21,6 +21,7 @@ from the order of a step, and decides a run that fits barely; temporaries of sin
 Papers: S. Rajbhandari et al. 2019, arXiv 1910.02054, section 3; V. Korthikanti et al. 2022, arXiv 2205.05198, section 4.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from meshwright.planner.habits import OURS, Habits
@@ -79,22 +80,28 @@ class _Layer:
 
 def footprint(shape: Shape, layout: Layout, habits: Habits = OURS) -> Footprint:
     """Of the rank that holds most, in code of such `habits`."""
+    return max((held for _, held in by_rank(shape, layout, habits)), key=lambda each: each.total)
+
+
+def by_rank(shape: Shape, layout: Layout, habits: Habits = OURS, ranks: Iterable[int] = ()) -> Iterator[tuple[int, Footprint]]:
+    """What `ranks` along pp hold (none given: those of which one holds most), each with its rank."""
     one = _layer(shape, layout, habits)
-    ranks = [_of(shape, layout, habits, rank, one) for rank in fullest(layout, habits.cut)]
-    return max(ranks, key=lambda each: each.total)
+    for rank in ranks or fullest(layout, habits.cut):
+        yield rank, _of(shape, layout, habits, rank, one)
 
 
 def _of(shape: Shape, layout: Layout, habits: Habits, rank: int, one: _Layer) -> Footprint:
     part = stage(shape, layout, rank, habits.cut)
-    own = (part.layers * shape.layer_numel + _tables(shape, part) * shape.table_numel) / layout.tp
-    shared = [1 if layout.shards < stage else layout.sharers for stage in (1, 2, 3)]
+    both = 2 if layout.order.both else 1  # micro-batches from both ends: two parts of a rank
+    own = (both * part.layers * shape.layer_numel + _tables(shape, part) * shape.table_numel) / layout.tp
+    shared = [1 if layout.shards < stage else layout.holders for stage in (1, 2, 3)]
     sums = layout.sums if habits.gradients is None else habits.gradients
     moments = habits.moments + (habits.shared if layout.shards else 0)
     times = under_way(layout, rank)
     logits = _logits(shape, layout, habits) if part.last else 0.0
     states = own * habits.weights / shared[2], own * sums / shared[1], own * moments / shared[0]
     activations = times * (part.layers * one.kept + (one.handed if layout.pp > 1 else 0.0))
-    gathered = habits.fixed + _gathered(shape, layout, habits, part, own)
+    gathered = habits.fixed + _gathered(shape, layout, habits, part, own, sums)
     pinned = habits.pinned * layout.tokens(shape) * shape.vocab if part.last else 0.0
     inside, logits, pinned = (0.0, logits, pinned) if logits + pinned > one.inside else (one.inside, 0.0, 0.0)
     alive = sum(states) + activations + inside + logits + gathered
@@ -122,7 +129,8 @@ def _layer(shape: Shape, layout: Layout, habits: Habits) -> _Layer:
     if layout.reruns == "layers":
         kept = layout.rerun_share * entered + (1 - layout.rerun_share) * (whole + scores)
         return _Layer(kept, whole + scores + parts, handed)
-    if layout.reruns == "attention" and habits.opwise:  # q, v, two of the MLP's, what attention gives out
+    if layout.reruns == "operators" or (layout.reruns == "attention" and habits.opwise):
+        # q, v, two of the MLP's, what attention gives out
         products = HALF * (unit * (3 + shape.groups / shape.heads) + tokens * shape.inner) / tp
         return _Layer(entered + products, whole + parts, handed)
     if layout.reruns == "attention":
@@ -146,11 +154,10 @@ def _logits(shape: Shape, layout: Layout, habits: Habits) -> float:
     return each * layout.tokens(shape) * shape.vocab / (layout.tp if habits.divided else 1)
 
 
-def _gathered(shape: Shape, layout: Layout, habits: Habits, part: Stage, own: float) -> float:
+def _gathered(shape: Shape, layout: Layout, habits: Habits, part: Stage, own: float, sums: float) -> float:
     """What is whole for a while where gradients, and weights, lie in shards: weights in 16 bits, and gradients."""
     if layout.sharers == 1 or layout.shards < 2:
         return 0.0
-    sums = layout.sums if habits.gradients is None else habits.gradients
     layer, table = shape.layer_numel / layout.tp, shape.table_numel / layout.tp
     largest = max(layer, table) if (part.first or part.last) and not habits.ends else layer
     if layout.shards == 2:

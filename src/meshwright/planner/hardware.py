@@ -4,10 +4,7 @@
     rates     what share of them is reached (planner/rates.py): fitted, or measured by `bench device` and `bench comm`
     hosts     ranks are laid on hosts in order, the innermost axis first: tp, then cp, dp, pp
 
-A device that is not known takes five lines:
-
-    Device("X9", "X9", {"bfloat16": 500e12}, memory=64 * 2**30, memory_rate=2e12, link_rate=200e9, nic_rate=25e9,
-           per_host=8, units=100, source="its data sheet")
+A device that is not known takes a table in a file (run/hardware.py), or here: Machine(Device(...), count, Rates()).
 """
 
 from dataclasses import dataclass, replace
@@ -15,6 +12,8 @@ from dataclasses import dataclass, replace
 from meshwright.core.errors import PlanError, nearest
 from meshwright.core.hardware import Device, devices, find_device
 from meshwright.planner.rates import Rates, rates_of
+
+SHARED = 7.0  # hosts at most on a link of a fabric's upper levels, however many there are: those of arXiv 2407.21783, 3.3.1
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Machine:
 
     def nic_rate(self, hosts: float) -> float:
         """Bytes per second that a device sends out of its host, while so many hosts do."""
-        crowded = 1 + (hosts / self.rates.crowd) ** self.rates.crowding
+        crowded = min(SHARED, 1 + (hosts / self.rates.crowd) ** self.rates.crowding)
         return self.device.nic_rate * self.rates.nic / crowded
 
     def peak(self, dtype: str) -> float:
@@ -64,7 +63,8 @@ def machine(kind: str, count: int, per_host: int = 0) -> Machine:
     if device is None:
         known = [each.name for each in devices()]
         text = f"'{kind}' is no device that is known here"
-        raise PlanError(text, fix=f"{nearest(kind, known)} Or give its figures: see planner/hardware.py", where="hardware")
+        fix = f"{nearest(kind.upper(), known)} Or say its figures in a file: docs/planning.md"
+        raise PlanError(text, fix=fix, where="--hardware")
     return Machine(device, count, rates_of(device.name), per_host)
 
 

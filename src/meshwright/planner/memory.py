@@ -13,15 +13,16 @@ Activations, and the gradients of one block between its backward and the PACK be
 `passing_bytes` says how much of that there is at most.
 """
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 
 from meshwright.core.anatomy import NBYTES, Weight
 from meshwright.core.job import Job
 from meshwright.core.owners import owned_by
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action
-from meshwright.core.rules import moment_nbytes, stepping_of
+from meshwright.core.rules import moment_nbytes, stepping_of, update_nbytes
 from meshwright.core.steps import USES
 
 PASSING = (*USES, "LOSS", "JOIN", "JOIN_GRAD")  # kinds that take what comes and goes: activations, gradients that nobody keeps
@@ -75,13 +76,12 @@ def state_bytes(plan: Plan, rank: int) -> StateBytes:
     width = NBYTES[precision.master]
     kept = list(_kept(plan, rank))
     gradients, buffers = _held(plan)
-    cast = max((sum(numel for _, numel in each.stepped) for each in kept), default=0)  # a bundle's gradients, as they are stepped
     return StateBytes(
         parameters=sum(each.parameters for each in kept),
         gradients=gradients,
         master=sum(each.owned + (each.master if precision.master != precision.parameters else 0) for each in kept) * width,
         moments=sum(moment_bytes(plan.job, *pair) for each in kept for pair in each.stepped),
-        buffers=buffers + (cast * width if precision.gradients != precision.master else 0),
+        buffers=buffers + _cast(plan.job, kept),
     )
 
 
@@ -104,20 +104,45 @@ def peak_bytes(plan: Plan, rank: int) -> int:
     """The most bytes that `rank` of `plan` holds at any moment of a step, as far as it is known.
 
     That is what it keeps between steps, buffers and shards of gradients included, and what comes and goes at the fullest: whole
-    gradients, what blocks hand on and keep inside, and what the loss takes for itself. Scratch memory of single operations, and
-    that in which messages arrive, is not in it.
+    gradients, what blocks hand on and keep inside, what the loss takes for itself, and what rules of optimizers do, unless they
+    are the caller's. Scratch memory of single operations, and that in which messages arrive, is not in it.
+    """
+    return sum(peak_parts(plan, rank).values())
+
+
+def stepped(plan: Plan, rank: int) -> tuple[int, int]:
+    """The elements that `rank` of `plan` steps, and the bytes of what its optimizer remembers of them."""
+    plan = replace(plan, space=plan.space.at(plan.mesh.coordinate(rank)))
+    pairs = [pair for each in _kept(plan, rank) for pair in each.stepped]
+    return sum(numel for _, numel in pairs), sum(moment_bytes(plan.job, *pair) for pair in pairs)
+
+
+def peak_parts(plan: Plan, rank: int) -> dict[str, int]:
+    """The same as `peak_bytes`, by what it is; only what is there.
+
+    That is parameters, master, moments, buffers, gradients, activations, and what the optimizer has while it steps.
     """
     plan = plan.at(rank)
-    said, most, actions = state_bytes(plan, rank), 0, plan.actions
-    passing = {hold.name for action in actions if _passes(action) for hold in action.takes}
-    others = {hold.name: hold.nbytes for action in actions for hold in action.takes if hold.name not in passing}
+    kept, said, most = list(_kept(plan, rank)), state_bytes(plan, rank), Counter[str]()
+    update = max((update_bytes(plan.job, *pair) for each in kept for pair in each.stepped), default=0)
+    passing = {hold.name for action in plan.actions if _passes(action) for hold in action.takes}
+    others = {hold.name: hold.nbytes for action in plan.actions for hold in action.takes if hold.name not in passing}
     now: dict[str, int] = {}
-    for action in actions:
+    for action in plan.actions:
         now |= {hold.name: hold.nbytes for hold in action.takes if hold.name in passing}
-        most = max(most, sum(now.values()) + sum(others.values()))
+        beside = update if action.kind == "STEP" else 0
+        if sum(now.values()) + beside > most.total():
+            most = Counter(optimizer=beside)
+            for name, nbytes in now.items():
+                most["gradients" if name.startswith("gradient(") else "activations"] += nbytes
         for name in action.frees:
             now.pop(name, None)
-    return said.parameters + said.master + said.moments + most
+    for name, nbytes in others.items():
+        most["gradients" if name.startswith(("gradient(", "summed gradient")) else "buffers"] += nbytes
+    most["buffers"] += _cast(plan.job, kept)
+    states = {"parameters": said.parameters, "master": said.master, "moments": said.moments}
+    found = {**states, **{name: most[name] for name in ("gradients", "buffers", "activations", "optimizer")}}
+    return {name: nbytes for name, nbytes in found.items() if nbytes}
 
 
 def moment_bytes(job: Job, weight: Weight, numel: int) -> int:
@@ -126,6 +151,20 @@ def moment_bytes(job: Job, weight: Weight, numel: int) -> int:
     shape = weight.shape if numel == weight.numel else (numel,)
     counter = COUNTER if stepping.rule == "adamw" else 0
     return moment_nbytes(stepping.rule, shape, NBYTES[job.precision.resolved.moments], stepping.momentum) + counter
+
+
+def update_bytes(job: Job, weight: Weight, numel: int) -> int:
+    """What a step of `numel` elements of `weight`, all of it or a piece, has for itself; a rule says it in core/rules.py."""
+    shape = weight.shape if numel == weight.numel else (numel,)
+    return update_nbytes(stepping_of(job.optimizer, weight).rule, shape, NBYTES[job.precision.resolved.master])
+
+
+def _cast(job: Job, kept: Iterable[_Kept]) -> int:
+    """The bytes of the gradients of one bundle as they are stepped, where that is another dtype."""
+    precision = job.precision.resolved
+    if precision.gradients == precision.master:
+        return 0
+    return max((sum(numel for _, numel in each.stepped) for each in kept), default=0) * NBYTES[precision.master]
 
 
 def _kept(plan: Plan, rank: int) -> Iterator[_Kept]:

@@ -29,17 +29,23 @@ def product(machine: Machine, rows: float, columns: float, inner: float, dtype: 
     whole = ceil(rows / TILE[0]) * ceil(columns / TILE[1])
     units = machine.device.units
     waves = 1 + rates.tail * (ceil(whole / units) * units / exact - 1)
-    kinds = {"float8": rates.product_float8, "float8_rowwise": rates.product_rowwise, "float4": rates.product_float4}
+    kinds = {
+        "float8": rates.product_float8,
+        "float8_rowwise": rates.product_float8,
+        "float8_blocks": rates.product_blocks,
+        "float4": rates.product_float4,
+    }
     best = kinds.get(dtype, rates.product)
     computed = 2 * rows * columns * inner / (machine.peak(dtype.partition("_")[0]) * best) * (1 + rates.side / inner) * waves
     moved = HALF * (rows * columns + rows * inner + columns * inner) / (machine.device.memory_rate * rates.memory)
     return max(computed, moved) + rates.start_s
 
 
-def attention(machine: Machine, flops: float, *, back: bool, old: bool = False) -> float:
-    """Seconds of fused attention that takes `flops` forward (2.5 times as many backward); `old` kernels reach less."""
+def attention(machine: Machine, flops: float, *, back: bool, kernel: str = "flash2") -> float:
+    """Seconds of fused attention that takes `flops` forward (2.5 times as many backward), by a `kernel` of planner/layout.py."""
     rates = machine.rates
-    share = rates.attention * (rates.attention_old if old else 1.0) * (rates.attention_back if back else 1.0)
+    made = {"flash1": rates.attention_old, "flash3": rates.attention_new}.get(kernel, 1.0)
+    share = rates.attention * made * (rates.attention_back if back else 1.0)
     times, starts = (2.5, 2) if back else (1.0, 1)
     return times * flops / (machine.peak("bfloat16") * share) + starts * rates.start_s
 

@@ -100,12 +100,15 @@ def parse_shape(text: str) -> Shape:
     faults, said = [], {}
     while words:
         word = words.pop(0)
+        if word in said:
+            faults.append(Fault(f"{word} is said twice", "say it once", name))
         if word in ("gated", "tied"):
             said[word] = True
         elif word not in known:
             faults.append(Fault(f"'{word}' is no size of a model", nearest(word, known), name))
-        elif not words or not words[0].replace("_", "").isdigit():
-            faults.append(Fault(f"{word} without a whole number behind it", f"write it: {FORM}", name))
+        elif not words or not _whole(words[0]):
+            given = f", but '{words.pop(0)}'" if words and words[0] not in known else ""
+            faults.append(Fault(f"{word} without a whole number behind it{given}", f"write it: {FORM}", name))
         else:
             said[word] = int(words.pop(0))
     missing = [word for word in ("layers", "hidden", "heads") if word not in said]
@@ -117,3 +120,8 @@ def parse_shape(text: str) -> Shape:
         if not faults:
             return shape
     raise PlanError.of(faults)
+
+
+def _whole(word: str) -> bool:
+    """Whether it is a whole number, such as 12 or 12_000."""
+    return word.replace("_", "").isdecimal() and not word.startswith("_") and not word.endswith("_") and "__" not in word

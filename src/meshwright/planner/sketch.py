@@ -5,6 +5,8 @@
     a micro-batch        its layers; on the last rank along pp the head and the loss
     in float8, float4    what goes in is cast; attention, norms and the head stay in 16 bits
     small kernels        a layer is not faster than its host asks for them
+    heads of odd width   scores of heads no multiple of 8 wide are not computed where matrices are: at float32's speed
+    weights one by one   a copy for each rank's piece of each weight, and nothing runs beside the gather: it grows with ranks
     a step               micros x the slowest rank  +  what ranks along pp wait  +  sums over copies that nothing hides
                          + the optimizer
 
@@ -22,19 +24,27 @@ from meshwright.planner.roofline import HALF, attention, gathered, passed, produ
 from meshwright.planner.shapes import Shape
 
 SIXTEEN = "bfloat16"
-LAUNCHES = 40  # kernels of a layer's forward
+LAUNCHES = 80  # kernels of a layer's forward
+WEIGHTS = 12  # of a layer: matrices, biases and norms
+ALIGNED = 8  # 16-bit elements that units for matrices load at once: heads of another width are computed by those for float32
 STEPPED = 28  # bytes that AdamW reads and writes per weight: gradient, master, two moments, and the weight itself
 
 
 @dataclass(frozen=True)
 class Both:
-    """Seconds of a forward and of its backward."""
+    """Seconds of a forward and of its backward; `weights`: of the latter, its products for gradients of weights, where known."""
 
     forward: float = 0.0
     backward: float = 0.0
+    weights: float = 0.0
 
     def __add__(self, other: "Both") -> "Both":
-        return Both(self.forward + other.forward, self.backward + other.backward)
+        return Both(self.forward + other.forward, self.backward + other.backward, self.weights + other.weights)
+
+    @property
+    def late(self) -> float:
+        """W, what can be put off; half of the backward where nothing else is known."""
+        return self.weights or self.backward / 2
 
     @property
     def all(self) -> float:
@@ -59,13 +69,29 @@ class Step:
         return self.compute + self.tensor + self.waiting + self.copies + self.optimizer + self.fixed
 
 
-def step(shape: Shape, layout: Layout, machine: Machine) -> Step:
-    """What a step of `shape` under `layout` takes on `machine`."""
-    computed, met = layer(shape, layout, machine), meetings(shape, layout, machine)
+@dataclass(frozen=True)
+class Parts:
+    """What a micro-batch takes on one rank: a layer and its `met`ings, the embedding (`first`) and the head (`last`)."""
+
+    layer: Both
+    met: Both
+    first: Both
+    last: Both
+
+
+def parts(shape: Shape, layout: Layout, machine: Machine) -> Parts:
+    """Those of `layout`, without what is rerun: alike wherever tp, cp and micro-batch are."""
+    given = shape, layout, machine
+    return Parts(layer(*given), meetings(*given), entry(*given), head(*given))
+
+
+def step(shape: Shape, layout: Layout, machine: Machine, known: Parts | None = None) -> Step:
+    """What a step of `shape` under `layout` takes on `machine`; `known` spares a search to count its parts once more."""
+    found = known or parts(shape, layout, machine)
+    computed, met, first, last = found.layer, found.met, found.first, found.last
     if layout.reruns == "layers":
-        computed = Both(computed.forward, computed.backward + layout.rerun_share * computed.forward)
-        met = Both(met.forward, met.backward + layout.rerun_share * met.forward)
-    first, last = entry(shape, layout, machine), head(shape, layout, machine)
+        computed += Both(0.0, layout.rerun_share * computed.forward)
+        met += Both(0.0, layout.rerun_share * met.forward)
     gathers = _gathers(shape, layout, machine, computed + met)
     layers, per_rank = layout.layers(shape), shape.layers / layout.pp
     one = _paced(computed + met + gathers, layout, machine)
@@ -73,15 +99,19 @@ def step(shape: Shape, layout: Layout, machine: Machine) -> Step:
         slowest, waiting, handed = one.all * shape.layers + first.all + last.all, 0.0, 0.0
     else:
         ends = first.all + last.all if layout.order.folded else max(first.all, last.all)
-        slowest = one.all * layers + (ends if layers == per_rank else 0.0)
-        whole = Both(one.forward * per_rank, one.backward * per_rank)
+        ends = (first.all + last.all) / 2 if layout.order.both else ends
+        if layers == per_rank:
+            slowest = one.all * layers + ends
+        else:  # a rank with the head has a layer less, and may be busier for it
+            layers, slowest = max(
+                (layers, one.all * layers), (layers - 1, one.all * (layers - 1) + ends), key=lambda each: each[1]
+            )
+        whole = Both(one.forward * per_rank, one.backward * per_rank, one.weights * per_rank)
         others = layout.pp * whole.all + first.all + last.all - slowest
-        order = layout.order
-        share = (order.f * whole.forward + order.b * whole.backward + order.w * whole.backward / 2) / whole.all
         handed = handover(shape, layout, machine)
-        waiting = share * others / layout.chunks + 2 * (layout.pp - 1) * handed
+        waiting = waited(layout, whole, others) + 2 * (layout.pp - 1) * handed
     busy = layout.micros * slowest
-    turn = handed * machine.rates.handover + machine.rates.turn_s if layout.pp > 1 else 0.0
+    turn = handed * machine.rates.handover * (1 - layout.hidden) + machine.rates.turn_s if layout.pp > 1 else 0.0
     between = layout.micros * layout.chunks * turn
     tensor = layout.micros * met.all * layers
     return Step(
@@ -94,11 +124,32 @@ def step(shape: Shape, layout: Layout, machine: Machine) -> Step:
     )
 
 
+def waited(layout: Layout, whole: Both, others: float) -> float:
+    """Seconds that ranks along pp wait, by the paper of their order; `whole` is a rank's part, and `others` all ranks but one."""
+    order = layout.order
+    share = (order.f * whole.forward + order.b * whole.backward + order.w * whole.late) / whole.all
+    share *= (layout.pp / 2 - 1) / (layout.pp - 1) if order.both else 1.0
+    return max(share * others / layout.chunks, unfilled(layout, whole, others))
+
+
+def unfilled(layout: Layout, whole: Both, others: float) -> float:
+    """Seconds that ranks along pp wait at least, where too few micro-batches have a W to fill them with: one less than there are.
+
+    Of one micro-batch nothing but F and I is waited for; where they enter at both ends, W of half of the ranks too. `whole` is a
+    rank's part, and `others` all ranks but one.
+    """
+    if not layout.order.fills:
+        return 0.0
+    half, rest = whole.late, whole.backward - whole.late
+    more = (layout.pp / 2 - 2) * half if layout.order.both else 0.0
+    return others * (whole.forward + rest) / whole.all - (layout.micros - 1) * half + more
+
+
 def _paced(one: Both, layout: Layout, machine: Machine) -> Both:
     """A layer is not faster than its host asks for its kernels."""
     asked = LAUNCHES * machine.rates.launch_s * (0.5 if layout.compiled else 1.0)
     again = layout.rerun_share if layout.reruns == "layers" else 0.0
-    return Both(_longer(one.forward, asked), _longer(one.backward, asked * (1.5 + again)))
+    return Both(_longer(one.forward, asked), _longer(one.backward, asked * (1.5 + again)), one.weights)
 
 
 def _longer(one: float, other: float) -> float:
@@ -113,10 +164,8 @@ def layer(shape: Shape, layout: Layout, machine: Machine) -> Both:
     groups = max(shape.groups / tp, 1) * shape.width
     made = [(heads + 2 * groups, h), (h, heads), (shape.inward * f, h), (h, f)]
     forward = sum(product(machine, tokens, out, into, layout.dtype) for out, into in made)
-    backward = sum(
-        product(machine, tokens, into, out, layout.dtype) + product(machine, out, into, tokens, layout.dtype)
-        for out, into in made
-    )
+    weights = sum(product(machine, out, into, tokens, layout.dtype) for out, into in made)
+    backward = weights + sum(product(machine, tokens, into, out, layout.dtype) for out, into in made)
     seen = _attended(shape, layout, machine, heads)
     rates = machine.rates
     across = HALF * tokens * h / (tp if layout.sequence else 1) * rates.stream * (1.0 if layout.fused else rates.unfused)
@@ -125,7 +174,8 @@ def layer(shape: Shape, layout: Layout, machine: Machine) -> Both:
     cast = _cast(shape, layout, machine)
     again = seen.forward if layout.reruns == "attention" and layout.kernel in ("eager", "softmax") else 0.0
     again += 0.3 * between if layout.reruns == "attention" else 0.0
-    return Both(forward + seen.forward + between + cast, backward + seen.backward + 2 * between + again + cast)
+    again += between + forward / 2 if layout.reruns == "operators" else 0.0
+    return Both(forward + seen.forward + between + cast, backward + seen.backward + 2 * between + again + cast, weights)
 
 
 def _cast(shape: Shape, layout: Layout, machine: Machine) -> float:
@@ -133,20 +183,21 @@ def _cast(shape: Shape, layout: Layout, machine: Machine) -> float:
     if layout.dtype in (SIXTEEN, "float16", "float32"):
         return 0.0
     elements = layout.tokens(shape) * (2 * shape.hidden + (shape.hidden + shape.inner) / layout.tp)
-    return machine.rates.casts * 4 * elements / (machine.device.memory_rate * machine.rates.memory)
+    times = machine.rates.casts * (machine.rates.casts_rows if layout.dtype == "float8_rowwise" else 1.0)
+    return times * 4 * elements / (machine.device.memory_rate * machine.rates.memory)
 
 
 def _attended(shape: Shape, layout: Layout, machine: Machine, heads: float) -> Both:
     """Attention: a fused kernel computes half of the pairs, those not masked; another one all, and their scores pass memory."""
     tokens = layout.tokens(shape)
     flops = 4 * tokens * shape.sequence * heads
-    if layout.kernel in ("flash1", "flash2"):
-        old = layout.kernel == "flash1"
-        return Both(attention(machine, flops / 2, back=False, old=old), attention(machine, flops / 2, back=True, old=old))
+    if layout.kernel not in ("eager", "softmax"):
+        return Both(*(attention(machine, flops / 2, back=back, kernel=layout.kernel) for back in (False, True)))
     rates = machine.rates
     scores = tokens * shape.sequence * shape.heads / layout.tp
     times = rates.scores_eager if layout.kernel == "eager" else rates.scores_fused
-    computed = flops / (machine.peak("float16") * rates.product * 0.7)
+    dtype = "float16" if shape.width % ALIGNED == 0 else "float32"
+    computed = flops / (machine.peak(dtype) * rates.product * 0.7)
     forward = computed + passed(machine, HALF * scores * times, 4)
     return Both(forward, 2 * computed + passed(machine, 1.5 * HALF * scores * times, 6))
 
@@ -168,15 +219,18 @@ def entry(shape: Shape, layout: Layout, machine: Machine) -> Both:
 def meetings(shape: Shape, layout: Layout, machine: Machine) -> Both:
     """What tensor ranks send each other in a layer, and ranks along cp: keys and values, unless attention hides them."""
     tokens, h, tp = layout.tokens(shape), shape.hidden, layout.tp
-    seen = 1 - min(1.0, machine.rates.tensor_hidden) if layout.hidden else 1.0
-    one = seen * gathered(machine, HALF * tokens * h, tp, 1, layout.ranks)
+    seen = 1 - layout.hidden * min(1.0, machine.rates.tensor_hidden)
+    one = seen * gathered(machine, HALF * tokens * h, tp, layout.apart, layout.ranks)
     forward, backward = 4 * one, (5 if layout.sequence else 4) * one
     if layout.cp > 1:
         beside = _attended(shape, layout, machine, h / tp)
-        travels = 2 * HALF * layout.micro_batch * shape.sequence * max(shape.groups / tp, 1) * shape.width
-        seconds = gathered(machine, travels, layout.cp, tp, layout.ranks)
-        forward += max(0.0, seconds - beside.forward) / 2
-        backward += max(0.0, 2 * seconds - beside.backward) / 2
+        groups, swaps = max(shape.groups / tp, 1), layout.swaps
+        travels = 2 * HALF * layout.micro_batch * shape.sequence * groups * shape.width / swaps
+        seconds = gathered(machine, travels, layout.cp / swaps, layout.beside * swaps, layout.ranks)
+        exchanged = 2 * HALF * tokens * (h / tp + max(groups, swaps) * shape.width)  # q and o; k and v
+        swapped = gathered(machine, exchanged, swaps, layout.beside, layout.ranks)
+        forward += max(0.0, seconds - beside.forward) / 2 + swapped
+        backward += max(0.0, 2 * seconds - beside.backward) / 2 + swapped
     return Both(forward, backward)
 
 
@@ -191,8 +245,11 @@ def _gathers(shape: Shape, layout: Layout, machine: Machine, one: Both) -> Both:
     if layout.shards < 3 or layout.sharers == 1:
         return Both()
     nbytes = HALF * shape.layer_numel / layout.tp
-    whole = gathered(machine, nbytes / HALF * layout.gathers, layout.sharers, layout.tp, layout.ranks)
-    back = whole + gathered(machine, nbytes / HALF * layout.sums, layout.sharers, layout.tp, layout.ranks)
+    whole = gathered(machine, nbytes / HALF * layout.gathers, layout.holders, layout.beside, layout.ranks)
+    back = whole + gathered(machine, nbytes / HALF * layout.sums, layout.holders, layout.beside, layout.ranks)
+    if layout.piecewise:
+        asked = WEIGHTS * layout.holders * machine.rates.launch_s  # a copy for each rank's piece of each weight
+        return Both(whole + asked, back + asked)
     beside = machine.rates.beside
     return Both(
         max(0.0, whole - one.forward) + beside * min(one.forward, whole),
@@ -202,27 +259,39 @@ def _gathers(shape: Shape, layout: Layout, machine: Machine, one: Both) -> Both:
 
 def _own(shape: Shape, layout: Layout) -> float:
     """The weights of one rank along tp and pp: of the last one, with the head."""
-    tables = 2 if layout.pp == 1 and not shape.tied else 1
-    return (layout.layers(shape) * shape.layer_numel + tables * shape.table_numel) / layout.tp
+    tables = 2 if (layout.pp == 1 and not shape.tied) or layout.order.both else 1
+    layers = layout.layers(shape) * (2 if layout.order.both else 1)
+    return (layers * shape.layer_numel + tables * shape.table_numel) / layout.tp
 
 
 def _sums(shape: Shape, layout: Layout, machine: Machine, beside: Both) -> float:
-    """The sums over copies, and the shares of weights brought together again, as far as nothing hides them."""
+    """The sums over copies, and the shares of weights brought together again, as far as nothing hides them.
+
+    Shares of gradients are summed behind every micro-batch, whole ones once; where groups of copies hold the same shares, these
+    are summed over the groups. Where micro-batches enter at both ends, two ranks have the same part.
+    """
+    own, ranks = _own(shape, layout), layout.ranks
+    pair = 2 * gathered(machine, own * layout.sums, 2, layout.tp * layout.sharers, ranks) if layout.order.both else 0.0
     if layout.sharers == 1:
-        return 0.0
-    own = _own(shape, layout) if layout.shards < 3 else 2 * shape.table_numel / layout.tp
-    there = gathered(machine, own * layout.sums, layout.sharers, layout.tp, layout.ranks)
-    back = gathered(machine, own * HALF, layout.sharers, layout.tp, layout.ranks)
-    if layout.shards == 3:
-        return there + back
+        return pair
     hidden = min(1.0, machine.rates.sums_hidden)
+    groups = layout.sharers / layout.holders
+    shares = own * layout.sums / layout.holders
+    across = 2 * gathered(machine, shares, groups, layout.beside * layout.holders, ranks) * (1 - hidden) + pair
+    whole = own if layout.shards < 3 else 2 * shape.table_numel / layout.tp
+    there = gathered(machine, whole * layout.sums, layout.holders, layout.beside, ranks)
+    back = gathered(machine, whole * HALF, layout.holders, layout.beside, ranks)
+    if layout.shards == 3:
+        return there + back + across
+    times = layout.micros if layout.shards == 2 else 1
     if not layout.hidden:
-        return (there + back) * (1 - hidden)
+        return (times * there + back) * (1 - hidden) + across
     last = min(1.0, shape.table_numel / layout.tp / own)  # the embedding's come when nothing is left to run beside them
-    return max(last * there, there - hidden * beside.backward) + max(last * back, back - hidden * beside.forward)
+    summed = times * max(last * there, there - hidden * beside.backward)
+    return summed + max(last * back, back - hidden * beside.forward) + across
 
 
 def _stepped(shape: Shape, layout: Layout) -> float:
     """Bytes that the optimizer reads and writes."""
     own = _own(shape, layout)
-    return own * STEPPED if layout.shards == 0 else own * (STEPPED / layout.sharers + 4)
+    return own * STEPPED if layout.shards == 0 else own * (STEPPED / layout.holders + 4)

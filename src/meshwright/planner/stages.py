@@ -34,6 +34,9 @@ def stage(shape: Shape, layout: Layout, rank: int, cut: Cut = "layers") -> Stage
     layers, pp = shape.layers, layout.pp
     if pp == 1:
         return Stage(layers, True, True)
+    if layout.order.both:  # the parts of both ranks that have them, and both ends twice
+        low, high = _span(layers, pp, rank)
+        return Stage(high - low, rank in (0, pp - 1), rank in (0, pp - 1))
     if layout.order.folded:
         low, high = _span(layers, pp, pp - 1 - rank)  # the ends are heavy: the first takes no layer more
         return Stage(high - low, rank == 0, rank == 0)
@@ -62,7 +65,9 @@ def under_way(layout: Layout, rank: int) -> float:
     pp, parts, held = layout.pp, layout.chunks, layout.order.held
     if pp == 1:
         return 1.0
-    if layout.order.even:
+    if layout.order.both:
+        most = held * (pp + 1)  # each of one of its two parts
+    elif layout.order.even:
         most = held * pp
     elif parts > 1:
         most = held * (2 * (pp - rank - 1) + (parts - 1) * pp + 1) / parts

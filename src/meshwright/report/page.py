@@ -2,7 +2,8 @@
 
     what differs            two runs only: the keys of their plans that differ, first of all
     curves                  loss, gradient norm, learning rate, speed, the gradient's noise if measured, over the global step
-    per run, in a column    the plan in words, where the time went, a step on its lanes, memory, bytes, versions and machine
+    per run, in a column    the plan in words, predicted beside measured, where the time went, a step on its lanes, memory,
+                            bytes, versions and machine
 
 Every text that comes from a run is escaped. What a run has not recorded is said in its place, and how to get it.
 """
@@ -17,6 +18,7 @@ from plotly.offline import get_plotlyjs
 
 from meshwright.core.program import Program
 from meshwright.core.units import size
+from meshwright.report.beside import beside
 from meshwright.report.charts import curves, stacked, timeline_figure
 from meshwright.report.reading import Record, differences
 from meshwright.report.schedule import schedule_svg
@@ -25,6 +27,7 @@ from meshwright.report.timeline import timeline
 
 SHOWN_RANKS, SHOWN_ACTIONS = 8, 24
 NO_TRACE = "Train with <code>--run.trace_steps 3</code> to have some steps timed act by act."
+UNPRICED = "Seconds are predicted where run.hardware names what <code>meshwright bench device</code> has measured, or a kind."
 SCHEDULE = (
     '<p class="note">Forwards and backwards of each part of the model, by micro-batch. Red ground: the rank waits. Amber: it '
     "waits for what has been sent. Below: the activations that it holds, as the program has them.</p>"
@@ -82,6 +85,7 @@ def _run(record: Record, place: int, *, pair: bool) -> Iterator[str]:
     notes = "".join(f'<p class="note warning">{escape(note)}</p>' for note in record.notes)
     yield _section("Notes", notes) if notes else "<div></div>"
     yield _section("The plan", _words(record))
+    yield _section("Predicted and measured", _predicted(record))
     yield _section("Where the time went", _time(record, place))
     yield _section("One step", _timeline(record, place))
     drawn = schedule_svg(record)
@@ -142,6 +146,15 @@ def _time(record: Record, place: int) -> str:
         return f'<p class="note">The run has not recorded where its time went. {NO_TRACE}</p>'
     note = f"Means over all steps of the last start. {NO_TRACE}"
     return _figure(stacked(rows, "milliseconds per step"), f"time-{place}") + f'<p class="note">{note}</p>'
+
+
+def _predicted(record: Record) -> str:
+    found = beside(record)
+    if not found:
+        return '<p class="note">Nothing was predicted, or nothing measured yet.</p>'
+    rows = [[escape(text) for text in each.words] for each in found]
+    note = "Per rank and step. " + ("" if "step_s" in record.about.get("predicted", {}) else UNPRICED)
+    return _table(["", "predicted", "measured", "off by"], rows, numbers=True) + f'<p class="note">{note}</p>'
 
 
 def _all_steps(record: Record) -> str:

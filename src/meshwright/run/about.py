@@ -3,6 +3,7 @@
 hash, mesh, world    the plan's name, its mesh in words, the number of ranks
 words                the plan in words, as `meshwright plan` shows it
 program              the actions of every role (core/written.py)
+predicted            what was predicted of it: seconds where hardware was named, bytes held and sent (report/prediction.py)
 held                 bytes that a rank of each role holds all the time, by category
 parts                the visits of each part of the model, in order of the forward
 versions, machine    of Python and the packages; processor, memory and device of rank 0. No host or user name.
@@ -30,7 +31,9 @@ Held = Mapping[str, Mapping[str, int]]
 PACKAGES = ("meshwright", "torch", "transformers")
 
 
-def write_about(plan: Plan, words: Mapping[str, str], held: Held, device: torch.device) -> Path:
+def write_about(
+    plan: Plan, words: Mapping[str, str], held: Held, device: torch.device, predicted: Mapping[str, Any] | None = None
+) -> Path:
     """Write what `plan` is into its run's folder; returns the file. Raises OSError."""
     visits = plan.anatomy.visits
     starts = [0, *(visits.index(cut) for cut in plan.space.cuts), len(visits)]
@@ -41,6 +44,7 @@ def write_about(plan: Plan, words: Mapping[str, str], held: Held, device: torch.
         "sizes": {axis: plan.mesh.size(axis) for axis in _axes(plan)},
         "words": dict(words),
         "held": {role: dict(each) for role, each in held.items()},
+        "predicted": dict(predicted or {}),
         "parts": [list(visits[begin:end]) for begin, end in pairwise(starts)],
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "machine": {

@@ -27,7 +27,6 @@ from meshwright.engine.watch import Watch
 from meshwright.run.trace import Phase, Tracer, replace_file
 
 FOLDER = "ranks"
-PASSES = 3  # a backward costs two forwards
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ class Account:
         self._seconds: dict[str, float] = defaultdict(float)
         self._last: dict[str, float] = {}
         self._before = dict(world.ledger.sent)
-        self._flops = PASSES * sum(plan.anatomy.flops)
+        self._flops = plan.anatomy.learning_flops
         self._peak = _peak(plan, world.device)
 
     def begin(self, step: int) -> Watch | None:

@@ -10,23 +10,19 @@ Every fault of a file is reported at once. The same file always gives the same r
 """
 
 import json
-import tomllib
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from meshwright.comm.algorithms import named
 from meshwright.core.cluster import Cluster
-from meshwright.core.errors import Fault, PlanError, raise_faults
+from meshwright.core.errors import Fault, PlanError
 from meshwright.core.hardware import cores
 from meshwright.core.link import Link
 from meshwright.run.about import processor
-from meshwright.run.schema import Check
-from meshwright.run.trace import replace_file
+from meshwright.run.figures import fitted, parsed, write_lines
 
-NAME = "cluster.toml"
 HEAD = """\
 # The links of a cluster, measured by `meshwright bench comm`. Named by the key cluster of a config, it makes a rule by
 # message size of algorithm = "auto". Measure again when machine, transport or number of ranks change.
@@ -43,20 +39,10 @@ def this_machine() -> str:
 def read_cluster(path: Path) -> Cluster:
     """The cluster in the file at `path`. Raises PlanError with every fault of it."""
     fix = "measure the links first: meshwright bench comm --out cluster.toml"
-    try:
-        document = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
-    except FileNotFoundError as error:
-        raise PlanError("there is no such file", fix=fix, where=str(path)) from error
-    except OSError as error:
-        raise PlanError(f"the file cannot be read: {error.strerror}", fix="check its permissions", where=str(path)) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(f"not TOML: {error}", fix=fix, where=str(path)) from error
-    faults: list[Fault] = []
-    cluster = Check(str(path), faults=faults).fit(document, Cluster, ())
-    if cluster is not None and not faults:
-        faults += [replace(fault, where=f"{path}: {fault.where}") for fault in (*cluster.faults(), *_names(cluster))]
-    raise_faults(faults)
-    return cluster
+    document = parsed(path, fix)
+    if "device" in document:
+        raise PlanError("this file describes a device, not links", fix="name it behind --hardware; " + fix, where=str(path))
+    return fitted(document, Cluster, path, _names)
 
 
 def write_cluster(cluster: Cluster, path: Path) -> Cluster:
@@ -64,11 +50,7 @@ def write_cluster(cluster: Cluster, path: Path) -> Cluster:
 
     Raises PlanError when the file cannot be written.
     """
-    try:
-        replace_file(path, "\n".join([HEAD, *_lines(cluster), ""]))
-    except OSError as error:
-        fix = "name a file in a folder that can be written to: --out"
-        raise PlanError(f"the file cannot be written: {error.strerror}", fix=fix, where=str(path)) from error
+    write_lines(path, [HEAD, *_lines(cluster)])
     return read_cluster(path)
 
 

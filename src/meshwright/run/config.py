@@ -14,9 +14,9 @@
 A file without `strategies` asks for a choice; `strategies = []` asks for none. A plan file adds `plan_hash` and `version`.
 Every fault of a file and of the overrides is reported at once, with its dotted key and where it stands.
 
-Paths in cluster, model.source, model.weights, data.source, data.tokenizer, evaluate.source, and those of .csv and .py files in a
-strategy, are relative to the folder of the file (those given as overrides: to the current folder) if they exist there. They
-become absolute on reading, so a plan file can be moved to another folder.
+Paths in cluster, run.hardware, run.cluster, model.source, model.weights, data.source, data.tokenizer, evaluate.source, and those
+of .csv and .py files in a strategy, are relative to the folder of the file (those given as overrides: to the current folder) if
+they exist there. They become absolute on reading, so a plan file can be moved to another folder.
 """
 
 import json
@@ -80,7 +80,7 @@ def read_request(path: Path, overrides: Sequence[str], strategies: Mapping[str, 
     job = Job(**{item.name: values[item.name] for item in fields(Job) if item.name in values})
     return Request(
         job=_with_absolute_sources(job, path.parent, said),
-        run=values.get("run", Run()),
+        run=_with_absolute_files(values.get("run", Run()), path.parent, said),
         mesh=values.get("mesh", {}),
         micro_batch=values.get("micro_batch", 0),
         strategies=chosen,
@@ -221,6 +221,13 @@ def _with_absolute_sources(job: Job, folder: Path, said: frozenset[tuple[str, ..
     if evaluate.source not in ("", "example"):
         evaluate = replace(evaluate, source=anchored("evaluate", evaluate.source))
     return replace(job, model=model, data=data, evaluate=evaluate)
+
+
+def _with_absolute_files(run: Run, folder: Path, said: frozenset[tuple[str, ...]]) -> Run:
+    """`run`, where what names a file of measurements does so from anywhere."""
+    places = {key: (Path.cwd(), folder) if ("run", key) in said else (folder, Path.cwd()) for key in ("hardware", "cluster")}
+    hardware, cluster = (_absolute(vars(run)[key], where) for key, where in places.items())
+    return replace(run, hardware=hardware, cluster=cluster)
 
 
 def _anchored_cluster(cluster: str, folder: Path, said: frozenset[tuple[str, ...]]) -> str:

@@ -1,50 +1,44 @@
 """`plan MODEL --devices N --hardware KIND --batch B`: the best layouts of a model that nobody has rented a device for.
 
 MODEL is a shape in words ("175b: layers 96 hidden 12288 heads 96"), or a transformers config, whose sizes are read and whose
-model is made without weights to count them. The winner is written as a config: mesh and strategies, for `verify` and `train`.
+model is made without weights to count them. Devices may be of several kinds (h100:32,a100:32). With `--fit` a limit is looked
+for: the largest batch, sequence or model, or the fewest devices. The winner is written as a config: mesh and strategies, for
+`verify` and `train` (verbs/winner.py).
 """
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import tomli_w
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
+from rich.text import Text
+from torch import nn
 
-from meshwright.core.errors import Fault, PlanError, raise_faults
+from meshwright.core.errors import Fault, PlanError, nearest, raise_faults
 from meshwright.core.sources import ModelSource
-from meshwright.model.declared import config_of
 from meshwright.model.sources import load_model
-from meshwright.planner.hardware import machine
-from meshwright.planner.layout import Layout, Order
-from meshwright.planner.search import Candidate, Found, Wish, search
-from meshwright.planner.shapes import FORM, Shape, parse_shape
-from meshwright.report.choice import Budget, choice_dict, choice_view
-
-# what ranks along pp wait and hold under each schedule (strategies/pipeline), and the chunks it needs; 0: any
-ORDERS: Mapping[str, tuple[Order, int]] = {
-    "1f1b": (Order(), 1),
-    "interleaved": (Order(), 0),
-    "zb_h1": (Order(1.0, 1.0, -1.0, even=True), 1),
-    "zb_v": (Order(0.0, 0.0, 0.0, even=True, folded=True), 2),
-}
-
-
-# what configs of transformers call sizes; those of families with other names say which theirs are (attribute_map)
-THEIRS = {
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "vocab": "vocab_size",
-    "sequence": "max_position_embeddings",
-}
+from meshwright.planner.hardware import Machine
+from meshwright.planner.limits import LIMITS, Limit, limit
+from meshwright.planner.search import Found, search
+from meshwright.planner.sketch import step
+from meshwright.planner.unlike import alone, search_unlike, weakest
+from meshwright.planner.wish import Wish
+from meshwright.report.choice import Beside, Budget, choice_dict, choice_view
+from meshwright.report.limit import limit_dict, limit_view
+from meshwright.verbs.fixing import base_of, fixed
+from meshwright.verbs.machine import machine_for
+from meshwright.verbs.refusing import nothing
+from meshwright.verbs.sized import counted, is_shape, shape_of, sized
+from meshwright.verbs.winner import config_tables, unwritten
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command was told: a model, devices, the rows of a step, and what is fixed."""
+    """What the command was told: a model, devices, the rows of a step, what is fixed, and the limit that is looked for."""
 
     model: str
     devices: int
@@ -54,163 +48,166 @@ class Asked:
     fixed: tuple[str, ...] = ()
     keep: int = 8
     budget: Budget = field(default_factory=Budget)
+    fit: str = ""
+    cluster: str = ""
+    run: str = ""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a search was asked, and what it found."""
+    """What a search was asked, and what it found: of a limit, at it. `beside` is what the winner is compared with.
+
+    `notes` say what of the machine was measured, and learnt.
+    """
 
     asked: Asked
     wish: Wish
     found: Found
+    beside: Beside
+    limit: Limit | None = None
+    notes: tuple[str, ...] = ()
 
 
 def choose(asked: Asked) -> Chosen:
-    """The layouts that are best for what was `asked`.
+    """The layouts that are best for what was `asked`, or the limit.
 
     Raises PlanError for a model, a device or an axis that is not understood, and where nothing fits: what is missing, and what
     comes nearest.
     """
     faults: list[Fault] = []
-    fixed = dict(_fixed(asked.fixed, faults))
-    shape = shape_of(asked.model, asked.sequence)
-    wish = Wish(shape, machine(asked.hardware, asked.devices), asked.batch, ORDERS, fixed)
-    raise_faults([*faults, *wish.faults()])
-    found = search(wish, asked.keep)
+    given = fixed(asked.fixed, faults)
+    if asked.fit and asked.fit not in LIMITS:
+        faults.append(Fault(f"no limit is called '{asked.fit}'", nearest(asked.fit, LIMITS), "--fit"))
+    shape, matrices = sized(asked.model, asked.sequence)
+    clashes: list[Fault] = []
+    kinds, notes = machines(asked, clashes)
+    raise_faults([*faults, *clashes] if clashes else ())
+    notes = (*notes, *counted(shape, matrices))
+    one = kinds[0] if len(kinds) == 1 else weakest(kinds)
+    wish = given.of(Wish(shape, one, asked.batch, base=base_of(one.device.flops)))
+    raise_faults([*faults, *_free(wish, asked.fit).faults()])
+    if asked.fit:
+        return replace(_limited(asked, wish, kinds), notes=notes)
+    found = search_unlike(wish, kinds, asked.keep) if len(kinds) > 1 else search(wish, asked.keep)
     if not found.best:
-        raise _nothing(wish, found)
-    return Chosen(asked, wish, found)
+        raise nothing(wish, found)
+    return Chosen(asked, wish, found, _beside(wish, kinds, found), notes=notes)
+
+
+def machines(asked: Asked, faults: list[Fault]) -> tuple[list[Machine], tuple[str, ...]]:
+    """The devices of each kind, "h100" or "h100:32,a100:32", and what was measured or learnt of them, in words.
+
+    `faults` learns of numbers that contradict each other.
+    """
+    words = [word.strip().partition(":") for word in asked.hardware.split(",")]
+    if len(words) == 1 and not words[0][1]:
+        one, notes = machine_for(words[0][0], asked.devices or 1, asked.cluster, asked.run, shape_of, more=asked.fit == "devices")
+        return [one], tuple(notes)
+    lacking = [kind for kind, _, count in words if not count.isdecimal() or int(count) < 1]
+    if lacking:
+        text = f"how many devices are {' and '.join(lacking)}? '{asked.hardware}' does not say"
+        faults.append(Fault(text, "say it of each kind: --hardware h100:32,a100:32", "--hardware"))
+        return [machine_for(kind, 1, "", "", shape_of)[0] for kind, _, _ in words], ()
+    total = sum(int(count) for _, _, count in words)
+    if asked.devices not in (0, total):
+        text = f"--devices {asked.devices}, and {asked.hardware} are {total}"
+        faults.append(Fault(text, "leave --devices away, or make the two equal", "--devices"))
+    if asked.fit and len(words) > 1:
+        faults.append(Fault(f"--fit {asked.fit} on several kinds of devices", "look for the limit of one kind", "--fit"))
+    for flag, file in (("--cluster", asked.cluster), ("--calibrate-from", asked.run)):
+        if file and len(words) > 1:
+            faults.append(
+                Fault(f"{flag} {file} on several kinds of devices", "leave it away: it says one machine's figures", flag)
+            )
+    one = len(words) == 1
+    files = (asked.cluster, asked.run) if one else ("", "")
+    more = one and asked.fit == "devices"
+    made = [machine_for(kind, int(count), *files, shape_of, more=more) for kind, _, count in words]
+    return [each for each, _ in made], tuple(note for _, notes in made for note in notes)
 
 
 def view(chosen: Chosen) -> RenderableType:
     """The scenario in words, the ranked layouts, why the first one wins, and what stops the others."""
-    return choice_view(chosen.wish, chosen.found, chosen.asked.budget)
+    shown = choice_view(chosen.wish, chosen.found, chosen.asked.budget, chosen.beside)
+    notes = [Text(line) for line in chosen.notes]
+    notes += [Text(line, style="yellow") for line in unwritten(chosen.found.best[0], _blocks(chosen))]
+    return Group(*([limit_view(chosen.limit), ""] if chosen.limit else []), shown, *notes)
 
 
 def as_dict(chosen: Chosen) -> dict[str, Any]:
     """The same as plain values."""
-    return choice_dict(chosen.wish, chosen.found, chosen.asked.budget)
+    said = choice_dict(chosen.wish, chosen.found, chosen.asked.budget, chosen.beside)
+    return said | {"notes": list(chosen.notes)} | ({"limit": limit_dict(chosen.limit)} if chosen.limit else {})
 
 
 def write_config(chosen: Chosen, path: Path) -> None:
-    """Write the winner as a config."""
-    path.write_text(tomli_w.dumps(config_of_choice(chosen)), encoding="utf-8")
+    """Write the winner as a config. Raises PlanError when the file cannot be written."""
+    _write(path, tomli_w.dumps(config_of_choice(chosen)), "--out")
+
+
+def write_dict(chosen: Chosen, path: Path) -> None:
+    """Write all that is known of the choice as JSON. Raises PlanError when the file cannot be written."""
+    _write(path, json.dumps(as_dict(chosen), indent=1) + "\n", "--json")
+
+
+def _write(path: Path, text: str, flag: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fix = f"name a file in a folder that can be written to: {flag}"
+        raise PlanError(f"it cannot be written: {error.strerror}", fix=fix, where=str(path)) from error
 
 
 def config_of_choice(chosen: Chosen) -> dict[str, Any]:
     """The winner as the tables of a config: [model] where it is one that can be built, [mesh], [[strategies]], [train]."""
-    best = chosen.found.best[0]
-    model = {} if is_shape(chosen.asked.model) else {"model": {"source": chosen.asked.model}}
-    return {
-        "micro_batch": int(best.layout.micro_batch),
-        **model,
-        "precision": {"compute": best.layout.dtype},
-        "data": {"sequence": chosen.wish.shape.sequence},
-        "train": {"batch": chosen.wish.batch},
-        "mesh": dict(_mesh(best.layout)),
-        "strategies": list(_strategies(best)),
-    }
+    model = "" if is_shape(chosen.asked.model) else _wherever(chosen.asked.model)
+    best, wish = chosen.found.best[0], chosen.wish
+    return config_tables(model, wish.batch, wish.shape.sequence, best, _blocks(chosen))
 
 
-def shape_of(model: str, sequence: int) -> Shape:
-    """The sizes of `model`; `sequence` 0: what it says itself."""
-    shape = parse_shape(model) if is_shape(model) else _of_config(model)
-    return replace(shape, sequence=sequence) if sequence else shape
+def _wherever(source: str) -> str:
+    """`source` as a config in any folder may say it: the whole path of a file, the name of a repository as it is."""
+    path, colon, name = source.partition(":")
+    return f"{Path(path).resolve()}{colon}{name}" if Path(path).exists() else source
 
 
-def is_shape(model: str) -> bool:
-    """Whether it is sizes in words, not a file or a repository."""
-    return "layers" in model.partition(":")[2]
+def _free(wish: Wish, fit: str) -> Wish:
+    """`wish` without what a limit will say."""
+    if fit == "batch":
+        return replace(wish, batch=wish.machine.count * wish.fixed.get("micro", 1))
+    if fit == "devices":
+        return replace(wish, fixed={word: size for word, size in wish.fixed.items() if word not in ("tp", "pp", "cp", "dp")})
+    return wish
 
 
-def _of_config(source: str) -> Shape:
-    loaded = load_model(ModelSource(source), seed=0)
-    config = config_of(loaded.blueprint.instance())
-    if config is None:
-        text = f"{source} makes a model without a config: its sizes are not known"
-        raise PlanError(text, fix=f"say them: {FORM}", where="MODEL")
-    said = config.to_dict()
-    sizes = {ours: said.get(config.attribute_map.get(theirs, theirs)) for ours, theirs in THEIRS.items()}
-    lacking = [theirs for ours, theirs in THEIRS.items() if not isinstance(sizes[ours], int)]
-    if lacking:
-        text = f"the config of {source} does not say {', '.join(lacking)}"
-        raise PlanError(text, fix=f"say the sizes in words: {FORM}", where="MODEL")
-    plain = Shape(
-        Path(source).stem,
-        **sizes,
-        kv_heads=said.get("num_key_value_heads") or 0,
-        ffn=said.get("intermediate_size") or said.get("n_inner") or said.get("ffn_dim") or 0,
-        tied=bool(said.get("tie_word_embeddings")),
-    )
-    matrices = sum(prod(entry.shape) for entry in loaded.blueprint.logical.values() if len(entry.shape) > 1)
-    return min((plain, replace(plain, gated=True)), key=lambda shape: abs(shape.numel - matrices))
+def _limited(asked: Asked, wish: Wish, kinds: Sequence[Machine]) -> Chosen:
+    found = limit(wish, asked.fit, asked.keep)
+    if found is None or not found.found.best:
+        least = {"batch": "one row", "sequence": "a row of 64 tokens", "layers": "one layer", "devices": "131,072 devices"}
+        text = f"{wish.shape.name}: not even {least[asked.fit]} is enough of {wish.machine.device.name} as it is fixed"
+        raise PlanError(text, fix="fix less, or take devices with more memory", where="--fit")
+    one = [replace(kinds[0], count=found.wish.machine.count)]
+    return Chosen(asked, found.wish, found.found, _beside(found.wish, one, found.found), found)
 
 
-def _fixed(words: tuple[str, ...], faults: list[Fault]) -> Iterator[tuple[str, int]]:
-    for word in words:
-        axis, _, size = word.partition("=")
-        if size.isdigit():
-            yield axis, int(size)
-        else:
-            faults.append(Fault(f"'{word}' fixes nothing", "write AXIS=SIZE, for example tp=8", "--fix"))
+def _beside(wish: Wish, kinds: Sequence[Machine], found: Found) -> Beside:
+    """What the winner is compared with: the fastest if memory were no limit, copies inside hosts, each kind of device alone."""
+    best = found.best[0]
+    endless = replace(wish.machine, device=replace(wish.machine.device, memory=inf))
+    roomy = next(iter(search(replace(wish, machine=endless), 1).best), None) if len(kinds) == 1 else None
+    turned: float | None = None
+    if best.layout.tp > 1 and best.layout.sharers > 1 and wish.machine.count > wish.machine.host and not best.dealt:
+        other = replace(best.layout, outside=not best.layout.outside)
+        turned = step(wish.shape, other, wish.machine).seconds
+    each = tuple(alone(wish, kinds)) if len(kinds) > 1 else ()
+    return Beside(tuple(kinds), roomy if roomy and roomy.seconds < 0.999 * best.seconds else None, turned, each)
 
 
-def _nothing(wish: Wish, found: Found) -> PlanError:
-    shape, kind = wish.shape, wish.machine
-    if found.nearest is None:
-        text = f"no mesh of {kind.count} devices takes {wish.batch} rows of {shape.name} as it is fixed"
-        return PlanError(text, fix="fix fewer axes, or choose a batch that copies can share", where="plan")
-    layout, held = found.nearest
-    needed, there = held.total / 2**30, wish.memory / 2**30
-    text = (
-        f"nothing fits: {shape.name} needs {needed:.0f} GiB on the fullest device, and {kind.device.name} has {there:.0f} to give"
-    )
-    fix = f"more devices (about {_more(wish, layout)}), or ones with more memory; the nearest layout is {words_of(layout)}"
-    return PlanError(text, fix=fix, where="plan")
-
-
-def _more(wish: Wish, nearest: Layout) -> int:
-    """The devices, times powers of two, on which something fits; a hundred times as many where they go no further."""
-    count = wish.machine.count
-    for _ in range(7):
-        count *= 2
-        larger = replace(wish, machine=replace(wish.machine, count=count), batch=max(wish.batch, count), fixed={})
-        if search(larger, 1).best:
-            return count
-    return 100 * nearest.ranks
-
-
-def words_of(layout: Layout) -> str:
-    """A layout in a few words."""
-    axes = [
-        f"{axis} {size}"
-        for axis, size in (("dp", layout.dp), ("tp", layout.tp), ("pp", layout.pp), ("cp", layout.cp))
-        if size > 1
-    ]
-    return ", ".join(axes or ["one device"])
-
-
-def _mesh(layout: Layout) -> Iterator[tuple[str, int]]:
-    data = "dp_shard" if layout.shards else "dp_replicate"
-    for axis, size in (("pp", layout.pp), (data, layout.dp), ("cp", layout.cp), ("tp", layout.tp)):
-        if size > 1:
-            yield axis, size
-
-
-def _strategies(best: Candidate) -> Iterator[dict[str, Any]]:
-    layout = best.layout
-    if layout.pp > 1:
-        chunks = {"chunks": layout.chunks} if best.schedule == "interleaved" else {}
-        yield {"name": "pipeline", "schedule": best.schedule, **chunks}
-    if layout.tp > 1:
-        yield from ({"name": "line"}, {"name": "sequence"}, {"name": "vocabulary"})
-    if layout.cp > 1:
-        yield {"name": "ring"}
-    if layout.reruns != "none":
-        yield {"name": "recompute"}
-    axis = "dp_shard" if layout.shards else "dp_replicate"
-    if layout.dp > 1:
-        yield {"name": "batch", "axis": axis}
-    if layout.sharers > 1:
-        store = axis if layout.dp > 1 else "cp"
-        yield {"name": "zero", "axis": store, "stage": layout.shards} if layout.shards else {"name": "replicate", "axis": store}
+def _blocks(chosen: Chosen) -> list[str]:
+    """The names of the model's layers, in order, where they are asked for: by cuts of unequal parts."""
+    if not chosen.found.best[0].dealt or is_shape(chosen.asked.model):
+        return []
+    model = load_model(ModelSource(chosen.asked.model), seed=0).blueprint.instance()
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    fitting = [name for name in lists if len(list(model.get_submodule(name).children())) == chosen.wish.shape.layers]
+    return [f"{fitting[0]}.{number}" for number in range(chosen.wish.shape.layers)] if fitting else []

@@ -1,4 +1,4 @@
-"""`plan`: a request resolved, shown and written."""
+"""`plan`: a request resolved, priced, shown and written."""
 
 import json
 from collections.abc import Sequence
@@ -20,13 +20,17 @@ from meshwright.model.configs import text_limits
 from meshwright.model.reading import Reading
 from meshwright.model.sources import load_model
 from meshwright.model.survey import Survey, survey
+from meshwright.planner.prediction import Prediction
 from meshwright.prepare import Prepared, loss_of, prepared
 from meshwright.report.explain import explain_dict, explain_view
 from meshwright.report.parameters import parameter_rows, parameters_view
+from meshwright.report.prediction import prediction_dict, prediction_view
 from meshwright.report.terminal import plan_view
 from meshwright.run.config import Request, read_request, write_request
+from meshwright.run.hardware import is_file
 from meshwright.strategies import STRATEGIES
 from meshwright.strategies.data.batch import Batch
+from meshwright.verbs.predict import HOW, predicted
 from meshwright.verifier.static import prove
 
 Resolved = tuple[Request, Prepared]
@@ -55,6 +59,8 @@ class Explained:
 def resolve(config: Path, overrides: Sequence[str], world: int | None) -> Resolved:
     """The request in `config`, resolved, and what it resolves to; refused when its program cannot be proved."""
     request = read_request(config, overrides, STRATEGIES)
+    if request.run.hardware and not request.run.cluster:
+        request = replace(request, run=replace(request.run, cluster=request.cluster))
     ready = prepared(request, world)
     plan = ready.plan
     raise_faults(prove(plan))
@@ -70,9 +76,43 @@ def resolve(config: Path, overrides: Sequence[str], world: int | None) -> Resolv
     return replace(resolved, cluster=""), ready  # what it was asked for stands in the strategies now
 
 
-def view(resolved: Resolved, *, every: bool) -> RenderableType:
-    """The plan as a table; below it what was chosen for it, and why."""
-    return Group(plan_view(resolved[1].plan, every=every), *(Text(note, style="green") for note in resolved[1].notes))
+def on_hardware(resolved: Resolved, hardware: str, cluster: str) -> Resolved:
+    """`resolved`, to be predicted on what these name (files are meant from the current folder); empty: as its config says.
+
+    Of a kind of device the links are known, so those that the config names are another machine's.
+    """
+    request, ready = resolved
+    known = request.run.cluster if not hardware or is_file(hardware) else ""
+    run = replace(request.run, hardware=_absolute(hardware) or request.run.hardware, cluster=_absolute(cluster) or known)
+    return replace(request, run=run), replace(ready, plan=replace(ready.plan, run=run))
+
+
+def _absolute(word: str) -> str:
+    return str(Path(word).absolute()) if Path(word).is_file() else word
+
+
+def priced(resolved: Resolved) -> Prediction | None:
+    """What a step takes; None where no hardware is named. Raises PlanError with all that is wrong with what is."""
+    plan = resolved[1].plan
+    return predicted(plan, plan.run.hardware, plan.run.cluster)
+
+
+def view(resolved: Resolved, prediction: Prediction | None, *, every: bool) -> RenderableType:
+    """The plan as a table; below it what it takes, and what was chosen for it, and why."""
+    plan, notes = resolved[1].plan, resolved[1].notes
+    taken = Text(HOW) if prediction is None else prediction_view(plan, prediction)
+    return Group(plan_view(plan, every=every), "", taken, *(Text(note, style="green") for note in notes))
+
+
+def write_prediction(resolved: Resolved, prediction: Prediction | None, path: Path) -> None:
+    """Write what the plan will hold, send and take as JSON. Raises PlanError when the file cannot be written."""
+    plan = resolved[1].plan
+    said = {"plan": plan.hash, "mesh": str(plan.mesh), **prediction_dict(plan, prediction)}
+    try:
+        path.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        text = f"the prediction cannot be written: {error.strerror}"
+        raise PlanError(text, fix="name another file: --json", where=str(path)) from error
 
 
 def explain(config: Path, overrides: Sequence[str]) -> Explained:

@@ -3,16 +3,22 @@
 from dataclasses import replace
 from pathlib import Path
 
+from rich.console import Group, RenderableType
+
 import meshwright
 from meshwright.core.errors import PlanError
+from meshwright.report.beside import beside, beside_table
 from meshwright.report.page import page
 from meshwright.report.reading import read_record
 
 NAME = "report.html"
 
 
-def report(run: Path, other: Path | None, out: Path | None) -> Path:
+def report(run: Path, other: Path | None, out: Path | None) -> tuple[Path, RenderableType | None]:
     """Write the report on `run`, beside `other` if there is one; returns the file, by default in the folder of `run`.
+
+    With it come the figures that were predicted of the runs beside those that were measured, for the terminal; None where there
+    are none.
 
     Raises PlanError for a folder that is none of a run, and for a file that cannot be written.
     """
@@ -28,4 +34,6 @@ def report(run: Path, other: Path | None, out: Path | None) -> Path:
     except OSError as error:
         fix = "name a file in a folder that can be written to: --out FILE.html"
         raise PlanError(f"the report cannot be written: {error.strerror}", fix=fix, where=str(path)) from error
-    return path
+    found = {record.name: beside(record) for record in records}
+    tables = [beside_table(each, name) for name, each in found.items() if each]
+    return path, Group(*tables) if tables else None

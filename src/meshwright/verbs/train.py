@@ -12,6 +12,7 @@ from rich.console import Console
 from meshwright.api import Engine
 from meshwright.core.errors import PlanError
 from meshwright.prepare import Prepared
+from meshwright.report.prediction import seconds
 from meshwright.report.progress import duration
 from meshwright.run.callbacks import Callback, Moment
 from meshwright.run.config import read_request
@@ -28,7 +29,7 @@ from meshwright.run.train import Ended
 from meshwright.run.train import train as train_loop
 from meshwright.run.workers import ahead
 from meshwright.strategies import STRATEGIES
-from meshwright.verbs.plan import Resolved, resolve, write_plan
+from meshwright.verbs.plan import Resolved, priced, resolve, write_plan
 from meshwright.verbs.ranks import Launcher
 from meshwright.verbs.watching import terminal_of, watching
 
@@ -49,8 +50,11 @@ def train(
         raise PlanError(f"there is no checkpoint of step {from_step}", fix=fix, where="--from-step")
     if from_step is None:
         refuse_unusable(plan)
+    prediction = priced(resolved)
     path = _write_run_plan(resolved)
     _announce(resolved[1], console)
+    if prediction is not None:
+        console.print(f"predicted: {seconds(prediction.step_s)} a step on {prediction.on}", markup=False, soft_wrap=True)
     argv = ["train", str(path), *([] if from_step is None else ["--from-step", str(from_step)])]
     before = marks(folder)
     outcome = launcher(argv, plan.mesh.world, folder)

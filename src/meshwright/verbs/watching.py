@@ -9,6 +9,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from meshwright.core.errors import PlanError
+from meshwright.core.plan import Plan
+from meshwright.planner.prediction import Prediction
+from meshwright.report.prediction import prediction_dict
 from meshwright.report.progress import Figures, Show, training_view
 from meshwright.report.states import held_nbytes
 from meshwright.report.terminal import plan_words
@@ -19,6 +23,7 @@ from meshwright.run.config import as_dict
 from meshwright.run.launchers import Ranked
 from meshwright.run.trackers import Told, tracked
 from meshwright.verbs.plan import Resolved
+from meshwright.verbs.predict import predicted
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +37,22 @@ def watching(
     plan = ready.plan
     folder = Path(plan.run.folder)
     try:
-        write_about(plan, plan_words(plan), held_nbytes(plan), device)
+        write_about(plan, plan_words(plan), held_nbytes(plan), device, prediction_dict(plan, _priced(plan)))
     except OSError as error:
         logger.warning("what the run is cannot be written, and its report will know less: %s", error)
     told = Told(folder, folder.resolve().name, plan.run.tracker_project, as_dict(request), first)
     steps = min(plan.job.train.steps, available or plan.job.train.steps)
     with tracked(plan.run.trackers, told, ADAPTERS) as trackers, training_view(console, steps, first) as show:
         yield (Callback(on_step_end=partial(_show, show)), *trackers)
+
+
+def _priced(plan: Plan) -> Prediction | None:
+    """What a step is predicted to take; where that cannot be said any more, the run goes on without it."""
+    try:
+        return predicted(plan, plan.run.hardware, plan.run.cluster)
+    except PlanError as error:
+        logger.warning("what a step takes cannot be predicted: %s", error)
+        return None
 
 
 def terminal_of(ranked: Ranked, console: Console) -> Callable[[str], None] | None:

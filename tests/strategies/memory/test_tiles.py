@@ -16,6 +16,7 @@ from meshwright.engine.loss import Loss
 from meshwright.model.sources import Model
 from meshwright.planner.memory import peak_bytes
 from meshwright.strategies.data.batch import Batch
+from meshwright.strategies.data.master import Master
 from meshwright.strategies.data.zero import Zero
 from meshwright.strategies.memory.recompute import Recompute
 from meshwright.strategies.memory.tiles import Tiles
@@ -169,6 +170,11 @@ def test_mlps_that_are_divided_among_ranks_are_refused_and_so_are_heads_in_grids
         make_plan(known(), tiny_job(4), Mesh(tp=2), (Line(), Tiles(mlp=2)))
     with pytest.raises(PlanError, match=r"the head lm_head\.weight is cut along (?s:.*)set loss = 1"):
         make_plan(known(), tiny_job(4), Mesh(dp_shard=2, tp=2), (Grid(), Tiles()))
+
+
+def test_a_loss_that_one_rank_takes_for_all_is_refused():
+    with pytest.raises(PlanError, match=r"one rank along dp_replicate takes the loss of all(?s:.*)set loss = 1"):
+        planned(Master(), Batch(), Tiles(loss=2), mesh=Mesh(dp_replicate=2))
 
 
 def test_mlps_of_a_model_that_draws_dropout_are_refused():

@@ -21,9 +21,9 @@ from meshwright.core.steps import ROLE
 from meshwright.core.strategy import Strategy
 from meshwright.core.tokens import Attend, Passing, Tokens
 from meshwright.engine.inner import Inner
-from meshwright.model.apart import Share
 from meshwright.model.attend import Asked, mask_of
 from meshwright.model.convolve import Beside
+from meshwright.model.share import Share
 from meshwright.testing.spawn import on_threads
 
 ROWS = 2

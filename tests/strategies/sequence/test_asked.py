@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from meshwright.core.errors import PlanError
-from meshwright.model.apart import Share
 from meshwright.model.attend import Asked
+from meshwright.model.share import Share
 from meshwright.strategies.sequence.asked import fitted
 
 SHARE = Share(9, ((0, 2), (7, 9)))  # four of nine tokens

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from types import FunctionType
 
 import pytest
 import torch
@@ -30,6 +29,7 @@ from meshwright.strategies.sequence.ring import Ring
 from meshwright.strategies.sequence.ulysses import Ulysses
 from meshwright.strategies.tensor.line import Line
 from meshwright.testing.spawn import on_threads
+from tests.names import named
 from tests.strategies.sequence import pooling
 from tests.strategies.sequence.pooling import Centred, Looping, Mean, Picked, Pooled, bert, gpt2, llama, rows
 from tests.strategies.sequence.test_ring_models import COPIES, JOB, ROWS, Own, planned
@@ -37,11 +37,6 @@ from tests.strategies.tensor.llama import batches
 
 known = cache(pooling.reading)
 FLOAT = 4
-
-
-def named(value: object) -> str:
-    """What pytest calls an argument: the same in every process."""
-    return value.__name__ if isinstance(value, type | FunctionType) else str(value)
 
 
 def equal(reading: Reading, plan: Plan) -> None:

@@ -19,8 +19,8 @@ from meshwright.core.sources import DataSource, ModelSource
 from meshwright.core.space import Space
 from meshwright.core.steps import ROLE
 from meshwright.core.tokens import Attend, Convolve, Passing, Tokens, count_of
-from meshwright.model.apart import Share
 from meshwright.model.convolve import Convolution, Convolved
+from meshwright.model.share import Share
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.sequence import halo
 from meshwright.strategies.sequence.dealt import Deals

@@ -1,7 +1,6 @@
 """Models that convolve tokens, dealt to ranks: one device's numbers in float64, and no byte that the program does not state."""
 
 from functools import cache
-from types import FunctionType
 
 import pytest
 import torch
@@ -29,6 +28,7 @@ from meshwright.strategies.sequence.ring import Ring
 from meshwright.strategies.sequence.ulysses import Ulysses
 from meshwright.strategies.tensor.line import Line
 from meshwright.verifier.static import prove
+from tests.names import named
 from tests.strategies.sequence.test_dealt_in_pipelines import found, planned
 from tests.strategies.sequence.test_ring_models import COPIES, ROWS, Attention, padded
 from tests.strategies.tensor.llama import batches
@@ -108,11 +108,6 @@ def made(make, length: int = 9) -> Reading:
 
 
 WAYS = [(2, Ring()), (3, Ring()), (4, Ring()), (2, Ulysses()), (4, Hybrid())]
-
-
-def named(given: object) -> str:
-    """A test's name holds no address."""
-    return given.__name__ if isinstance(given, FunctionType | type) else str(given)
 
 
 @pytest.mark.parametrize(

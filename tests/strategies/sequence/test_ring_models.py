@@ -17,6 +17,8 @@ from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.data.zero import Zero
 from meshwright.strategies.memory.recompute import Recompute
 from meshwright.strategies.sequence.ring import Ring
+from meshwright.strategies.tensor.line import Line
+from meshwright.strategies.tensor.vocabulary import Vocabulary
 from meshwright.verifier.static import prove
 from tests.strategies.tensor.llama import batches, known
 
@@ -49,6 +51,14 @@ def test_a_ring_has_more_ranks_than_tokens():
     short = known(length=3)
     plan = planned(short, Mesh(cp=4), Ring(), COPIES)
     verdict = verify(short, plan, batches(2, ROWS, 3))
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("length", [3, 5])
+def test_words_are_divided_where_ranks_have_one_token_or_none(length: int):
+    short = known(length=length)
+    plan = planned(short, Mesh(cp=4, tp=2), Ring(), Line(), Vocabulary(), COPIES)
+    verdict = verify(short, plan, batches(2, ROWS, length))
     assert verdict.passed, verdict
 
 

@@ -64,8 +64,8 @@ def test_a_wrong_diagonal_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gradients_that_stay_away_from_home_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     backward = rounds._backward
 
-    def wrong(*given: Any) -> tuple[Any, ...]:
-        query, key, value = backward(*given)
+    def wrong(*given: Any, **more: Any) -> tuple[Any, ...]:
+        query, key, value = backward(*given, **more)
         return query, key.roll(1, 0), value
 
     monkeypatch.setattr(rounds, "_backward", wrong)

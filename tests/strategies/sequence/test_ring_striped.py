@@ -113,9 +113,9 @@ def test_biases_and_dropout_are_those_of_one_device() -> None:
 def test_layers_look_at_the_mask_of_a_micro_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked, of = list[int](), Recent.view
 
-    def counting(self: Recent, circle: object, mask: torch.Tensor, *given: object) -> object:
+    def counting(self: Recent, circle: object, mask: torch.Tensor, *given: object, **more: object) -> object:
         before = len(self._masks) and self._masks[-1]
-        found = of(self, circle, mask, *given)  # type: ignore[arg-type]
+        found = of(self, circle, mask, *given, **more)  # type: ignore[arg-type]
         looked.append(before != (len(self._masks) and self._masks[-1]))
         return found
 

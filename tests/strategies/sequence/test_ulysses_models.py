@@ -1,6 +1,7 @@
 """Models whose heads are exchanged for tokens: one device's numbers in float64, and no byte that the program does not state."""
 
 import pytest
+import torch
 
 from meshwright.api import make_plan, read, trace, verify
 from meshwright.core.errors import PlanError
@@ -9,15 +10,19 @@ from meshwright.core.mesh import Mesh
 from meshwright.core.sources import DataSource, ModelSource
 from meshwright.core.strategy import Strategy
 from meshwright.model.reading import Reading
+from meshwright.model.share import Share
 from meshwright.strategies.data.batch import Batch
 from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.data.zero import Zero
 from meshwright.strategies.memory.recompute import Recompute
+from meshwright.strategies.pipeline.pipeline import Pipeline
 from meshwright.strategies.sequence.hybrid import Hybrid
 from meshwright.strategies.sequence.ulysses import Ulysses
 from meshwright.strategies.tensor.line import Line
 from meshwright.verifier.static import prove
-from tests.strategies.sequence.test_ring_models import gpt2, sliding
+from meshwright.verifier.verdict import Verdict
+from tests.names import named
+from tests.strategies.sequence.test_ring_models import bert, gpt2, padded, sliding
 from tests.strategies.tensor.llama import batches, known, llama
 
 ROWS, TOKENS = 4, 9
@@ -59,6 +64,46 @@ def test_models_with_three_heads_and_with_masks(make, strategy: Strategy) -> Non
     model.config.use_cache = False
     reading = read(model, batches(1, ROWS)[0])
     equal(reading, Mesh(cp=3), strategy, COPIES)
+
+
+MIXED = [
+    (gpt2, Mesh(cp=3), (Ulysses(), Recompute(), COPIES)),
+    (sliding, Mesh(cp=3), (Ulysses(), COPIES)),
+    (bert, Mesh(cp=3), (Hybrid(inner=3), COPIES)),
+    (llama, Mesh(cp=4), (Hybrid(), Recompute(), COPIES)),
+    (llama, Mesh(cp=2, tp=3), (Ulysses(), Line(), COPIES)),
+    (llama, Mesh(pp=2, cp=2), (Ulysses(), Pipeline(), COPIES)),
+]
+
+
+def mixed(make, mesh: Mesh, strategies, example: int) -> Verdict:
+    """What becomes of three steps of micro-batches of one row, of which one needs no mask, and the others do in some."""
+    model = make()
+    model.config.use_cache = False
+    found = padded(model, 3)[1]
+    reading = read(model, found[example])
+    job = Job(ModelSource("own"), DataSource("random", sequence=TOKENS), Train(batch=ROWS, clip=0.5), Optimizer("sgd", lr=0.1))
+    plan = make_plan(reading, job, mesh, strategies, 1)
+    assert not any(move.dtype == "bool" for action in plan.actions for move in action.inner)
+    return verify(reading, plan, found)
+
+
+@pytest.mark.parametrize(("make", "mesh", "strategies"), MIXED, ids=named)
+@pytest.mark.parametrize("example", [0, -1], ids=["read without a mask", "read with a mask"])
+def test_which_rows_are_padded_makes_no_difference_to_what_is_sent(make, mesh: Mesh, strategies, example: int) -> None:
+    verdict = mixed(make, mesh, strategies, example)
+    assert verdict.passed, verdict
+
+
+def test_rows_of_a_mask_that_are_others_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Share.rows_together
+
+    def shifted(share: Share, mask: torch.Tensor) -> torch.Tensor | None:
+        rows = right(share, mask)
+        return None if rows is None else rows.roll(1, -2)
+
+    monkeypatch.setattr(Share, "rows_together", shifted)
+    assert not mixed(llama, Mesh(cp=2), (Ulysses(), COPIES), -1).passed
 
 
 def test_heads_that_tensor_parallelism_has_divided_count() -> None:

@@ -61,6 +61,13 @@ def test_it_equals_one_device(case: str, tied: bool):
     assert_exact(reading, plan, uneven(2), fake=case == "recompute" and tied)
 
 
+@pytest.mark.parametrize("strategies", [(Vocabulary(),), (*BOTH, Recompute())], ids=["words", "both"])
+def test_one_rank_along_the_axis_has_all_and_sends_nothing(strategies):
+    reading, plan = planned(known(), Mesh(dp_replicate=2, tp=1), (Batch(), Replicate(), *strategies), 1)
+    assert not any(action.inner for action in plan.actions)
+    assert_exact(reading, plan, uneven(2))
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_weights_and_smoothing_equal_one_device(smoothing: float):
     loss, data = token_cross_entropy(smoothing), uneven(2, weighted=True)

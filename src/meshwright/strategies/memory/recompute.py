@@ -40,7 +40,7 @@ from typing import ClassVar
 from meshwright.core.anatomy import Anatomy, block_of
 from meshwright.core.errors import Fault, nearest
 from meshwright.core.job import Job
-from meshwright.core.program import Action, Hold, Program, with_waits
+from meshwright.core.program import Action, Hold, Program, with_more, with_waits
 from meshwright.core.shares import shares
 from meshwright.core.space import Space
 from meshwright.core.steps import BACKWARDS, COMPLETING, FORWARDS, inside, micro_rows, stream
@@ -106,8 +106,8 @@ class Recompute(Strategy):
 
         Ranks that meet within a visit choose alike: by the sizes of the one that has most of it.
         """
-        anatomy, sizes = space.anatomy, shares(_largest(space))
-        held = taken(_largest(space), job, micro_rows(actions, space, job))
+        anatomy, largest = space.anatomy, _largest(space)
+        sizes, held = shares(largest), taken(largest, job, micro_rows(actions, space, job))
         forwards = {
             action.subject: action for action in actions if action.kind == "F" and self._asked_for(action.subject, anatomy)
         }
@@ -144,8 +144,7 @@ def _with_given(actions: list[Action], space: Space, job: Job) -> list[Action]:
     def holding(action: Action) -> Action:
         if action.kind not in FORWARDS or action.subject != first:
             return action
-        name = stream(first, action.micro or 0)
-        return replace(action, takes=tuple(Hold(h.name, h.nbytes + more * (h.name == name)) for h in action.takes))
+        return with_more(action, stream(first, action.micro or 0), more)
 
     return [holding(action) for action in actions]
 

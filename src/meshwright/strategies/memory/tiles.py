@@ -20,10 +20,10 @@ MLPs treat tokens one by one, too: in tiles, nothing of what they compute within
 
 Cost: of the loss no operation more, of MLPs a forward more; nothing on the wire. Products have fewer rows: below some hundred
 tokens per tile they slow down.
-Limits: the head is an nn.Linear called once, in the last block, and gives out what the loss takes: logits that the model scales,
-caps or cuts are refused. The loss is a sum over tokens. Tiles are of each row's tokens, so a sample of one token has one. An MLP
-is a module of its own between columns and rows of single features, whole on its rank, in a model without dropout. Of a backward
-in halves (zero bubble), its weights have their gradients in the first.
+Limits: the head is an nn.Linear called once, in the last block, and gives out what the loss takes: logits that the model
+scales, caps or cuts are refused. The loss is a sum over tokens, and every rank takes its own. Tiles are of each row's tokens,
+so a sample of one token has one. An MLP is a module of its own between columns and rows of single features, whole on its rank,
+in a model without dropout. Of a backward in halves (zero bubble), its weights have their gradients in the first.
 Paper: Bekman et al. 2025, "Arctic Long Sequence Training" (tiled logits, loss and MLP), arXiv 2506.13996; Hsu et al. 2024, "Liger
 Kernel" (fused linear cross-entropy), arXiv 2410.10989.
 """
@@ -84,6 +84,9 @@ class Tiles(Strategy):
         if home is not None and set(home.cut) != set(space.logits.axes("S")):
             text = f"the head {home.weight.name} is cut along {' and '.join(home.cut)}, and its products move something each"
             yield Fault(text, "divide it by words alone (line and vocabulary), or set loss = 1", "strategies.tiles.loss")
+        if self.loss > 1 and space.led:
+            text = f"one rank along {' and '.join(space.led)} takes the loss of all, of logits that the others send whole"
+            yield Fault(text, "set loss = 1, or have every rank take its own loss (replicate, zero)", "strategies.tiles.loss")
         inside = [name for mlp in _mlps(space.anatomy) for name in cut if name.startswith(f"{mlp.name}.")] if self.mlp > 1 else []
         if inside:
             text = f"{inside[0]} is divided among ranks, which meet once for all tokens, and would for each tile"

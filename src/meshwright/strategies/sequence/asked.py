@@ -16,7 +16,7 @@ class Fitted:
     """What is asked: query [B, H, n, d], key [B, G, m, d], value [B, G, m, e], and a mask or None.
 
     The mask is [B or 1, H or 1, n or 1, all keys]; `shape` is that of what comes out, in the dims of what was asked. Weights are
-    dropped with probability `drop`.
+    dropped with probability `drop`. `together` and `bias` are those of `Asked`, in the dims of the mask.
     """
 
     query: torch.Tensor
@@ -25,6 +25,8 @@ class Fitted:
     mask: torch.Tensor | None
     shape: tuple[int, ...]
     drop: float = 0.0
+    together: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
 
     def back(self, out: torch.Tensor) -> torch.Tensor:
         """`out`, [B, H, n, e], in the dims of what was asked."""
@@ -49,12 +51,9 @@ def fitted(asked: Asked, name: str) -> Fitted:
             text = f"the mask is of shape {list(mask.shape)}; needed are rows for {asked.queries.count} queries of this rank"
             fix = "give the block a mask of shape [rows, heads, tokens, tokens], made outside of it; and is_causal = False"
             raise PlanError(f"{text}, and columns for all {keys} keys", fix=fix, where=where)
-        mask = mask.expand(*mask.shape[:-1], keys)
-        mask = (
-            mask.reshape(*[1] * (4 - mask.ndim), *mask.shape) if query.ndim <= 4 else _flat(mask.expand(*query.shape[:-1], keys))
-        )
+    mask, together, bias = (_in_four(each, query, asked.keys.length) for each in (mask, asked.together, asked.bias))
     shape = (*query.shape[:-1], value.shape[-1])
-    return Fitted(_flat(query), _flat(key), _flat(value), mask, shape, asked.dropout)
+    return Fitted(_flat(query), _flat(key), _flat(value), mask, shape, asked.dropout, together, bias)
 
 
 def kept(asked: Asked, rows: tuple[Span, ...], heads: Span | None = None) -> torch.Tensor | None:
@@ -67,6 +66,15 @@ def kept(asked: Asked, rows: tuple[Span, ...], heads: Span | None = None) -> tor
     before = asked.query.shape[:-2]
     part = Part((*before, asked.queries.length, asked.keys.length), (*(((-3, (heads,)),) if heads else ()), (-2, rows)))
     return _flat(thinned(asked.query, part, asked.dropout))
+
+
+def _in_four(mask: torch.Tensor | None, query: torch.Tensor, keys: int) -> torch.Tensor | None:
+    """A mask in four dims, with columns of all keys."""
+    if mask is None:
+        return None
+    before = mask.shape[:-2] if query.ndim <= 4 else query.shape[:-2]
+    mask = mask.expand(*before, mask.shape[-2], keys)
+    return mask.reshape(*[1] * (4 - mask.ndim), *mask.shape) if mask.ndim <= 4 else mask.flatten(0, -4)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from meshwright.core.anatomy import NBYTES, NBYTES_OWN
 from meshwright.core.borders import Part
 from meshwright.core.job import Job
-from meshwright.core.program import Action, Program, Transfer
+from meshwright.core.program import Action, Program, Transfer, with_more
 from meshwright.core.space import Space
 from meshwright.core.steps import BACKWARDS, FORWARDS, micro_rows, stream
 from meshwright.core.tokens import Together
@@ -80,8 +80,7 @@ class _Glue:
         inner = *_at(-LATE, early), *action.inner, *_at(LATE, late)
         held = stream(action.subject, action.micro or 0)
         more = self.more.get(visit, 0) if action.kind in FORWARDS else 0
-        takes = tuple(replace(hold, nbytes=hold.nbytes + more) if hold.name == held else hold for hold in action.takes)
-        return replace(action, inner=inner, takes=takes)
+        return replace(with_more(action, held, more), inner=inner)
 
 
 def _at(time: float, moves: Iterable[Transfer]) -> Iterator[Transfer]:

@@ -101,5 +101,8 @@ class View(Protocol):
     def mask(self, rank: int, pair: Pair, whole: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
         """The mask of a pair, [samples or 1, heads or 1, rows or 1, keys], of the `whole` one; None where it needs none."""
 
+    def above(self, rows: Span) -> torch.Tensor | None:
+        """From where scores of these queries are counted, [samples or 1, heads or 1, rows or 1, 1]; None: from 0, all of them."""
+
     def put(self, rank: int, pair: Pair, part: torch.Tensor, into: torch.Tensor) -> None:
         """Add `part`, a gradient of the mask of a pair, to where that comes from in `into`, that of the whole one."""

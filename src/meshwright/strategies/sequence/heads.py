@@ -12,7 +12,8 @@ gradients are summed where it came from. Each rank is sent as many:
     6 heads share 2, 3 ranks                0 | 0 1 | 1                                    each rank is sent 2, one of them idle
 
 Shares of tokens are as long as the longest; what fills them up is dropped as it arrives. Of a mask every rank needs the rows of
-all queries: of one by head those of its heads, by an all_to_all; of any other all of them, by an all_gather.
+all queries. One that glue has made is there on every rank, so nobody sends it; whether a batch has one makes no difference then.
+Of one that a block makes of its tokens, or learns, those of other ranks come: by head, by an all_to_all; else by an all_gather.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +31,7 @@ from meshwright.core.space import Space
 from meshwright.core.strategy import Runtime
 from meshwright.core.tokens import Attend, Deal
 from meshwright.model.attend import Asked
+from meshwright.model.attention import superposed
 from meshwright.strategies.sequence.asked import Fitted
 from meshwright.strategies.sequence.dealt import local_heads
 
@@ -76,7 +78,7 @@ class Needs:
 class Exchange:
     """What the rank at `index` and its neighbours, `deal.inner` of them, make of a call of attention; `move` moves among those.
 
-    `by_query` tells whether masks have a row for each query: of a rank with one token that cannot be seen.
+    `by_query` tells whether masks that are sent have a row for each query: of a rank with one token that cannot be seen.
     """
 
     deal: Deal
@@ -103,7 +105,7 @@ class Exchange:
         needs = Needs.of(heads, given.key.shape[1], near)
         query = self.to_heads(given.query, asked.queries.length)
         key, value = (self._shared(each, asked.keys.length, needs) for each in (given.key, given.value))
-        return replace(given, query=query, key=key, value=value, mask=self._masked(given, asked.queries.length))
+        return replace(given, query=query, key=key, value=value, mask=self._masked(given, asked.queries.length, name))
 
     def heads(self, given: Fitted) -> tuple[int, int]:
         """Which of the heads of queries that were `given` this rank computes."""
@@ -117,8 +119,9 @@ class Exchange:
     def to_tokens(self, tensor: torch.Tensor, length: int) -> torch.Tensor:
         """The way back: [B, h / near, tokens of all neighbours, w] -> [B, h, own tokens, w]."""
         counts, most = self._counts(length), self._most(length)
-        filled = torch.cat([_filled(piece, most) for piece in tensor.split(counts, 2)], 2)
-        return self.move(filled, HEADS, TOKENS).narrow(2, 0, counts[self.index % self.deal.inner])
+        even = min(counts) == most
+        filled = tensor.view_as(tensor) if even else torch.cat([_filled(piece, most) for piece in tensor.split(counts, 2)], 2)
+        return _first(self.move(filled, HEADS, TOKENS), counts[self.index % self.deal.inner])
 
     def _shared(self, tensor: torch.Tensor, length: int, needs: Needs) -> torch.Tensor:
         """Keys, or values: the heads that this rank needs."""
@@ -130,14 +133,26 @@ class Exchange:
             return moved
         return moved.index_select(1, torch.tensor(needs.uses[self.index % self.deal.inner], device=tensor.device))
 
-    def _masked(self, given: Fitted, length: int) -> torch.Tensor | None:
+    def _masked(self, given: Fitted, length: int, name: str) -> torch.Tensor | None:
         """The mask for all queries of the neighbours, and this rank's heads."""
-        mask, each = given.mask, given.query.shape[1] // self.deal.inner
-        if mask is None:
-            return None
-        mask = mask.to(given.query.dtype) if mask.dtype.is_floating_point else mask
+        if given.mask is None or self.deal.inner == 1:
+            return given.mask
+        if given.together is None:
+            return self._sent(_wide_as(given.mask, given.query), given, length, name)
+        known = _wide_as(given.together, given.query)
+        if given.bias is None:
+            return known
+        return superposed(self._sent(_wide_as(given.bias, given.query), given, length, name), known)
+
+    def _sent(self, mask: torch.Tensor, given: Fitted, length: int, name: str) -> torch.Tensor:
+        """A mask that each rank has for its own queries, for those of all neighbours and this rank's heads."""
         if not self.by_query:
-            return mask if mask.shape[1] == 1 else mask.narrow(1, self.index % self.deal.inner * each, each)
+            if mask.shape[2] > 1:
+                text = f"attention takes a mask of shape {list(mask.shape)}, made in a block, and in the trial run there was none"
+                fix = "make the plan from an example batch that needs one; or make the mask outside of the block"
+                raise PlanError(text, fix=fix, where=f"strategies.{name}")
+            first, end = self.heads(given)
+            return mask if mask.shape[1] == 1 else mask.narrow(1, first, end - first)
         mask = mask.expand(-1, -1, given.query.shape[2], -1)
         if mask.shape[1] > 1:
             return self.to_heads(mask, length)
@@ -146,7 +161,7 @@ class Exchange:
     def _without_filling(self, tensor: torch.Tensor, length: int) -> torch.Tensor:
         counts, most = self._counts(length), self._most(length)
         if min(counts) == most or len(counts) == 1:
-            return tensor.narrow(2, 0, sum(counts))
+            return _first(tensor, sum(counts))
         return torch.cat([tensor.narrow(2, place * most, count) for place, count in enumerate(counts)], 2)
 
     def _counts(self, length: int) -> tuple[int, ...]:
@@ -158,9 +173,10 @@ class Exchange:
 
 
 def masks_by_query(space: Space) -> bool:
-    """Whether any mask of the model has a row for each query: all are sent as if they had."""
+    """Whether any mask that is sent has a row for each query: all are sent as if they had."""
     tokens = (space.whole or space).anatomy.tokens
-    return any(each.mask is not None and each.mask.by_query for each in (tokens.attends if tokens else ()))
+    masks = [each.mask for each in (tokens.attends if tokens else ()) if each.mask is not None]
+    return any(mask.by_query and not mask.known for mask in masks)
 
 
 def exchanged(
@@ -180,7 +196,7 @@ def exchanged(
     taken = [swap(queries * heads * attend.width), swap(keys * sent * attend.width), swap(keys * sent * attend.values)]
     given, mask = [swap(queries * heads * attend.values)], attend.mask
     back = [each for each, learns in zip(taken, attend.learns, strict=True) if learns][::-1]
-    if mask is not None and masks_by_query(space):
+    if mask is not None and not mask.known and masks_by_query(space):
         numel = queries // (1 if mask.by_row else rows) * attend.keys * (heads if mask.by_head else 1)
         kind = dtype if mask.adds else "bool"
         taken.append(swap(numel, kind, "all_to_all" if mask.by_head else "all_gather"))
@@ -213,8 +229,17 @@ def _ends(space: Space, axis: str) -> set[int]:
     return {0, space.mesh.size(axis) - 1}
 
 
+def _wide_as(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    return mask.to(query.dtype) if mask.is_floating_point() else mask
+
+
 def _mine(rank: int, each: int) -> range:
     return range(rank * each, (rank + 1) * each)
+
+
+def _first(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """The first tokens: where they are all, nothing is copied backwards."""
+    return tensor if tensor.shape[2] == count else tensor.narrow(2, 0, count)
 
 
 def _filled(tensor: torch.Tensor, most: int) -> torch.Tensor:

@@ -17,8 +17,8 @@ the ring more tokens per rank, which it wants; the ring takes more ranks than th
 
 `balance` is that of the ring: chunks, or with "striped" single tokens, go to the groups, and what one gets lies straight on it.
 `inner` neighbours in mesh order are one group of the exchange: on one host, where hosts have a multiple of that many ranks.
-Cost: nothing hides the exchange, and computation the ring's messages, but for the last of a backward. Of a mask with a row for
-each query those of the neighbours are gathered: B N N / r x (u-1)/u elements in every layer.
+Cost: nothing hides the exchange, and computation the ring's messages, but for the last of a backward. Of a mask that a block
+makes for own queries those of neighbours are gathered: B N N / r x (u-1)/u elements in every layer; of others nothing is sent.
 Limits: `inner` divides the heads of a rank, and the ranks along the axis. Attention is what calls F.scaled_dot_product_attention
 within a block; with dropout, by plain products.
 Paper: Fang and Zhao 2024, "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI", arXiv 2405.07719
@@ -34,6 +34,7 @@ import torch
 
 from meshwright.core.errors import Fault
 from meshwright.core.job import Job
+from meshwright.core.mesh import divisors
 from meshwright.core.program import Program, Transfer
 from meshwright.core.space import Space
 from meshwright.core.steps import added_along
@@ -71,17 +72,17 @@ class Hybrid(Deals):
         yield from token_faults(self.name, self.axis, space, self.deal)
         if self.axis == AXIS and not self._divides(space):
             ranks = space.mesh.size(AXIS)
-            sizes = " or ".join(map(str, _divisors(ranks)))
+            sizes = " or ".join(map(str, divisors(ranks)))
             text = f"inner = {self.inner}, and {AXIS} has {ranks} ranks, which are to be groups of so many neighbours"
             yield Fault(text, f"set inner to {sizes}", f"strategies.{self.name}.inner")
         yield from ring_faults(self.name, self.balance, self.wire)
 
     def partners(self, space: Space) -> Iterator[Fault]:
         if self.axis == AXIS and self._divides(space):
-            yield from head_faults(space, self.name, self.inner, "inner", _divisors(space.mesh.size(AXIS)))
+            yield from head_faults(space, self.name, self.inner, "inner", divisors(space.mesh.size(AXIS)))
 
     def deal(self, ranks: int) -> Deal:
-        return dealt(self.balance, ranks, self.inner if self.inner > 0 else 1)
+        return dealt(self.balance, ranks, self.inner if self.inner > 0 and ranks % self.inner == 0 else 1)
 
     def rewrite(self, program: Program, space: Space, job: Job) -> Program:
         deal = self.deal(space.mesh.size(self.axis))
@@ -120,7 +121,7 @@ class Hybrid(Deals):
             ),
         )
         keep = kept(asked, circle.queries, exchange.heads(given))
-        view = recent.view(circle, mine.mask, mine.query.device, asked.mask)
+        view = recent.view(circle, mine.mask, mine.query.device, asked.mask, keeps=asked.queries.keeps)
         out = around(circle, mine.query, mine.key, mine.value, mine.mask, keep, view)
         return given.back(exchange.to_tokens(out, asked.queries.length))
 
@@ -135,7 +136,3 @@ class Hybrid(Deals):
 
     def _divides(self, space: Space) -> bool:
         return self.inner > 0 and space.mesh.size(AXIS) % self.inner == 0
-
-
-def _divisors(ranks: int) -> list[int]:
-    return [size for size in range(1, ranks + 1) if ranks % size == 0]

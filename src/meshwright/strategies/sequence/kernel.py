@@ -45,14 +45,16 @@ def attend(
     causal: bool = False,
     scale: float,
     thin: Thin | None = None,
+    above: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention of `query` to these keys and values, [B, H, n, e], and its lse, [B, H, n]; see the module for shapes.
 
-    `causal`: query i looks at the keys up to i, and there are as many of both; then there is no mask. Autograd sees none of it.
+    `causal`: query i looks at the keys up to i, and there are as many of both; then there is no mask. Of a row whose mask is
+    far from 0 everywhere, lse is counted from `above`, [B or 1, H or 1, n or 1, 1], where that is given. Autograd sees nothing.
     """
     if not query.numel() or not key.shape[-2]:
         return _nothing(query, value)
-    match "plain" if thin is not None else _kernel(query, value, mask):
+    match "plain" if thin is not None or above is not None else _kernel(query, value, mask):
         case "cpu":
             out, lse = _cpu(query, key, value, mask, causal, scale)
         case "flash":
@@ -60,7 +62,7 @@ def attend(
         case "efficient":
             out, lse = _efficient(query, key, value, mask, causal, scale)
         case _:
-            return plain(query, key, value, mask, causal, scale, thin)
+            return plain(query, key, value, mask, causal, scale, thin, above)
     return (out, lse) if mask is None else _without_blind(out, lse, mask)
 
 
@@ -77,6 +79,7 @@ def attend_backward(
     scale: float,
     of_mask: torch.Tensor | None = None,
     thin: Thin | None = None,
+    above: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What these keys and values add to the gradients of query, key and value, of their shapes.
 
@@ -87,7 +90,7 @@ def attend_backward(
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     lse = lse.masked_fill(lse == NEVER, 0.0)  # exp(-inf - 0): who looks at nothing weighs nothing
     given = grad, query, key, value, out, lse
-    match "plain" if of_mask is not None or thin is not None else _kernel(query, value, mask):
+    match "plain" if any(each is not None for each in (of_mask, thin, above)) else _kernel(query, value, mask):
         case "cpu":
             return _cpu_backward(*given, mask, causal, scale)
         case "flash":
@@ -95,7 +98,7 @@ def attend_backward(
         case "efficient":
             return _efficient_backward(*given, mask, causal, scale)
         case _:
-            return plain_backward(*given, mask, causal, scale, of_mask, thin)
+            return plain_backward(*given, mask, causal, scale, of_mask, thin, above)
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

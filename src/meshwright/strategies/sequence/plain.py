@@ -29,13 +29,13 @@ def sums_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def plain(
-    query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: float, thin: Thin | None = None
+    query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: float, thin: Thin | None = None, above: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `kernel.attend` says."""
     outs, sums, wide = [], [], sums_in(query.dtype)
     key, value = key.to(wide), value.to(wide)
     for rows in _chunks(query, key):
-        scores = _scores(query[:, :, rows].to(wide), key, mask, causal, scale, rows)
+        scores = _scores(query[:, :, rows].to(wide), key, mask, causal, scale, rows, above)
         lse = scores.logsumexp(-1)
         weights = _thinned(scores.sub_(lse.masked_fill(lse == NEVER, 0.0).unsqueeze(-1)).exp_(), thin, rows)
         outs.append(_by_group(_shared(weights, key) @ value, query))
@@ -55,6 +55,7 @@ def plain_backward(
     scale: float,
     of_mask: Any,
     thin: Thin | None = None,
+    above: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `kernel.attend_backward` says."""
     wide, of_query = sums_in(query.dtype), []
@@ -62,14 +63,14 @@ def plain_backward(
     of_key, of_value = torch.zeros_like(keys), torch.zeros_like(values)
     for rows in _chunks(query, key):
         q, g, o = (each[:, :, rows].to(wide) for each in (query, grad, out))
-        weights = _scores(q, keys, mask, causal, scale, rows).sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
+        weights = _scores(q, keys, mask, causal, scale, rows, above).sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
         q, g, shared = _shared(q, keys), _shared(g, keys), _shared(_thinned(weights, thin, rows), keys)
         of_value += shared.transpose(-1, -2) @ g
         of_scores = _thinned(_by_group(g @ values.transpose(-1, -2), query), thin, rows)
         of_scores = of_scores - (o * _by_group(g, query)).sum(-1, keepdim=True)
         of_scores *= weights
         if of_mask is not None:
-            into = of_mask[:, :, rows] if of_mask.shape[2] > 1 else of_mask
+            into = _of(of_mask, rows)
             into += of_scores.sum_to_size(into.shape).to(into.dtype)
         of_scores = _shared(of_scores.mul_(scale), keys)
         of_query.append(_by_group(of_scores @ keys, query))
@@ -84,15 +85,22 @@ def _chunks(query: torch.Tensor, key: torch.Tensor) -> Iterator[slice]:
     yield from (slice(first, min(rows, first + step)) for first in range(0, rows, step))
 
 
-def _scores(query: Any, key: Any, mask: Any, causal: bool, scale: float, rows: slice) -> torch.Tensor:
+def _scores(query: Any, key: Any, mask: Any, causal: bool, scale: float, rows: slice, above: Any) -> torch.Tensor:
     scores = _by_group(_shared(query, key) @ key.transpose(-1, -2), query).mul_(scale)
     if causal:
         places = torch.arange(key.shape[-2], device=key.device)
         return scores.masked_fill_(places > places[rows].unsqueeze(-1), NEVER)
     if mask is None:
         return scores
-    mine = mask[:, :, rows] if mask.shape[2] > 1 else mask
-    return scores.masked_fill_(~mine, NEVER) if mask.dtype == torch.bool else scores.add_(mine.detach().to(scores.dtype))
+    mine = _of(mask, rows)
+    if mask.dtype == torch.bool:
+        return scores.masked_fill_(~mine, NEVER)
+    scores.add_(mine.detach().to(scores.dtype))  # rounded here, as on one device, before what stands above is taken off
+    return scores if above is None else scores.sub_(_of(above, rows).to(scores.dtype))
+
+
+def _of(mask: torch.Tensor, rows: slice) -> torch.Tensor:
+    return mask[:, :, rows] if mask.shape[2] > 1 else mask
 
 
 def _thinned(weights: torch.Tensor, thin: Thin | None, rows: slice) -> torch.Tensor:

@@ -29,8 +29,8 @@ Cost: a step's transfer hides behind its computation where that takes longer: fr
 each query looks at neighbouring keys (causal, window, packed documents, padding, prefix), what a mask leaves nothing of is not
 computed (regions.py); its messages are sent all the same. Layers that are handed the same mask have it looked at once.
 Limits: attention is what calls F.scaled_dot_product_attention within a block; with dropout, by plain products. A mask has rows
-of own queries and columns of all keys: n x N elements per rank; float ones hide by -inf (of a row that is hidden whole by a
-large number instead, one device makes a mean). Few tokens per rank do not hide messages: where heads suffice, ulysses sends
+of own queries and columns of all keys: n x N elements per rank. A row that a float mask hides whole by a large number is a mean
+of all keys, as on one device, by plain products. Few tokens per rank do not hide messages: where heads suffice, ulysses sends
 fewer bytes.
 Paper: Liu et al. 2023, "Ring Attention with Blockwise Transformers", arXiv 2310.01889; Brandon et al. 2023, "Striped Attention",
 arXiv 2311.09431 (balance under causal masks); Grattafiori et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783, section
@@ -38,7 +38,7 @@ arXiv 2311.09431 (balance under causal masks); Grattafiori et al. 2024, "The Lla
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -47,7 +47,7 @@ import torch
 from meshwright.core.anatomy import NBYTES
 from meshwright.core.errors import Fault, nearest
 from meshwright.core.job import Job
-from meshwright.core.program import Action, Program, Transfer
+from meshwright.core.program import Action, Program, Transfer, with_more
 from meshwright.core.space import Space
 from meshwright.core.steps import SCRATCH, added_along
 from meshwright.core.strategy import Handler, Runtime
@@ -126,7 +126,8 @@ class Ring(Deals):
                 **said,
             ),
         )
-        keep, view = kept(asked, circle.queries), recent.view(circle, given.mask, given.query.device, asked.mask)
+        keep, keeps = kept(asked, circle.queries), asked.queries.keeps
+        view = recent.view(circle, given.mask, given.query.device, asked.mask, keeps=keeps)
         return given.back(around(circle, given.query, given.key, given.value, given.mask, keep, view))
 
 
@@ -172,5 +173,4 @@ def _with_room(action: Action, ranks: int) -> Action:
     if not sent or all(hold.name != SCRATCH for hold in action.takes):
         return action
     more = 2 * sent[0] + min(ranks + 1, 4) * sent[-1]
-    takes = (replace(hold, nbytes=hold.nbytes + more) if hold.name == SCRATCH else hold for hold in action.takes)
-    return replace(action, takes=tuple(takes))
+    return with_more(action, SCRATCH, more)

@@ -51,8 +51,11 @@ class _Around(torch.autograd.Function):
     def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any, keep: Any, circle: Circle, view: View) -> torch.Tensor:
         with torch.autocast(query.device.type, enabled=False):
             out, lse = _forward(circle, query, key, value, (mask, keep), view)
-        out = out.to(query.dtype)
+        out, above = out.to(query.dtype), view.above((0, query.shape[2]))
         ctx.circle, ctx.view = circle, view
+        # torch's kernel keeps lse as it is, with what a mask has added to a row; its products and softmax keep the weights
+        ctx.rounds = keep is None and not ctx.needs_input_grad[3] and query.shape[-1] == value.shape[-1]
+        lse = lse + above.squeeze(-1) if ctx.rounds and above is not None else lse
         ctx.save_for_backward(query, key, value, mask, keep, out, lse)
         return out
 
@@ -64,7 +67,7 @@ class _Around(torch.autograd.Function):
         mask = ctx.saved_tensors[3]
         of_mask = torch.zeros_like(mask) if mask is not None and ctx.needs_input_grad[3] else None
         with torch.autocast(grads[0].device.type, enabled=False):
-            found = _backward(ctx.circle, grads[0], ctx.saved_tensors, ctx.view, of_mask)
+            found = _backward(ctx.circle, grads[0], ctx.saved_tensors, ctx.view, of_mask, rounds=ctx.rounds)
         return *found, of_mask, None, None, None
 
 
@@ -77,14 +80,24 @@ def _forward(
     for rank, keys, values in _blocks(circle, key, value):
         for pair in view.pairs(rank):
             mine, theirs = pair.mine, pair.theirs
-            said = {"mask": view.mask(rank, pair, whole, query.device), "causal": pair.kind == "causal", "scale": circle.scale}
-            more = attend(query[mine], keys[theirs], values[theirs], **said, thin=_thin(circle, rank, pair, keep))
+            said: dict[str, Any] = {
+                "mask": view.mask(rank, pair, whole, query.device),
+                "causal": pair.kind == "causal",
+                "scale": circle.scale,
+            }
+            said |= {"thin": _thin(circle, rank, pair, keep), "above": view.above(pair.rows)}
+            more = attend(query[mine], keys[theirs], values[theirs], **said)
             out[mine], lse[mine] = merge(out[mine], lse[mine], *more)
     return out, lse
 
 
-def _backward(circle: Circle, grad: Any, saved: Sequence[Any], view: View, of_mask: Any) -> tuple[torch.Tensor, ...]:
-    """The gradients of this rank's queries, keys and values."""
+def _backward(
+    circle: Circle, grad: Any, saved: Sequence[Any], view: View, of_mask: Any, *, rounds: bool
+) -> tuple[torch.Tensor, ...]:
+    """The gradients of this rank's queries, keys and values.
+
+    `rounds`: lse has been rounded to the digits of what a mask has added, where that is far from 0.
+    """
     query, key, value, mask, keep, out, lse = saved
     wide, length = sums_in(query.dtype), circle.most * _per_token(key, value)
     of_query, home = torch.zeros_like(query, dtype=wide), query.new_zeros(length, dtype=wide)
@@ -95,8 +108,9 @@ def _backward(circle: Circle, grad: Any, saved: Sequence[Any], view: View, of_ma
             mine, theirs, cut = pair.mine, pair.theirs, view.mask(rank, pair, mask, query.device)
             into = None if of_mask is None or cut is None else torch.zeros_like(cut)
             given = grad[mine], query[mine], keys[theirs], values[theirs], out[mine], lse[mine]
-            said = {"mask": cut, "causal": pair.kind == "causal", "scale": circle.scale, "of_mask": into}
-            found = attend_backward(*given, **said, thin=_thin(circle, rank, pair, keep))
+            said: dict[str, Any] = {"mask": cut, "causal": pair.kind == "causal", "scale": circle.scale, "of_mask": into}
+            said |= {"thin": _thin(circle, rank, pair, keep), "above": None if rounds else view.above(pair.rows)}
+            found = attend_backward(*given, **said)
             for all_of, more in zip((of_query[mine], of_keys[theirs], of_values[theirs]), found, strict=True):
                 all_of += more
             if into is not None:

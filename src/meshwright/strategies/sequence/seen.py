@@ -25,6 +25,7 @@ from meshwright.strategies.sequence.regions import CALL, FAR, MASKED, cost, regi
 
 AT_ONCE = 1 << 21  # elements of a mask that are looked at together
 FAR_BELOW = torch.finfo(torch.float16).min  # what is added to hide a key: exp of it is 0, however large scores are
+DEEP = 1024.0  # a row of a mask that is further from 0 everywhere leaves lse too few digits
 PARTS = 4  # of a rank's tokens, where they do not come in chunks
 KEPT = 4  # lengths, and masks, that are remembered
 
@@ -102,6 +103,10 @@ class Neighbours:
         at = torch.arange(*pair.keys, device=device)
         return ((at >= low) & (at < high)).unsqueeze(1)
 
+    def above(self, rows: Span) -> torch.Tensor | None:
+        """Nothing is added to what a query looks at."""
+        return None
+
     def put(self, rank: int, pair: Pair, part: torch.Tensor, into: torch.Tensor) -> None:
         """Bounds have no gradient."""
         raise RuntimeError("the gradient of a mask that was taken as a rule")
@@ -137,6 +142,9 @@ class Masked:
     def __init__(self, circle: Circle, mask: torch.Tensor) -> None:
         self._circle = circle
         self._rows, self._columns = _parts(circle.queries), tuple(map(_parts, circle.keys))
+        self._above = _above(mask)
+        deep = () if self._above is None else ((self._line(self._above, rows) != 0).any() for rows in self._rows)
+        self._deep = {rows for rows, found in zip(self._rows, deep, strict=False) if found}
         self._kinds = self._told(mask)
 
     def pairs(self, rank: int) -> list[Pair]:
@@ -160,16 +168,21 @@ class Masked:
         """The part of the mask."""
         return self._cut(whole, rank, pair) if pair.kind == "some" and whole is not None else None
 
+    def above(self, rows: Span) -> torch.Tensor | None:
+        """The largest entry of each row, where it is further than DEEP from 0; elsewhere 0."""
+        met = any(rows[0] < end and begin < rows[1] for begin, end in self._deep)
+        return self._line(self._above, rows) if met and self._above is not None else None
+
     def put(self, rank: int, pair: Pair, part: torch.Tensor, into: torch.Tensor) -> None:
         """Add `part`, a gradient of the mask of a pair, to where that comes from in `into`."""
         places = torch.tensor(self._circle.places[rank][slice(*pair.keys)], device=into.device)
-        self._line(into, pair).index_add_(-1, places, part)
+        self._line(into, pair.rows).index_add_(-1, places, part)
 
     def _cut(self, mask: torch.Tensor, rank: int, pair: Pair) -> torch.Tensor:
-        return columns(self._line(mask, pair), self._circle.keys[rank], pair.keys)
+        return columns(self._line(mask, pair.rows), self._circle.keys[rank], pair.keys)
 
-    def _line(self, mask: torch.Tensor, pair: Pair) -> torch.Tensor:
-        return mask[:, :, slice(*pair.rows)] if mask.shape[2] > 1 else mask
+    def _line(self, mask: torch.Tensor, rows: Span) -> torch.Tensor:
+        return mask[:, :, slice(*rows)] if mask.shape[2] > 1 else mask
 
     def _told(self, mask: torch.Tensor) -> Callable[[int, int, int], Kind | None]:
         """What is left of each pair of parts; None: nothing."""
@@ -184,9 +197,23 @@ class Masked:
                     named.append((row, rank, column))
         told = torch.stack(flags).view(-1, 2).tolist() if flags else []  # one wait for the device, not one per part
         known: dict[tuple[int, int, int], Kind | None] = {
-            name: "all" if free else "some" if seen else None for name, (seen, free) in zip(named, told, strict=True)
+            name: "all" if free and self._rows[name[0]] not in self._deep else "some" if seen else None
+            for name, (seen, free) in zip(named, told, strict=True)
         }
         return lambda row, rank, column: known[row, rank, column]
+
+
+def _above(mask: torch.Tensor) -> torch.Tensor | None:
+    """From where scores are counted of rows that `mask` takes far from 0, with all keys; None: it has none.
+
+    What is added hides a row whole then: on one device it is larger than scores have digits, so all keys that it treats alike
+    weigh the same. Rounded to its digits, lse would not tell how many those are.
+    """
+    if not mask.is_floating_point() or isinstance(mask, FakeTensor) or not mask.numel():
+        return None
+    most = mask.detach().amax(-1, keepdim=True)
+    far = (most.abs() > DEEP) & most.isfinite()
+    return most.masked_fill(~far, 0.0) if far.any() else None
 
 
 def columns(rows: torch.Tensor, spans: Sequence[Span], keys: Span) -> torch.Tensor:
@@ -218,15 +245,26 @@ class Recent:
             self._circles[key] = make()
         return self._circles[key]
 
-    def view(self, circle: Circle, mask: torch.Tensor | None, device: torch.device, asked: torch.Tensor | None = None) -> View:
-        """What `circle` looks at through `mask`, which was made of the one that was `asked` with, on `device`."""
+    def view(
+        self,
+        circle: Circle,
+        mask: torch.Tensor | None,
+        device: torch.device,
+        asked: torch.Tensor | None = None,
+        *,
+        keeps: bool = True,
+    ) -> View:
+        """What `circle` looks at through `mask`, which was made of the one that was `asked` with, on `device`.
+
+        It `keeps` that for who asks with the same, unless that may be written with nobody told.
+        """
         call = CALL if device.type == "cpu" else FAR
         if mask is None:
             if circle not in self._rules:
                 self._rules[circle] = Neighbours(circle, Bounds.by_rule(circle), call)
             return self._rules[circle]
         asked = mask if asked is None else asked
-        known = None if asked.is_inference() else (circle, asked._version)
+        known = (circle, asked._version) if keeps and not asked.is_inference() else None
         for given, said, view in self._masks:
             if given() is asked and said == known:
                 return view

@@ -17,9 +17,9 @@ positions, attention is torch's own, with whatever mask; its heads do not know t
 Fewer heads of keys than ranks: each goes to all that need it, k = P in the formula (heads.py: what else does not come out even).
 N/P is what the rank with most tokens has: all send as much.
 Cost: nothing hides the exchange, so it needs fast links, as inside of a host; but it falls with 1/P, and what a ring sends does
-not. A mask with a row for each query has rows of own queries on each rank, and those of others are gathered in every layer:
-B N N (P-1)/P elements, of one byte if it is bool; in long rows that is more than q, k and v. Masks by head are exchanged like q.
-Causal attention without a mask, and masks that are the same for all queries, send nothing.
+not. Masks that the model makes outside of its blocks are there on every rank: nothing is sent of them, whether a batch has one or
+not. Of one that a block makes (a relative bias), each rank has rows of own queries, and those of others come in every layer: by
+head like q, else B N N (P-1)/P elements; in long rows that is more than q, k and v.
 Limits: P divides the heads (those of a rank, with tensor parallelism), so P is at most a. A ring is not bound by that, and the
 hybrid of both less. Attention is what calls F.scaled_dot_product_attention within a block; with dropout, by
 plain products.

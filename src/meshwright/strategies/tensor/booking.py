@@ -18,7 +18,7 @@ from meshwright.core.calls import Call
 from meshwright.core.job import Job
 from meshwright.core.layout import I, P, R
 from meshwright.core.own import own_share
-from meshwright.core.program import Action, Program, Transfer
+from meshwright.core.program import Action, Program, Transfer, with_more
 from meshwright.core.space import Space
 from meshwright.core.steps import FORWARDS, added_along, inside, micro_rows
 from meshwright.strategies.tensor.overlap import sizes
@@ -50,8 +50,7 @@ class _Visit:
         if action.kind not in FORWARDS or not self.more:
             return replace(action, inner=inner)
         name = inside(action.subject, action.micro)
-        takes = (replace(hold, nbytes=hold.nbytes + self.more) if hold.name == name else hold for hold in action.takes)
-        return replace(action, inner=inner, takes=tuple(takes))
+        return replace(with_more(action, name, self.more), inner=inner)
 
 
 def booked(program: Program, ways: Ways, space: Space, job: Job) -> Program:

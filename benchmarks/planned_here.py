@@ -1,0 +1,131 @@
+"""Twelve mixed plans of models of some 10 M parameters, as one rank plays them: for `planner_here`.
+
+Four families of transformers as they are, without dropout; float32, AdamW; 2 and 4 ranks, one thread each, over the memory that
+ranks of one host share. A rank's note is the most bytes that lived in one step, of all that torch's operations made.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from benchmarks.peak import PeakLive
+from benchmarks.workloads import OPTIMIZER, join
+from meshwright.api import build, make_plan, read
+from meshwright.comm.distributed import TorchWorld
+from meshwright.core.job import Job, Train
+from meshwright.core.mesh import Mesh
+from meshwright.core.plan import Plan
+from meshwright.core.sources import DataSource, ModelSource
+from meshwright.core.strategy import Strategy
+from meshwright.model.reading import Reading
+from meshwright.strategies.data.batch import Batch
+from meshwright.strategies.data.replicate import Replicate
+from meshwright.strategies.data.zero import Zero
+from meshwright.strategies.memory.recompute import Recompute
+from meshwright.strategies.pipeline.pipeline import Pipeline
+from meshwright.strategies.sequence.ring import Ring
+from meshwright.strategies.sequence.ulysses import Ulysses
+from meshwright.strategies.tensor.line import Line
+from meshwright.strategies.tensor.vocabulary import Vocabulary
+
+WORDS, TOKENS, ROWS = 4096, 256, 8
+WARM = 3  # steps before any is timed; in the last of them bytes are counted
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan: a family of models, the mesh, what divides the work, and the rows of a micro-batch (0: all at once)."""
+
+    family: str
+    mesh: Mesh
+    strategies: tuple[Strategy, ...]
+    micro: int = 0
+
+
+SHARDS, COPIES = Batch("dp_shard"), (Batch(), Replicate())
+CASES: Mapping[str, Case] = {
+    "llama, 2 copies": Case("llama", Mesh(dp_replicate=2), COPIES),
+    "bert, ZeRO 1 on 2": Case("bert", Mesh(dp_shard=2), (SHARDS, Zero(stage=1))),
+    "gpt2, ZeRO 2 on 2, 2 micro-batches": Case("gpt2", Mesh(dp_shard=2), (SHARDS, Zero(stage=2)), 2),
+    "llama, ZeRO 3 on 4": Case("llama", Mesh(dp_shard=4), (SHARDS, Zero(stage=3))),
+    "gpt2, matrices on 2": Case("gpt2", Mesh(tp=2), (Line(), Vocabulary())),
+    "llama, matrices on 2, 2 copies": Case("llama", Mesh(dp_replicate=2, tp=2), (Line(), Vocabulary(), *COPIES)),
+    "llama, 1F1B on 2": Case("llama", Mesh(pp=2), (Pipeline(schedule="1f1b"),), 2),
+    "gpt2, GPipe on 4": Case("gpt2", Mesh(pp=4), (Pipeline(schedule="gpipe"),), 2),
+    "llama, ZB-H1 on 2": Case("llama", Mesh(pp=2), (Pipeline(schedule="zb_h1"),), 2),
+    "llama, ring of 2": Case("llama", Mesh(cp=2), (Ring(), Replicate(axis="cp"))),
+    "gpt2, Ulysses on 2": Case("gpt2", Mesh(cp=2), (Ulysses(), Replicate(axis="cp"))),
+    "t5, 2 copies, run again": Case("t5", Mesh(dp_replicate=2), (*COPIES, Recompute())),
+}
+
+NONE = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+DRY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SIZES = {"vocab_size": WORDS, "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6}
+T5: Mapping[str, Any] = {
+    **{"vocab_size": WORDS, "d_model": 384, "d_ff": 1536, "d_kv": 64, "num_layers": 3, "num_heads": 6, "dropout_rate": 0.0},
+    **{"decoder_start_token_id": 0, "use_cache": False},
+}
+
+
+def config_of(family: str) -> tuple[Any, Any]:
+    """The class and the config of a family's model."""
+    match family:
+        case "llama":
+            config = transformers.LlamaConfig(**SIZES, intermediate_size=1024, max_position_embeddings=TOKENS, use_cache=False)
+            return transformers.LlamaForCausalLM, config
+        case "gpt2":
+            said = {"vocab_size": WORDS, "n_embd": 384, "n_layer": 6, "n_head": 6, "n_positions": TOKENS, "use_cache": False}
+            return transformers.GPT2LMHeadModel, transformers.GPT2Config(**said, **DRY, **ENDS)
+        case "bert":
+            config = transformers.BertConfig(**SIZES, **NONE, intermediate_size=1536, max_position_embeddings=TOKENS)
+            return transformers.BertForMaskedLM, config
+        case _:
+            config = transformers.T5Config(**T5)
+            return transformers.T5ForConditionalGeneration, config
+
+
+def batch_of(family: str, seed: int = 0) -> dict[str, torch.Tensor]:
+    """The rows of a step."""
+    drawn = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, WORDS, (ROWS, TOKENS + 1), generator=drawn)
+    batch = {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+    return {**batch, "decoder_input_ids": tokens[:, :-1].clone()} if family == "t5" else batch
+
+
+def planned(case: Case) -> tuple[Reading, Plan]:
+    """What the model is made of, and the plan."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model, config = config_of(case.family)
+        return model(config)
+
+    reading = read(make, batch_of(case.family))
+    job = Job(ModelSource(case.family), DataSource("example", sequence=TOKENS), Train(batch=ROWS), OPTIMIZER)
+    return reading, make_plan(reading, job, case.mesh, case.strategies, case.micro)
+
+
+def played(rank: int, size: int, plan: str, store: str) -> Callable[[], object]:
+    """The step of one rank; returns the most bytes that lived in an earlier one."""
+    torch.set_num_threads(1)
+    case = CASES[plan]
+    join(rank, size, store)
+    world = TorchWorld(case.mesh, rank, "cpu")
+    engine = build(*planned(case), world=world)
+    batch = engine.share(batch_of(case.family))
+    module = engine.player.state.subject.module
+    with PeakLive([*module.parameters(), *module.buffers()]) as live:
+        for _ in range(WARM):
+            live.again()
+            engine.step(batch)
+
+    def step() -> int:
+        engine.step(batch)
+        return live.peak
+
+    return step

@@ -1,0 +1,145 @@
+"""The machine of a plan that is to be chosen: what --hardware names, with the links of --cluster, as --calibrate-from taught.
+
+A run teaches by its own plan: it is sketched as the search sketches plans, on the machine as it is known without the run, and
+what its steps took is held against that (planner/learnt.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from meshwright.core.errors import Fault, PlanError
+from meshwright.core.hardware import find_device
+from meshwright.core.mesh import Mesh
+from meshwright.core.program import Transfer
+from meshwright.planner.hardware import Machine
+from meshwright.planner.layout import Layout
+from meshwright.planner.learnt import Learnt, taught
+from meshwright.planner.limits import MOST_DEVICES
+from meshwright.planner.measured import with_cluster
+from meshwright.planner.shapes import Shape
+from meshwright.planner.sketch import step
+from meshwright.planner.wire import ByRates
+from meshwright.run.cluster import read_cluster
+from meshwright.run.config import Request, read_request
+from meshwright.run.hardware import linked, machine_of, profile_in
+from meshwright.run.past import Message, Past, past
+from meshwright.strategies import STRATEGIES
+from meshwright.verbs.fixing import order_of
+
+PLAN = "plan.toml"
+WHERE = "--calibrate-from"
+SKETCHED = ("batch", "replicate", "zero", "line", "sequence", "vocabulary", "ring", "ulysses", "hybrid", "pipeline", "recompute")
+LEAST = 1 << 16  # bytes of a message whose rate says something of a link
+
+
+Shapes = Callable[[str, int], Shape]
+
+
+def machine_for(
+    hardware: str, count: int, cluster: str, run: str, shapes: Shapes, *, more: bool = False
+) -> tuple[Machine, list[str]]:
+    """`count` devices of what `hardware` names, and in words what was taken from where; with `more`, there may be more of them.
+
+    `cluster` and `run` are paths of a cluster.toml and of a run, "": none. `shapes` gives the sizes of a model by its source and
+    the tokens of a row. Raises PlanError for what is not known, or does not fit.
+    """
+    found, notes = machine_of(hardware, MOST_DEVICES if more else count), []
+    if cluster:
+        found, said = with_cluster(found, read_cluster(Path(cluster)))
+        notes += said
+    found = linked(found, hardware)
+    profile = profile_in(hardware)
+    if profile is not None and profile.kind == "cpu" and count > 1:
+        beside = f", of which {profile.ranks} were at work at once" if profile.ranks > 1 else ", measured alone"
+        notes.append(
+            f"a device is {profile.threads} threads of {profile.device}{beside}: ranks of a host need as many cores each"
+        )
+    if run:
+        learnt = learn(Path(run), found, shapes)
+        notes.append(f"learnt from {learnt}")
+        found = taught(found, learnt)
+        if found.rates.product > 1:
+            text = f"products would reach {100 * found.rates.product:.0f} % of the peak of {found.device.name}"
+            notes.append(f"{text}: the run was on faster hardware, or the device was measured while it was busy")
+    return replace(found, count=count), notes
+
+
+def learn(folder: Path, given: Machine, shapes: Shapes) -> Learnt:
+    """How much longer than planned on `given` the run in `folder` computed and sent.
+
+    Raises PlanError when it is no run, had too few steps, computed on another device, or has a plan that is not sketched.
+    """
+    was = past(folder)
+    if was.device not in given.device.name and not _is(given, was.device):
+        text = f"the run computed on {was.device}, and the plan is for {given.device.name}"
+        raise PlanError(text, fix="name a run on such a device, or plan for the device of the run", where=WHERE)
+    path = folder / PLAN
+    if not path.is_file():
+        raise PlanError(f"there is no {PLAN} in {folder}", fix="name the folder of a run of `meshwright train`", where=WHERE)
+    request = read_request(path, (), STRATEGIES)
+    mesh = Mesh.infer(request.mesh)
+    layout = layout_of(request, mesh)
+    shape = shapes(request.job.model.source, request.job.data.sequence)
+    machine = replace(given, count=mesh.world, per_host=min(given.host, mesh.world))
+    planned = step(shape, layout, machine)
+    if was.computed_s is None:
+        factor = was.step_s / planned.seconds
+        return Learnt(str(folder), was.steps, factor, factor if mesh.world > 1 else None, apart=mesh.world == 1)
+    computing = was.computed_s / (planned.compute + planned.optimizer + planned.fixed)
+    return Learnt(str(folder), was.steps, computing, _sending(was, mesh, machine), apart=True, between=mesh.world > given.host)
+
+
+def layout_of(request: Request, mesh: Mesh) -> Layout:
+    """The layout that a plan's mesh and strategies are, as a search would sketch it. Raises PlanError where it would not."""
+    fields = {strategy.name: strategy.as_dict() for strategy in request.strategies or ()}
+    faults = [
+        Fault(f"the run has '{name}', which plans that are chosen do not have", "learn from a run without it", WHERE)
+        for name in fields
+        if name not in SKETCHED
+    ]
+    pipeline, zero = fields.get("pipeline", {}), fields.get("zero", {})
+    order = order_of(pipeline.get("schedule", "1f1b"))
+    if order is None:
+        text = f"the run's schedule is '{pipeline['schedule']}', which plans that are chosen do not have"
+        faults.append(Fault(text, "learn from a run with 1f1b", WHERE))
+    if faults or order is None:
+        raise PlanError.of(faults)
+    dp, batch = mesh.size("dp_replicate") * mesh.size("dp_shard"), request.job.train.batch
+    rows = request.micro_batch or batch // dp
+    grouped = bool(zero) and mesh.size("dp_replicate") > 1 and mesh.size("dp_shard") > 1
+    return Layout(
+        dp=dp,
+        tp=mesh.size("tp"),
+        pp=mesh.size("pp"),
+        cp=mesh.size("cp"),
+        shards=zero.get("stage", 0),
+        within=mesh.size("dp_shard") if grouped else 0,
+        swaps=mesh.size("cp") if "ulysses" in fields else fields.get("hybrid", {}).get("inner", 1),
+        chunks=pipeline.get("chunks") or (2 if order.folded else 1),
+        micro_batch=rows,
+        micros=batch // (dp * rows),
+        reruns="layers" if "recompute" in fields else "none",
+        sequence="sequence" in fields,
+        order=order,
+        dtype=request.job.precision.compute,
+    )
+
+
+def _is(given: Machine, device: str) -> bool:
+    """Whether `device` is how a driver calls the kind of `given`."""
+    from_table = find_device(device)
+    return from_table is not None and from_table.name in given.device.name
+
+
+def _sending(was: Past, mesh: Mesh, machine: Machine) -> float | None:
+    """How many times as long as planned the messages of a run took; None where it sent none that says something of a link."""
+    wire = ByRates(machine)
+    found = [(each, mesh.peers(0, each.axes)) for each in was.messages]
+    large = [(each, ranks) for each, ranks in found if len(ranks) > 1 and each.nbytes >= LEAST]
+    planned = sum(wire.seconds(_transfer(each), ranks) for each, ranks in large)
+    return sum(each.seconds for each, _ in large) / planned if planned else None
+
+
+def _transfer(message: Message) -> Transfer:
+    return Transfer(message.collective, message.axes, int(message.nbytes))

@@ -1,0 +1,140 @@
+"""`bench device`: this device measured, alone or by several processes that share it; device.toml written."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import psutil
+import torch
+from pydantic import TypeAdapter
+from rich.console import Console
+
+from meshwright.core.errors import Fault, PlanError, nearest, raise_faults
+from meshwright.core.hardware import cores
+from meshwright.core.mesh import AXES, Mesh
+from meshwright.core.profile import VERSION, Profile
+from meshwright.engine.heap import keep_heap
+from meshwright.report.device import profile_view
+from meshwright.run.about import processor
+from meshwright.run.guard import guard
+from meshwright.run.joining import joined
+from meshwright.run.launchers import Ranked
+from meshwright.run.profile import write_profile
+from meshwright.run.rating import Rated, rated, sizes_of
+from meshwright.verbs.bench import refuse_unwritable
+from meshwright.verbs.ranks import Launcher, RanksFailed
+
+KINDS = ("cpu", "cuda")
+NEEDED = 1 << 30  # bytes that the largest operands take
+LEFT = "rated.json"
+
+__all__ = ["RanksFailed", "measure", "measure_rank", "refuse_unwritable", "show", "wanted"]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be measured: a device of `kind`, by `ranks` processes at once with `threads` threads each."""
+
+    kind: str
+    threads: int
+    ranks: int
+    quick: bool
+
+
+def wanted(kind: str, threads: int, ranks: int, *, quick: bool) -> Wanted:
+    """What the words of the command line ask for ("" and 0: the usual). Raises PlanError with all that is wrong."""
+    faults: list[Fault] = []
+    there = torch.cuda.is_available()
+    chosen = kind or ("cuda" if there else "cpu")
+    if chosen not in KINDS:
+        faults.append(Fault(f"there is no device '{kind}' to measure", nearest(kind, KINDS), "--device"))
+    elif chosen == "cuda" and not there:
+        faults.append(Fault("cuda, and no GPU is visible", "--device cpu, or run it where a GPU is", "--device"))
+    if chosen == "cuda" and ranks > 1:
+        faults.append(Fault(f"{ranks} processes on one GPU", "leave --ranks out: every rank has a GPU of its own", "--ranks"))
+    count = cores()
+    if ranks < 1 or ranks > 64:
+        faults.append(Fault(f"{ranks} processes", "write a number from 1 to 64", "--ranks"))
+    elif threads * ranks > max(count, ranks):
+        given = f"{threads} threads in each of {ranks} processes" if ranks > 1 else f"{threads} threads"
+        faults.append(Fault(f"{given}, and this machine has {count} cores", f"--threads {max(1, count // ranks)}", "--threads"))
+    raise_faults(faults)
+    return Wanted(chosen, threads or max(1, count // ranks), ranks, quick)
+
+
+def measure(wish: Wanted, out: Path, launcher: Launcher, console: Console) -> Profile:
+    """Measure what is wished for; returns what is written to `out`.
+
+    Raises RanksFailed when one of several processes did not end well.
+    """
+    free, needed = psutil.virtual_memory().available, NEEDED * wish.ranks
+    if free < needed:
+        fix = "end what else runs here, or measure with fewer --ranks"
+        raise PlanError(f"measuring takes about {needed} bytes, and {free} are free", fix=fix, where="bench device")
+    about = "some seconds" if wish.quick else "about a minute"
+    by = f"{wish.ranks} processes of {wish.threads} threads at once" if wish.ranks > 1 else f"{wish.threads} threads"
+    console.print(f"measuring {wish.kind}, {by}: {about} ...", markup=False)
+    if wish.ranks == 1:
+        with _threads(wish.threads):
+            found = _rated(wish)
+        return write_profile(_profile(wish, found), out)
+    with TemporaryDirectory(prefix="meshwright-bench-") as private:
+        folder = Path(private)
+        words = ["--device", wish.kind, "--threads", str(wish.threads), "--ranks", str(wish.ranks), "--into", private]
+        outcome = launcher(["bench", "device", *words, *(["--quick"] if wish.quick else [])], wish.ranks, folder)
+        if outcome.code:
+            raise RanksFailed(outcome)
+        found = TypeAdapter(Rated).validate_json((folder / LEFT).read_bytes())
+    return write_profile(_profile(wish, found), out)
+
+
+def measure_rank(ranked: Ranked, wish: Wanted, into: Path) -> None:
+    """Measure as one of several processes that share the device; rank 0 leaves what it found in `into`."""
+    world_of = Mesh(dp_replicate=ranked.world)
+    with guard(ranked.rank, into, ranked.lifeline_fd), _threads(wish.threads), joined(ranked, world_of, shared=False) as world:
+        group = world.group(AXES)
+        group.barrier(action="measure")
+        found = _rated(wish)
+        group.barrier(action="measure")  # who is done sooner waits: the others shall not be alone
+        if ranked.rank == 0:
+            (into / LEFT).write_text(json.dumps(asdict(found)))
+
+
+def show(profile: Profile, console: Console) -> None:
+    """The table of what was measured, its spread, and how far the law through it is off."""
+    console.print(profile_view(profile))
+
+
+def _rated(wish: Wanted) -> Rated:
+    if wish.kind == "cpu":
+        keep_heap()  # as ranks do
+    return rated(torch.device(wish.kind), sizes_of(wish.kind, quick=wish.quick), quick=wish.quick)
+
+
+def _profile(wish: Wanted, found: Rated) -> Profile:
+    cuda = wish.kind == "cuda"
+    return Profile(
+        version=VERSION,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        kind=wish.kind,
+        device=torch.cuda.get_device_name(0) if cuda else processor(),
+        torch=torch.__version__,
+        threads=wish.threads,
+        ranks=wish.ranks,
+        memory=torch.cuda.get_device_properties(0).total_memory if cuda else psutil.virtual_memory().total // wish.ranks,
+        **vars(found),
+    )
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

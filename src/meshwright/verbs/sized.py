@@ -1,0 +1,101 @@
+"""The sizes of the MODEL that a plan is chosen for: said in words, or read from a config of transformers.
+
+The model of a config is made without weights, so that they can be counted: what is searched are decoders of equal layers, and a
+model with other weights than its sizes say is told as one. A gated MLP is not in configs; the count of weights tells.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+from torch import nn
+
+from meshwright.core.errors import Fault, PlanError, raise_faults
+from meshwright.core.sources import ModelSource
+from meshwright.model.declared import config_of
+from meshwright.model.sources import load_model
+from meshwright.planner.shapes import FORM, Shape, parse_shape
+
+# what configs of transformers call sizes; those of families with other names say which theirs are (attribute_map)
+THEIRS = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "vocab": "vocab_size",
+    "sequence": "max_position_embeddings",
+}
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # what configs call their number
+PADDED = 2  # rows that some families put before the first position
+OFF = 0.1  # of its weights: a model that has so many more or fewer than its sizes say is no decoder of equal layers
+
+
+def shape_of(model: str, sequence: int) -> Shape:
+    """The sizes of `model`; `sequence` 0: what it says itself."""
+    return sized(model, sequence)[0]
+
+
+def sized(model: str, sequence: int) -> tuple[Shape, int]:
+    """The sizes of `model`, and of a config the weights that its model has as matrices; 0: sizes are all that is known."""
+    shape, matrices = (parse_shape(model), 0) if is_shape(model) else _of_config(model, sequence)
+    return replace(shape, sequence=sequence) if sequence else shape, matrices
+
+
+def counted(shape: Shape, matrices: int) -> Iterator[str]:
+    """That a model has other weights than its sizes say, where it has."""
+    if matrices and abs(shape.numel / matrices - 1) > OFF:
+        text = f"The model has {matrices / 1e9:.3g} B weights, and a decoder of its sizes {shape.numel / 1e9:.3g} B"
+        yield f"{text}: it is priced as the latter, so expect seconds and bytes to be off by as much."
+
+
+def is_shape(model: str) -> bool:
+    """Whether it is sizes in words, not a file or a repository."""
+    words = model.replace(":", " ").replace("=", " ").replace(",", " ").lower().split()
+    return "layers" in words and len(words) > 1 and not Path(model).exists()
+
+
+def _too_long(source: str, module: nn.Module, positions: object, sequence: int) -> list[Fault]:
+    """That a model which learns its positions has too few of them."""
+    tables = [each.num_embeddings for each in module.modules() if isinstance(each, nn.Embedding)]
+    if not isinstance(positions, int) or sequence <= positions or not any(0 <= size - positions <= PADDED for size in tables):
+        return []
+    fix = f"--sequence {positions} at most, or say more in the config: max_position_embeddings"
+    return [Fault(f"{source} has learnt {positions} positions, and rows of {sequence} tokens are asked for", fix, "--sequence")]
+
+
+def _of_config(source: str, sequence: int) -> tuple[Shape, int]:
+    """The sizes of a config, and the weights that its model has as matrices."""
+    loaded = load_model(ModelSource(source), seed=0)
+    module = loaded.blueprint.instance()
+    config = config_of(module)
+    if config is None:
+        text = f"{source} makes a model without a config: its sizes are not known"
+        raise PlanError(text, fix=f"say them: {FORM}", where="MODEL")
+    said = config.to_dict()
+    sizes = {ours: said.get(config.attribute_map.get(theirs, theirs)) for ours, theirs in THEIRS.items()}
+    if sequence:
+        raise_faults(_too_long(source, module, sizes["sequence"], sequence))
+        sizes["sequence"] = sequence
+    if config.is_encoder_decoder:
+        text = f"{source} is an encoder and a decoder, which are not searched yet"
+        raise PlanError(text, fix="take a decoder; a plan that exists is counted from its own program", where="MODEL")
+    experts = max((said.get(name) or 0 for name in EXPERTS), default=0)
+    if experts > 1:
+        text = f"{source} has {experts} experts in a layer, which are not searched yet"
+        raise PlanError(
+            text, fix="take a model without experts; a plan that exists is counted from its own program", where="MODEL"
+        )
+    lacking = [theirs for ours, theirs in THEIRS.items() if not isinstance(sizes[ours], int)]
+    if lacking:
+        text = f"the config of {source} does not say {', '.join(lacking)}"
+        raise PlanError(text, fix=f"say the sizes in words: {FORM}", where="MODEL")
+    plain = Shape(
+        Path(source).stem,
+        **sizes,
+        kv_heads=said.get("num_key_value_heads") or 0,
+        ffn=said.get("intermediate_size") or said.get("n_inner") or said.get("ffn_dim") or 0,
+        tied=bool(said.get("tie_word_embeddings")),
+    )
+    matrices = sum(prod(entry.shape) for entry in loaded.blueprint.logical.values() if len(entry.shape) > 1)
+    return min((plain, replace(plain, gated=True)), key=lambda shape: abs(shape.numel - matrices)), matrices

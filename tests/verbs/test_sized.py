@@ -1,0 +1,80 @@
+"""The sizes of a model: of a config they are read, and its weights counted; what is no decoder of equal layers is refused."""
+
+from pathlib import Path
+
+import pytest
+from transformers import GPT2Config, LlamaConfig, MixtralConfig, OPTConfig, T5Config, ViTConfig
+
+from meshwright.core.errors import PlanError
+from meshwright.verbs.sized import is_shape, shape_of
+
+
+def test_a_config_is_read_and_its_model_counted(tmp_path: Path):
+    config = LlamaConfig(
+        hidden_size=96, intermediate_size=200, num_attention_heads=6, num_key_value_heads=2, num_hidden_layers=3, vocab_size=130
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    shape = shape_of(str(tmp_path), 512)
+    assert (shape.layers, shape.hidden, shape.heads, shape.groups, shape.inner) == (3, 96, 6, 2, 200)
+    assert (shape.vocab, shape.sequence, shape.gated, shape.tied) == (130, 512, True, False)
+
+
+def test_a_config_of_another_family_has_its_sizes_under_its_own_names(tmp_path: Path):
+    config = GPT2Config(n_embd=48, n_head=4, n_layer=2, vocab_size=77, n_positions=64)
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(tmp_path)
+    shape = shape_of(str(tmp_path), 0)
+    assert (shape.layers, shape.hidden, shape.sequence, shape.gated, shape.tied) == (2, 48, 64, False, True)
+
+
+def test_a_factory_that_is_named_after_layers_is_a_file():
+    assert not is_shape("model.py:few_layers")
+
+
+def test_a_model_with_experts_is_refused(tmp_path: Path):
+    config = MixtralConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, intermediate_size=64, vocab_size=50
+    )
+    config.architectures = ["MixtralForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(PlanError, match="has 8 experts in a layer, which are not searched yet"):
+        shape_of(str(tmp_path), 0)
+
+
+def test_a_model_whose_sizes_are_not_those_of_a_text_model_is_refused(tmp_path: Path):
+    config = ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+    config.architectures = ["ViTForImageClassification"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(PlanError, match="does not say vocab_size, max_position_embeddings"):
+        shape_of(str(tmp_path), 0)
+
+
+def test_an_encoder_with_a_decoder_is_refused(tmp_path: Path):
+    config = T5Config(d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4, vocab_size=50)
+    config.architectures = ["T5ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(PlanError, match="is an encoder and a decoder, which are not searched yet"):
+        shape_of(str(tmp_path), 64)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_rows_with_more_tokens_than_positions_were_learnt_are_refused(tmp_path: Path, family: str):
+    if family == "gpt2":
+        config = GPT2Config(n_embd=48, n_head=4, n_layer=2, vocab_size=77, n_positions=64)
+        config.architectures = ["GPT2LMHeadModel"]
+    else:
+        sizes = {"hidden_size": 48, "num_attention_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 48}
+        config = OPTConfig(**sizes, num_hidden_layers=2, vocab_size=77, max_position_embeddings=64)
+        config.architectures = ["OPTForCausalLM"]
+    config.save_pretrained(tmp_path)
+    assert shape_of(str(tmp_path), 64).sequence == 64
+    with pytest.raises(PlanError, match=r"has learnt 64 positions, and rows of 65 tokens are asked for\n.*--sequence 64 at most"):
+        shape_of(str(tmp_path), 65)
+
+
+def test_rotary_positions_go_on_for_ever(tmp_path: Path):
+    config = LlamaConfig(hidden_size=48, num_attention_heads=4, num_hidden_layers=2, vocab_size=77, max_position_embeddings=64)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    assert shape_of(str(tmp_path), 4096).sequence == 4096
