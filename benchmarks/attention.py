@@ -201,9 +201,13 @@ class Seat:
                 all_of[:, :, begin:end] = local[:, :, at : at + end - begin]
                 at += end - begin
 
-    def move(self, tensor: Any, axis: str, src: Place, dst: Place, meanwhile: Any = None, *, near: int = 0) -> Any:
+    def move(self, tensor: Any, axis: str, src: Place, dst: Place, meanwhile: Any = None) -> Any:
         """As core/strategy.py has it."""
-        return self._inner.move(tensor, axis, src, dst, meanwhile, near=near)
+        return self._inner.move(tensor, axis, src, dst, meanwhile)
+
+    def exchange(self, tensor: Any, axis: str, src: Place, dst: Place, near: int = 0) -> Any:
+        """As core/strategy.py has it."""
+        return self._inner.exchange(tensor, axis, src, dst, near)
 
     def shift(self, output: Any, tensor: Any, axis: str, by: int = 1) -> Any:
         """As core/strategy.py has it."""

@@ -3,8 +3,7 @@
 A Llama of four layers, with recompute. Every operation is watched (benchmarks/peak.py): where more than the limit of tensor
 storages would live, also those that autograd alone holds, it fails, as an allocator does that has no more. The longest row that
 one rank can train on (a multiple of 64 tokens) is found by halving; then four ranks train on rows of four times as many, by
-ring, with ZeRO-3, each under the same limit. Ulysses and hybrid, whose exchange holds tokens of all ranks for some heads, are
-shown beside it without a limit.
+ring, by Ulysses and by both, with ZeRO-3, each under the same limit.
 
     one rank       weights, gradients, moments of all         activations of N tokens
     each of four   a quarter, and whole blocks as they pass   activations of N of 4 N tokens, and the blocks that travel
@@ -50,12 +49,12 @@ from meshwright.testing.spawn import ProcessPool, on_threads
 NAME = "sequence_memory"
 CLAIM = (
     "with ZeRO-3 and recompute four ranks train on a row four times as long as the longest that one rank can train on under the "
-    "same limit of live bytes, by ring"
+    "same limit of live bytes, by ring, Ulysses and hybrid, and hold at most 5 % more or less than their plans say"
 )
 RANKS, GRAIN, STEPS = 4, 64, 2
 LIMIT, LOW = 32 * 2**20, 20 * 2**20
 CLOSE = 1e-5  # of losses in float32: sums over thousands of tokens, in another order
-LIMITED = ("one rank", "ring")
+OFF = 0.05  # of what was planned
 DEALS: Mapping[str, Strategy] = {"ring": Ring(), "ulysses": Ulysses(), "hybrid": Hybrid()}
 SIZES = Sizes(rows=1, heads=4, groups=2, tokens=4096, width=16, values=16)
 
@@ -190,11 +189,9 @@ def attending(world: World, how: str) -> dict[str, int]:
 
 def result(limit: int, base: int, found: Sequence[Mapping[str, Any]], beside: Mapping[str, object]) -> Result:
     """The result: how many times as long rows are on four ranks as the longest on one, under `limit`."""
-    limited = [row for row in found if row["how"] in LIMITED]
-    many = [row for row in limited if row["how"] != "one rank"]
-    times = [row["tokens"] / base for row in many]
-    holds = all(max(row["peak"]) <= limit for row in limited) and min(times) >= RANKS
-    holds = holds and all(row["loss off"] <= CLOSE for row in found)
+    times = [row["tokens"] / base for row in found if row["how"] != "one rank"]
+    holds = all(max(row["peak"]) <= limit for row in found) and min(times) >= RANKS
+    holds = holds and all(row["loss off"] <= CLOSE and max(map(abs, row["off"])) <= OFF for row in found)
     figures = {"values": times, "median": min(times), "spread": (min(times), max(times)), "bar": float(RANKS)}
     detail = {"limit": limit, "longest on one rank": base, "rows": list(found), **beside}
     return Result.of(NAME, CLAIM, **figures, holds=holds, repeats=len(times), detail=detail)
@@ -215,7 +212,7 @@ def main() -> None:
     call = {"one rank": on_threads(lambda world: attending(world, ""), Mesh())[0]}
     with ProcessPool(RANKS, shared=False) as pool:
         for how in list(DEALS)[: 1 if quick else None]:
-            case = Case(RANKS * base, how, limit if how in LIMITED else 0)
+            case = Case(RANKS * base, how, limit)
             seen = pool.run(lived, case.mesh, case, timeout_s=600)
             found.append(row_of(case, [each for each in seen if each is not None], long))
             call[how] = pool.run(attending, case.mesh, how)[0]

@@ -32,7 +32,7 @@ SHARED = (
     *(f"pipeline/{name}" for name in ("counts", "crossing", "fill", "greedy", "order", "routes", "schedules", "spans")),
     *(
         f"sequence/{name}"
-        for name in ("asked", "between", "circle", "dealt", "heads", "kernel", "plain", "regions", "rounds", "seen")
+        for name in ("asked", "between", "circle", "dealt", "heads", "kernel", "plain", "regions", "room", "rounds", "seen")
     ),
     *(f"tensor/{name}" for name in ("booking", "joined", "overlap", "refusals", "ways")),
 )

@@ -7,7 +7,7 @@ from benchmarks.peak import PeakLive
 from benchmarks.sequence_memory import Case, Found, alone, longest, result, row_of
 
 LIMIT = 14 * 2**20
-HELD = {"how": "ring", "tokens": 512, "peak": [LIMIT - 1], "loss off": 0.0}
+HELD = {"how": "ring", "tokens": 512, "peak": [LIMIT - 1], "loss off": 0.0, "off": [-0.04]}
 
 
 def test_an_operation_that_goes_beyond_the_limit_fails() -> None:
@@ -33,3 +33,4 @@ def test_rows_too_short_or_a_loss_that_is_off_fail_the_claim() -> None:
     assert result(LIMIT, 129, [HELD], {}).holds is False
     assert result(LIMIT, 128, [{**HELD, "loss off": 1e-3}], {}).holds is False
     assert result(LIMIT, 128, [{**HELD, "peak": [LIMIT + 1]}], {}).holds is False
+    assert result(LIMIT, 128, [{**HELD, "off": [0.01, -0.06]}], {}).holds is False

@@ -52,3 +52,23 @@ def test_what_is_moved_again_is_not_kept_and_gives_the_same_gradients():
         assert before[1]
         assert not after[1]
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(before[2], after[2], strict=True))
+
+
+def exchanged(world: World) -> tuple[int, list[bool]]:
+    """How often a tensor was gathered, and whether it and what it became were alive when nobody else held them."""
+    world.ledger.recording = True
+    state = State(None, world, None)  # type: ignore[arg-type]  moves need the world alone
+    inner = Inner(state)
+    inner.begin("F")
+    mine = torch.ones(2, 4, 2, requires_grad=True) * 1
+    twice = [inner.exchange(mine, "tp", WIDTH, R) for _ in range(2)]
+    held = [weakref.ref(each.untyped_storage()) for each in (mine, *twice)]
+    del mine, twice
+    gc.collect()
+    return len(world.ledger.entries), [each() is not None for each in held]
+
+
+def test_what_is_exchanged_is_moved_each_time_and_let_go_of():
+    for times, alive in on_threads(exchanged, RANKS):
+        assert times == 2
+        assert alive == [False] * 3

@@ -47,3 +47,11 @@ def test_what_was_cut_out_keeps_nothing():
     gc.collect()
     assert not here._cut
     assert not here._rows
+
+
+def test_a_table_for_all_layers_does_not_hold_the_tokens_of_others():
+    here, table = share(Deal(4, folded=False)), torch.rand(1, LENGTH, 6)
+    own = here.of(table, 1)
+    assert torch.equal(own, table[:, 2:4])
+    assert own.untyped_storage().nbytes() == table.nbytes // 4
+    assert here.of(table, 1) is own

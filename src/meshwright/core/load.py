@@ -32,14 +32,19 @@ class Line:
 
     def part(self, rows: int, of: Fraction, weights: Fraction) -> int:
         """The bytes for so many rows on a rank that has so much `of` what there is, and of `weights`."""
-        return max(0, round((self.fixed + self.each * rows) * of + self.weights * weights))
+        return max(0, self.signed(rows, of, weights))
+
+    def signed(self, rows: int, of: Fraction, weights: Fraction) -> int:
+        """The same, below 0 where less is there."""
+        return round((self.fixed + self.each * rows) * of + self.weights * weights)
 
 
 @dataclass(frozen=True)
 class Load:
     """What one visit takes: what it hands on and keeps `inside`, and what is on top in its backward.
 
-    `backward` is the most of that without the gradients of weights, `learning` with those that are there by then.
+    `backward` is the most of that without the gradients of weights, `learning` with those that are there by then, and `attending`
+    what of `backward` is there while attention's own backward runs: below 0 where more of the inside is gone by then.
     """
 
     visit: str
@@ -47,6 +52,7 @@ class Load:
     inside: Line
     backward: Line
     learning: Line
+    attending: Line | None = None
 
 
 @dataclass(frozen=True)

@@ -50,12 +50,16 @@ class Runtime(Protocol):
     def wrap(self, name: str, around: Callable[..., Any]) -> None:
         """Have the module `name` of the model compute `around(what it computes otherwise, *its arguments)`."""
 
-    def move(
-        self, tensor: Any, axis: str, src: Place, dst: Place, meanwhile: Callable[[], None] | None = None, *, near: int = 0
-    ) -> Any:
+    def move(self, tensor: Any, axis: str, src: Place, dst: Place, meanwhile: Callable[[], None] | None = None) -> Any:
         """`tensor` moved along `axis` for the action under way; the same tensor is moved once in a block.
 
-        `meanwhile()` is called while it is under way. With `near` it is so among so many neighbours along the axis.
+        `meanwhile()` is called while it is under way.
+        """
+
+    def exchange(self, tensor: Any, axis: str, src: Place, dst: Place, near: int = 0) -> Any:
+        """`tensor` moved along `axis` for the action under way, as often as this is asked, and nothing of it is held on to.
+
+        With `near` it is so among so many neighbours along the axis.
         """
 
     def again(self, tensor: Any, axis: str, src: Place, dst: Place) -> AbstractContextManager[Any]:

@@ -23,12 +23,16 @@ from meshwright.core.space import Space
 
 @dataclass(frozen=True)
 class Taken:
-    """Bytes of one visit on one rank: handed on, kept inside, and on top in its backward, weights' gradients apart or not."""
+    """Bytes of one visit on one rank: handed on, kept inside, and on top in its backward, weights' gradients apart or not.
+
+    `attending` is on top while attention's own backward runs, may be below 0, and is None where that is not known.
+    """
 
     stream: int
     inside: int
     backward: int = 0
     learning: int = 0
+    attending: int | None = None
 
     def scratch(self, added: int, new: int) -> int:
         """What a backward has for itself beside `new` bytes of gradients, if the largest that it adds to others has `added`."""
@@ -100,4 +104,6 @@ def _weighed(load: Load, share: Share, whole: tuple[int, int], own: Fraction, we
     def part(line: Line, of: Fraction) -> int:
         return line.part(rows, of, weights)
 
-    return Taken(part(load.stream, stream), part(load.inside, inside), part(load.backward, inside), part(load.learning, inside))
+    late = None if load.attending is None else load.attending.signed(rows, inside, weights)
+    on_top = part(load.backward, inside), part(load.learning, inside), late
+    return Taken(part(load.stream, stream), part(load.inside, inside), *on_top)

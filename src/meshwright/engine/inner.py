@@ -22,7 +22,7 @@ from meshwright.core.program import neighbours
 from meshwright.engine.state import State
 
 Meanwhile = Callable[[], None] | None  # what is done while a tensor is under way
-Key = tuple[int, int, str, Place, Place, int]  # a tensor and its version, the axis, from where, to where, near whom
+Key = tuple[int, int, str, Place, Place]  # a tensor and its version, the axis, from where, to where
 
 
 class Inner:
@@ -41,19 +41,16 @@ class Inner:
             self._moved.clear()
             self._anew.clear()
 
-    def move(
-        self, tensor: torch.Tensor, axis: str, src: Place, dst: Place, meanwhile: Meanwhile = None, *, near: int = 0
-    ) -> torch.Tensor:
+    def move(self, tensor: torch.Tensor, axis: str, src: Place, dst: Place, meanwhile: Meanwhile = None) -> torch.Tensor:
         """`tensor`, which is in `src` along `axis`, in `dst`; differentiable. `meanwhile()` is called while it is under way.
 
-        With `near`, places are those among so many neighbours along the axis. Under autocast it travels as products take it,
-        unless it is a parameter.
+        Under autocast it travels as products take it, unless it is a parameter.
         """
         if not torch.is_grad_enabled():  # no block begins, and nothing would ever be forgotten
-            return self._done(tensor, axis, src, dst, meanwhile, near)
-        key = (id(tensor), tensor._version, axis, src, dst, near)
+            return self.exchange(tensor, axis, src, dst, meanwhile=meanwhile)
+        key = (id(tensor), tensor._version, axis, src, dst)
         if key not in self._moved:
-            self._moved[key] = tensor, self._done(tensor, axis, src, dst, meanwhile, near)
+            self._moved[key] = tensor, self.exchange(tensor, axis, src, dst, meanwhile=meanwhile)
         elif meanwhile is not None:
             meanwhile()
         return self._moved[key][1]
@@ -62,15 +59,16 @@ class Inner:
         """While it lasts, autograd keeps nothing of what `tensor` became by this move: backward moves it once more."""
         if not torch.is_grad_enabled():
             return nullcontext()
-        key = (id(tensor), tensor._version, axis, src, dst, 0)
+        key = (id(tensor), tensor._version, axis, src, dst)
         if key not in self._anew:
             became, mine = self.move(tensor, axis, src, dst), _cast(tensor).detach()
-            self._anew[key] = _Anew(_storage(became), lambda: self._done(mine, axis, src, dst))
+            self._anew[key] = _Anew(_storage(became), lambda: self.exchange(mine, axis, src, dst))
         return saved_tensors_hooks(self._anew[key].pack, self._anew[key].unpack)
 
-    def _done(
-        self, tensor: torch.Tensor, axis: str, src: Place, dst: Place, meanwhile: Meanwhile = None, near: int = 0
+    def exchange(
+        self, tensor: torch.Tensor, axis: str, src: Place, dst: Place, near: int = 0, meanwhile: Meanwhile = None
     ) -> torch.Tensor:
+        """The same as often as it is asked, and nobody holds on to either tensor; places are those among `near` neighbours."""
         world = self._state.world
         group = world.group((axis,), neighbours(world.mesh.coordinate(world.rank)[axis], near))
         return move(_cast(tensor), group, src, dst, lambda: self._state.acting, meanwhile)

@@ -62,11 +62,13 @@ class Touched:
         """Have the module `name` of the model compute `around(what it computes otherwise, *its arguments)`."""
         self._sockets.wrap(name, around)
 
-    def move(
-        self, tensor: torch.Tensor, axis: str, src: Place, dst: Place, meanwhile: Meanwhile = None, *, near: int = 0
-    ) -> torch.Tensor:
-        """`tensor` moved along `axis`, or among `near` neighbours there, for the action under way; once in a block."""
-        return self._inner.move(tensor, axis, src, dst, meanwhile, near=near)
+    def move(self, tensor: torch.Tensor, axis: str, src: Place, dst: Place, meanwhile: Meanwhile = None) -> torch.Tensor:
+        """`tensor` moved along `axis` for the action under way; once in a block."""
+        return self._inner.move(tensor, axis, src, dst, meanwhile)
+
+    def exchange(self, tensor: torch.Tensor, axis: str, src: Place, dst: Place, near: int = 0) -> torch.Tensor:
+        """`tensor` moved along `axis`, or among `near` neighbours there, for the action under way; as often as it is asked."""
+        return self._inner.exchange(tensor, axis, src, dst, near)
 
     def attend(self, answer: Answer) -> None:
         """Have attention within blocks, asked for with the tokens of this rank, be what `answer` says."""

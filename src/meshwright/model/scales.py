@@ -25,13 +25,14 @@ class Scales(TorchDispatchMode):
 
     That is a number which divides nothing else: what it divides is there for each row. `weights` are the numbers of elements of
     the model's weights: what else has as many is made of one, or becomes its gradient. `within()` tells whether a block runs, on
-    tensors of `mode`. `log` has the bytes behind every operation since the last `begin`, and what that made. Of what was made
-    before that nobody sees that it is gone, unless it is `watch`ed, until the next one.
+    tensors of `mode`. `log` has the bytes behind every operation since the last `begin`, and what that made; `ran` has the
+    operations. Of what was made before that nobody sees that it is gone, unless it is `watch`ed, until the next one.
     """
 
     def __init__(self, mode: FakeTensorMode, within: Callable[[], bool], rows: int, weights: Container[int]) -> None:
         super().__init__()
         self.log: list[tuple[Line, tuple[int, ...]]] = []
+        self.ran: list[Any] = []
         self._sums: dict[Kind, int] = {"fixed": 0, "each": 0, "weights": 0}
         self._mode, self._within, self._rows, self._weights = mode, within, rows, weights
         self._live: dict[int, tuple[StorageWeakRef, int, Kind]] = {}
@@ -43,6 +44,7 @@ class Scales(TorchDispatchMode):
         self._young.update(born)
         self._look(self._young)
         self.log.append((self.now, born))
+        self.ran.append(func._overloadpacket)
         return out
 
     def note(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -59,7 +61,7 @@ class Scales(TorchDispatchMode):
     def begin(self, watch: Iterable[int] = ()) -> Line:
         """Forget the log, not what lives: the bytes of that. Storages by these keys are looked at as young ones."""
         self._look(list(self._live))
-        self._young, self.log = {key for key in watch if key in self._live}, []
+        self._young, self.log, self.ran = {key for key in watch if key in self._live}, [], []
         return self.now
 
     def settle(self) -> Line:

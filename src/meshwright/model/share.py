@@ -55,8 +55,9 @@ class Share:
             return cut(tensor, dim, filled(self.spans))
         said, known = (dim, tensor._version), self._cut.get(tensor)
         if known is None or known[0] != said:
-            # a view would keep the tensor, and with it the entry, for good
-            known = self._cut[tensor] = said, cut(tensor, dim, filled(self.spans)).detach()
+            # a view would keep the tensor, and with it the entry, for good; its memory would hold all tokens until backward
+            own = cut(tensor, dim, filled(self.spans)).detach()
+            known = self._cut[tensor] = said, own.clone() if _within(own, tensor) else own
         return known[1]
 
     def of_mask(self, mask: torch.Tensor, dim: int | None) -> torch.Tensor:
@@ -83,3 +84,7 @@ class Share:
     def positions(self, device: torch.device | str) -> torch.Tensor:
         """The positions of this rank's tokens, int64."""
         return self.of(torch.arange(self.length, device=device), 0)
+
+
+def _within(own: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return own.untyped_storage()._cdata == tensor.untyped_storage()._cdata

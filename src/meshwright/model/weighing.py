@@ -12,6 +12,7 @@ head, and masks as it is given them; where a model attends by itself, its scores
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from meshwright.model.dropout import trial
 from meshwright.model.further import rows_of
 from meshwright.model.handed import Judge
 from meshwright.model.scales import Scales
-from meshwright.model.working import Working
+from meshwright.model.working import CAUSAL, Working
 
 PRIMES = (31, 37, 41, 43, 47)  # rows: as many as divide nothing else
 Example = Mapping[str, torch.Tensor]
@@ -142,9 +143,9 @@ class _Weighing:
     def _at(self, line: Line) -> int:
         return line.at(self._rows)
 
-    def _learnt(self, passed: Pass) -> Iterator[tuple[str, tuple[Line, Line]]]:
-        """Per visit, what its backward has on top, without the gradients of its weights and with them."""
-        known: dict[Any, tuple[Line, Line]] = {}
+    def _learnt(self, passed: Pass) -> Iterator[tuple[str, tuple[Line, Line, Line | None]]]:
+        """Per visit, what its backward has on top: without the gradients of its weights, with them, and while it attends."""
+        known: dict[Any, tuple[Line, Line, Line | None]] = {}
         first: dict[Any, str] = {}
         last = list(passed.visits)[-1]
         for name, visit in reversed(list(passed.visits.items())):
@@ -162,7 +163,7 @@ class _Weighing:
         given = tuple((tuple(leaf.shape), leaf.dtype) for _, leaf in visit.outputs)
         return type(block), weights, given, self._left[name][0] - self._begun[name], len(visit.glue)
 
-    def _backwards(self, name: str, visit: Visit, *, own: bool) -> tuple[Line, Line]:
+    def _backwards(self, name: str, visit: Visit, *, own: bool) -> tuple[Line, Line, Line | None]:
         """Of one visit; the gradient of what it gives out is its `own`, unless that of the loss."""
         given = _asked([leaf for _, leaf in visit.outputs])
         asked = self._scales.of(given) if own else Line()
@@ -171,14 +172,18 @@ class _Weighing:
         with self._working.within("backward", name):
             backward(visit)
         learnt = [each.grad for each in self._module.parameters() if each.grad is not None]
-        weights, log = {grad.untyped_storage()._cdata: self._scales.of([grad]) for grad in learnt}, self._scales.log
+        weights = {grad.untyped_storage()._cdata: self._scales.of([grad]) for grad in learnt}
+        log, ran = self._scales.log, self._scales.ran
         last = {key: at for at, (_, born) in enumerate(log) for key in born}  # memory before had the same key
         made, beside, learning = Line(), [self._forward[name] + asked], [Line()]  # what is run again has that before its backward
+        attending: list[Line] = []
         for at, (now, born) in enumerate(log):
             made = sum((weights[key] for key in born if key in weights and last[key] == at), start=made)
             beside.append(now - start - made)
             learning.append(now - start)
-        return max(beside, key=self._at), max(learning, key=lambda line: line.at(1))
+            attending += [beside[-1]] if ran[at] in CAUSAL else []
+        late = max(attending, key=lambda line: line.signed(self._rows, Fraction(1), Fraction(1)), default=None)
+        return max(beside, key=self._at), max(learning, key=lambda line: line.at(1)), late
 
 
 def _telling(tensors: Iterable[torch.Tensor]) -> int:

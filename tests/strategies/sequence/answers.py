@@ -97,10 +97,11 @@ class Rank:
         """What is moved from now on is for `action`."""
         self._state.acting = action
 
-    def move(
-        self, tensor: torch.Tensor, axis: str, src: Place, dst: Place, meanwhile: Any = None, *, near: int = 0
-    ) -> torch.Tensor:
-        return self._inner.move(tensor, axis, src, dst, meanwhile, near=near)
+    def move(self, tensor: torch.Tensor, axis: str, src: Place, dst: Place, meanwhile: Any = None) -> torch.Tensor:
+        return self._inner.move(tensor, axis, src, dst, meanwhile)
+
+    def exchange(self, tensor: torch.Tensor, axis: str, src: Place, dst: Place, near: int = 0) -> torch.Tensor:
+        return self._inner.exchange(tensor, axis, src, dst, near)
 
     def shift(self, output: torch.Tensor, tensor: torch.Tensor, axis: str, by: int = 1) -> Any:
         return self._world.group((axis,)).shift(output, tensor, by=by, action=self._state.acting)

@@ -267,3 +267,14 @@ def test_a_ring_in_the_wrong_direction_is_noticed() -> None:
     true = with_gradients(given, None, causal=True, scale=SCALE)
     backwards = run(given, 3, causal=True, shift=lambda group: lambda output, tensor: group.shift(output, tensor, by=2))
     assert gap(backwards[0], true[0]) > 0.01
+
+
+def test_what_comes_out_lies_as_the_product_behind_takes_it():
+    query, key, value, _ = sample(7)
+    rows = ((0, 7),)
+
+    def play(world: World) -> bool:
+        circle = Circle(0, rows, (rows,), SCALE, True, shifting(world.group(["cp"])), None)
+        return around(circle, query, key, value, None).transpose(1, 2).is_contiguous()
+
+    assert on_threads(play, Mesh()) == [True]

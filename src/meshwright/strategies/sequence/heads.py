@@ -92,7 +92,7 @@ class Exchange:
         near = deal.inner if deal.inner < deal.ranks else 0
 
         def move(tensor: torch.Tensor, src: Place, dst: Place) -> torch.Tensor:
-            return runtime.move(tensor, axis, src, dst, near=near) if deal.inner > 1 else tensor
+            return runtime.exchange(tensor, axis, src, dst, near) if deal.inner > 1 else tensor
 
         space = runtime.plan.space
         return cls(deal, dict(space.coordinate)[axis], move, masks_by_query(space))
@@ -120,7 +120,7 @@ class Exchange:
         """The way back: [B, h / near, tokens of all neighbours, w] -> [B, h, own tokens, w]."""
         counts, most = self._counts(length), self._most(length)
         even = min(counts) == most
-        filled = tensor.view_as(tensor) if even else torch.cat([_filled(piece, most) for piece in tensor.split(counts, 2)], 2)
+        filled = tensor if even else torch.cat([_filled(piece, most) for piece in tensor.split(counts, 2)], 2)
         return _first(self.move(filled, HEADS, TOKENS), counts[self.index % self.deal.inner])
 
     def _shared(self, tensor: torch.Tensor, length: int, needs: Needs) -> torch.Tensor:
@@ -243,6 +243,6 @@ def _first(tensor: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _filled(tensor: torch.Tensor, most: int) -> torch.Tensor:
-    """A tensor of its own, with so many tokens: what has been moved once in a block is not moved again, whoever asks."""
+    """`tensor` with so many tokens: zeros behind its own."""
     short = most - tensor.shape[2]
-    return F.pad(tensor, (0, 0, 0, short)) if short else tensor.view_as(tensor)
+    return F.pad(tensor, (0, 0, 0, short)) if short else tensor

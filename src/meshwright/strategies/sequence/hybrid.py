@@ -46,7 +46,8 @@ from meshwright.strategies.sequence.circle import Circle
 from meshwright.strategies.sequence.dealt import AXIS, Deals, local_heads, met, token_faults
 from meshwright.strategies.sequence.halo import convolved
 from meshwright.strategies.sequence.heads import Exchange, Needs, exchanged, head_faults
-from meshwright.strategies.sequence.ring import dealt, ring_faults, rounding, shifts, with_room
+from meshwright.strategies.sequence.ring import dealt, ring_faults, rounding, shifts, travelling
+from meshwright.strategies.sequence.room import of_exchange, with_room
 from meshwright.strategies.sequence.rounds import around
 from meshwright.strategies.sequence.seen import Recent
 
@@ -96,7 +97,8 @@ class Hybrid(Deals):
             return of_given + self._shifts(space, job, attend, rows)[1] + of_taken
 
         program = added_along(met(program, space, job, forth, back), self.axis)
-        return with_room(program, deal.ranks // deal.inner)
+        of = partial(of_exchange, space, job, deal)
+        return with_room(program, space, job, partial(travelling, deal.ranks // deal.inner), of)
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         exchange = Exchange.along(self.axis, self.deal(runtime.plan.space.mesh.size(self.axis)), runtime)

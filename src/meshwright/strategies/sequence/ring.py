@@ -47,9 +47,9 @@ import torch
 from meshwright.core.anatomy import NBYTES
 from meshwright.core.errors import Fault, nearest
 from meshwright.core.job import Job
-from meshwright.core.program import Action, Program, Transfer, with_more
+from meshwright.core.program import Action, Program, Transfer
 from meshwright.core.space import Space
-from meshwright.core.steps import SCRATCH, added_along
+from meshwright.core.steps import added_along
 from meshwright.core.strategy import Handler, Runtime
 from meshwright.core.tokens import Attend, Deal
 from meshwright.model.attend import Asked
@@ -57,6 +57,7 @@ from meshwright.strategies.sequence.asked import fitted, kept
 from meshwright.strategies.sequence.circle import Circle
 from meshwright.strategies.sequence.dealt import Deals, local_heads, met, token_faults
 from meshwright.strategies.sequence.halo import convolved
+from meshwright.strategies.sequence.room import with_room
 from meshwright.strategies.sequence.rounds import around
 from meshwright.strategies.sequence.seen import Recent
 
@@ -90,7 +91,7 @@ class Ring(Deals):
     def rewrite(self, program: Program, space: Space, job: Job) -> Program:
         forth, back = (partial(moves, space, job) for moves in (self._forth, self._back))
         program = added_along(met(program, space, job, forth, back), self.axis)
-        return with_room(program, space.mesh.size(self.axis))
+        return with_room(program, space, job, partial(travelling, space.mesh.size(self.axis)))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         runtime.convolve(partial(convolved, runtime, self.axis))
@@ -162,15 +163,7 @@ def shifts(numel: int, steps: int, axis: str, wire: str, job: Job) -> tuple[list
     return keys, [*keys[:1], *(each for pair in zip(keys[1:], gradients, strict=False) for each in pair), *gradients[:1]]
 
 
-def with_room(program: Program, ranks: int) -> Program:
-    """`program` with what travels in backwards as memory, in a ring of so many ranks."""
-    return program.edit(lambda actions: [_with_room(action, ranks) for action in actions])
-
-
-def _with_room(action: Action, ranks: int) -> Action:
-    """`action` with what travels in it as memory, where it is a backward: messages of keys, home, and those of gradients."""
+def travelling(ranks: int, action: Action) -> int:
+    """Bytes that travel in a backward, in a ring of so many ranks: messages of keys, home, and those of gradients."""
     sent = [move.nbytes for move in action.inner if move.collective == "shift"]
-    if not sent or all(hold.name != SCRATCH for hold in action.takes):
-        return action
-    more = 2 * sent[0] + min(ranks + 1, 4) * sent[-1]
-    return with_more(action, SCRATCH, more)
+    return 2 * sent[0] + min(ranks + 1, 4) * sent[-1] if sent else 0

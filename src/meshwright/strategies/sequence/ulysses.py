@@ -47,6 +47,7 @@ from meshwright.strategies.sequence.circle import Circle, Coming
 from meshwright.strategies.sequence.dealt import AXIS, Deals, met, token_faults
 from meshwright.strategies.sequence.halo import convolved
 from meshwright.strategies.sequence.heads import Exchange, exchanged, head_faults
+from meshwright.strategies.sequence.room import of_exchange, with_room
 from meshwright.strategies.sequence.rounds import around
 
 
@@ -78,7 +79,8 @@ class Ulysses(Deals):
             *_, of_given, of_taken = exchanged(space, job, self.axis, deal, attend, rows)
             return of_given + of_taken
 
-        return added_along(met(program, space, job, forth, back), self.axis)
+        program = added_along(met(program, space, job, forth, back), self.axis)
+        return with_room(program, space, job, of=partial(of_exchange, space, job, deal))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         deal = self.deal(runtime.plan.space.mesh.size(self.axis))
