@@ -91,7 +91,7 @@ def main(words: Sequence[str]) -> None:
         chosen = [name for name in CASES if not quick or all(word not in CASES for word in words) or name in words]
         rows = {}
         for name in chosen:
-            if not kept:
+            if not kept or not (folder / "device.toml").is_file():
                 measured("device", folder / "device.toml", quick=quick)
             rows[name] = tried(name, folder, window)
         if quick:

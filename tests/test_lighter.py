@@ -9,7 +9,7 @@ import torch
 from meshwright import api, lighter
 from meshwright.api import build, make_plan, verify
 from meshwright.comm.fake import FakeWorld
-from meshwright.core.errors import CollectiveError, Fault
+from meshwright.core.errors import CollectiveError, PlanError
 from meshwright.core.job import Optimizer
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
@@ -132,12 +132,13 @@ def test_no_change_is_told_that_would_be_refused_of_the_model(monkeypatch: pytes
     plan = make_plan(long, tiny_job(), Mesh(dp_shard=2), (SHARD, Zero()), 1)
     asked: list[Plan] = []
 
-    def never_dealt(plan: Plan, reading: Reading) -> list[Fault]:
+    def never_dealt(plan: Plan, reading: Reading) -> None:
         asked.append(plan)
-        return [Fault("its blocks do what no rank can", "leave mesh.cp at 1", "model")] if plan.mesh.cp > 1 else []
+        if plan.mesh.cp > 1:
+            raise PlanError("its blocks do what no rank can", fix="leave mesh.cp at 1", where="model")
 
     assert any("cp" in change.words for change in changes(long, plan, 0))
-    monkeypatch.setattr(lighter, "model_faults", never_dealt)
+    monkeypatch.setattr(lighter, "refuse_model", never_dealt)
     found = [change.plan for change in changes(long, plan, 0)]
     assert found
     assert all(plan in asked and plan.mesh.cp == 1 for plan in found)

@@ -42,7 +42,7 @@ from meshwright.model.given import completed
 from meshwright.model.ondemand import OnDemand
 from meshwright.model.reading import Reading
 from meshwright.model.reading import read as read_model
-from meshwright.model.refusing import model_faults
+from meshwright.model.refusing import refuse_model
 from meshwright.model.sources import Model, load_factory, with_weights
 from meshwright.model.wide import widened
 from meshwright.run.rank import Engine, share
@@ -95,9 +95,7 @@ def make_plan(
     chosen = default_strategies(mesh, reading.anatomy) if strategies is None else tuple(strategies)
     anatomy = seen_by(reading, job, mesh, chosen)
     plan = Plan.make(job, mesh, anatomy, chosen, micro_batch, run)
-    raise_faults([*model_faults(plan, reading)])
-    if plan.space.deal is not None and plan.anatomy.tokens is not None:
-        reading.alike.check(plan.anatomy.tokens, plan.space.deal, {})
+    refuse_model(plan, reading)
     return plan
 
 

@@ -20,7 +20,7 @@ from typing import Self
 import psutil
 import torch
 
-from meshwright.core.errors import CollectiveError, PlanError, raise_faults
+from meshwright.core.errors import CollectiveError, PlanError
 from meshwright.core.mesh import Mesh
 from meshwright.core.plan import Plan
 from meshwright.core.program import Program
@@ -28,7 +28,7 @@ from meshwright.core.strategy import Strategy
 from meshwright.core.units import size
 from meshwright.engine.player import Player
 from meshwright.model.reading import Reading
-from meshwright.model.refusing import model_faults
+from meshwright.model.refusing import refuse_model
 from meshwright.planner.memory import state_bytes
 from meshwright.report.sizes import planned_memory
 from meshwright.strategies import STRATEGIES
@@ -109,7 +109,7 @@ def changes(reading: Reading, plan: Plan, rank: int) -> Iterator[Change]:
     for mesh, anatomy, (words, strategies, micro_batch) in tried:
         try:
             other = Plan.make(plan.job, mesh, anatomy, strategies, micro_batch, plan.run)
-            raise_faults([*model_faults(other, reading)])
+            refuse_model(other, reading)
         except PlanError:  # that technique does not go with this model or job
             continue
         nbytes = sum(planned_nbytes(other, rank).values())

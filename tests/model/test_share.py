@@ -55,3 +55,11 @@ def test_a_table_for_all_layers_does_not_hold_the_tokens_of_others():
     assert torch.equal(own, table[:, 2:4])
     assert own.untyped_storage().nbytes() == table.nbytes // 4
     assert here.of(table, 1) is own
+
+
+def test_a_mask_that_is_expanded_is_not_written_out():
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).expand(6, 1, LENGTH, LENGTH)
+    assert share(Deal(2, folded=False)).of_mask(mask, 2).untyped_storage().nbytes() == LENGTH * LENGTH
+    both = share(Deal(2, inner=2, folded=False))
+    own = both.of_mask(torch.ones(MASK), 2)
+    assert own.untyped_storage().nbytes() == 2 * LENGTH * LENGTH * 4  # the rows of all are held anyway

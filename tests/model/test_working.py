@@ -58,6 +58,11 @@ def test_all_else_is_bytes_in_and_out_and_views_have_none():
     assert noted(lambda: x + bias.expand(ROWS, 4)).passed == (Passed(Line()), Passed(Line(16, 32)))
 
 
+def test_of_a_table_only_what_is_picked_is_read():
+    table, words = torch.ones(1000, 4), torch.zeros(ROWS, 2, dtype=torch.int64)
+    assert noted(lambda: F.embedding(words, table)).passed == (Passed(Line(0, 2 * 8 + 2 * 2 * 4 * 4)),)
+
+
 def test_what_computes_much_says_what_it_is_and_how_many_numbers_it_makes():
     x = torch.ones(ROWS, 4)
     assert noted(x.tanh).passed == (Passed(Line(0, 32), 1, "tanh", Line(0, 4)),)

@@ -78,3 +78,10 @@ def test_rotary_positions_go_on_for_ever(tmp_path: Path):
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
     assert shape_of(str(tmp_path), 4096).sequence == 4096
+
+
+def test_a_table_of_words_is_none_of_positions(tmp_path: Path):
+    config = LlamaConfig(hidden_size=48, num_attention_heads=4, num_hidden_layers=2, vocab_size=64, max_position_embeddings=64)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    assert shape_of(str(tmp_path), 128).sequence == 128

@@ -48,6 +48,10 @@ class Share:
 
     def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """What this rank runs of a `tensor` that has all tokens along `dim`; differentiable."""
+        return self._of(tensor, dim, apart=True)
+
+    def _of(self, tensor: torch.Tensor, dim: int, *, apart: bool) -> torch.Tensor:
+        """The same; `apart`: for all layers in memory of its own, which else would hold all tokens until backward."""
         if self.whole:
             return tensor
         alone = not self.keeps or tensor.ndim < TABLE_DIMS
@@ -55,9 +59,9 @@ class Share:
             return cut(tensor, dim, filled(self.spans))
         said, known = (dim, tensor._version), self._cut.get(tensor)
         if known is None or known[0] != said:
-            # a view would keep the tensor, and with it the entry, for good; its memory would hold all tokens until backward
+            # a view would keep the tensor, and with it the entry, for good
             own = cut(tensor, dim, filled(self.spans)).detach()
-            known = self._cut[tensor] = said, own.clone() if _within(own, tensor) else own
+            known = self._cut[tensor] = said, own.clone() if apart and _within(own, tensor) else own
         return known[1]
 
     def of_mask(self, mask: torch.Tensor, dim: int | None) -> torch.Tensor:
@@ -65,7 +69,7 @@ class Share:
 
         Whoever is handed what comes out can ask for its `rows_together`.
         """
-        own = mask if dim is None else self.of(mask, dim)
+        own = mask if dim is None else self._of(mask, dim, apart=not self.together)
         if self.together and not mask.requires_grad and own not in self._rows:
             self._rows[own] = None if own is mask else cut(mask, dim or 0, self.together).detach()
         return own
@@ -87,4 +91,5 @@ class Share:
 
 
 def _within(own: torch.Tensor, tensor: torch.Tensor) -> bool:
-    return own.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+    """Whether it lies in the memory of `tensor`, and would take less by itself; what is expanded lies there once."""
+    return own.untyped_storage()._cdata == tensor.untyped_storage()._cdata and own.nbytes < tensor.untyped_storage().nbytes()

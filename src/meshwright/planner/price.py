@@ -116,20 +116,24 @@ class Prices:
         return self._known[key]
 
     def _visit(self, action: Action, way: str) -> float:
-        visit, share = action.subject, self._shares[action.subject]
+        visit = action.subject
         if self._works is None:
             held = 0 if way == "W" else sum(hold.nbytes for hold in action.takes)
-            return self._guessed(action.flops or share.flops * self._rows, held)
-        whole, done = self._whole(visit), self._works.by_visit[visit]
-        tokens = float(own_share(self._space, visit))
-        features = share.flops / whole[0] / tokens if whole[0] else 1.0
-        part = _Part(tokens, features, share.inside / whole[1] if whole[1] else tokens)
+            return self._guessed(action.flops or self._shares[visit].flops * self._rows, held)
+        done = self._works.by_visit[visit]
+        part = self._part(visit)
         work = done.forward if way == "forward" else done.backward
         if way in ("I", "W"):
             late = way == "W"
             kept = tuple(each for each in work.products if each.learns is late)
             work = Work(kept) if late else Work(kept, work.attention, work.passed)
         return self._seconds(work, part, back=way != "forward")
+
+    def _part(self, visit: str) -> _Part:
+        """What of a visit falls to the rank."""
+        share, (flops, inside), tokens = self._shares[visit], self._whole(visit), float(own_share(self._space, visit))
+        features = share.flops / flops / tokens if flops else 1.0
+        return _Part(tokens, features, share.inside / inside if inside else tokens)
 
     def _whole(self, visit: str) -> tuple[int, int]:
         """The operations of a forward of `visit` per sample, and the elements that it keeps inside, on one device."""
@@ -242,8 +246,8 @@ class Prices:
         if round_ and self._ground.ahead and self._works is not None and action.subject in self._works.by_visit:
             done = self._works.by_visit[action.subject]
             work = done.forward if action.kind in (*FORWARDS, "RERUN") else done.backward
-            part = _Part(float(own_share(self._space, action.subject)))
-            round_ = max(0.0, round_ - self._seconds(Work(attention=work.attention), part, back=False))
+            attention = self._seconds(Work(attention=work.attention), self._part(action.subject), back=False)
+            round_ = max(0.0, round_ - attention)
         return round_ + others
 
     def _turned(self, action: Action) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -55,9 +56,10 @@ def is_shape(model: str) -> bool:
     return "layers" in words and len(words) > 1 and not Path(model).exists()
 
 
-def _too_long(source: str, module: nn.Module, positions: object, sequence: int) -> list[Fault]:
-    """That a model which learns its positions has too few of them."""
-    tables = [each.num_embeddings for each in module.modules() if isinstance(each, nn.Embedding)]
+def _too_long(source: str, module: Any, positions: object, sequence: int) -> list[Fault]:
+    """That a `module` of transformers which learns its positions has too few of them."""
+    words = module.get_input_embeddings()
+    tables = [each.num_embeddings for each in module.modules() if isinstance(each, nn.Embedding) and each is not words]
     if not isinstance(positions, int) or sequence <= positions or not any(0 <= size - positions <= PADDED for size in tables):
         return []
     fix = f"--sequence {positions} at most, or say more in the config: max_position_embeddings"

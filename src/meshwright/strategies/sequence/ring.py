@@ -57,7 +57,7 @@ from meshwright.strategies.sequence.asked import fitted, kept
 from meshwright.strategies.sequence.circle import Circle
 from meshwright.strategies.sequence.dealt import Deals, local_heads, met, token_faults
 from meshwright.strategies.sequence.halo import convolved
-from meshwright.strategies.sequence.room import with_room
+from meshwright.strategies.sequence.room import of_ring, with_room
 from meshwright.strategies.sequence.rounds import around
 from meshwright.strategies.sequence.seen import Recent
 
@@ -91,7 +91,8 @@ class Ring(Deals):
     def rewrite(self, program: Program, space: Space, job: Job) -> Program:
         forth, back = (partial(moves, space, job) for moves in (self._forth, self._back))
         program = added_along(met(program, space, job, forth, back), self.axis)
-        return with_room(program, space, job, partial(travelling, space.mesh.size(self.axis)))
+        ranks = space.mesh.size(self.axis)
+        return with_room(program, space, job, partial(travelling, ranks), partial(of_ring, space, job, self.deal(ranks)))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         runtime.convolve(partial(convolved, runtime, self.axis))

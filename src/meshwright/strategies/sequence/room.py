@@ -1,7 +1,7 @@
 """What attention has in memory where its tokens are dealt, beside a rank's share of what one device has.
 
-    inside     heads of keys and values that are sent to several ranks; what comes back of an exchange, which the next product
-               keeps beside what the kernel keeps of it
+    inside     heads of keys and values that are sent to several ranks; what comes out, which the next product keeps beside what
+               attention's own backward keeps of it
     on top     in attention's own backward, the gradients of those heads, and what travels round a ring
 
 What is on top counts from what is there at that moment, when most of what a block holds is gone already (core/load.py): the
@@ -28,6 +28,12 @@ class Room:
 
     inside: int = 0
     on_top: int = 0
+
+
+def of_ring(space: Space, job: Job, deal: Deal, attend: Attend, rows: int) -> Room:
+    """What a ring adds to one call of attention: its output is copied for the product behind, which may write into that."""
+    heads, _ = local_heads(space, attend)
+    return Room(rows * max(deal.counts(attend.queries)) * heads * attend.values * NBYTES[job.precision.compute])
 
 
 def of_exchange(space: Space, job: Job, deal: Deal, attend: Attend, rows: int) -> Room:

@@ -75,8 +75,7 @@ def _forward(
     circle: Circle, query: Any, key: Any, value: Any, masks: tuple[Any, Any], view: View
 ) -> tuple[torch.Tensor, torch.Tensor]:
     wide, (whole, keep) = sums_in(query.dtype), masks
-    (rows, heads, tokens, _), width = query.shape, value.shape[-1]
-    out = query.new_zeros((rows, tokens, heads, width), dtype=wide).transpose(1, 2)  # as the product behind takes it: no copy
+    out = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=wide)
     lse = query.new_full(query.shape[:-1], NEVER, dtype=wide)
     for rank, keys, values in _blocks(circle, key, value):
         for pair in view.pairs(rank):
