@@ -130,3 +130,10 @@ def test_a_batch_that_no_copies_can_share_is_told():
 def test_an_order_that_no_mesh_can_have_is_told():
     with pytest.raises(PlanError, match="1 micro-batches in chunks on pp 2"):
         choose(Asked(SMALL, 2, "a100", 64, fixed=("schedule=interleaved", "micro=64")))
+
+
+def test_figures_of_links_are_read_for_one_kind_and_refused_for_several():
+    with pytest.raises(PlanError, match=r"nowhere\.toml"):
+        choose(Asked(SMALL, 0, "h100:8", 64, cluster="nowhere.toml"))
+    with pytest.raises(PlanError, match=r"--cluster nowhere\.toml on several kinds of devices"):
+        choose(Asked(SMALL, 0, "h100:4,a100:4", 64, cluster="nowhere.toml"))

@@ -4,13 +4,16 @@ import pytest
 import torch
 
 from meshwright.comm.threads import ThreadGroup
+from meshwright.core.errors import PlanError
 from meshwright.core.mesh import Mesh
+from meshwright.strategies.data.replicate import Replicate
 from meshwright.strategies.sequence.hybrid import Hybrid
 from meshwright.strategies.sequence.ring import Ring
 from meshwright.strategies.sequence.ulysses import Ulysses
 from tests.strategies.sequence.answers import ROWS, answered, case, issued, space_of, stated, worst
 from tests.strategies.sequence.dense import mask_of
 from tests.strategies.sequence.test_ulysses import masked
+from tests.strategies.tensor.llama import known, planned
 
 WORST = 1e-12
 SHAPES = [(4, 2, 4, 4), (4, 2, 4, 1), (4, 2, 6, 3), (6, 2, 4, 2), (6, 3, 6, 2), (6, 3, 6, 6)]  # ranks, inner, heads, groups
@@ -104,3 +107,9 @@ def test_rows_without_anything_to_look_at_are_zero() -> None:
     found = answered(Hybrid(), given, Mesh(cp=4)).found[0]
     blind = ~given.mask.expand(ROWS, 4, 12, 12).any(-1)
     assert torch.equal(found[blind], torch.zeros_like(found[blind]))
+
+
+@pytest.mark.parametrize("inner", [0, 4, 5, 12])
+def test_groups_that_do_not_divide_the_ranks_are_told(inner: int) -> None:
+    with pytest.raises(PlanError, match=f"inner = {inner}, and cp has 6 ranks.*\n.*set inner to 1 or 2 or 3 or 6"):
+        planned(known(), Mesh(cp=6), (Hybrid(inner=inner), Replicate(axis="cp")))
