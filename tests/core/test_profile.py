@@ -29,15 +29,15 @@ def test_nothing_is_faster_than_the_best_that_was_measured_nor_than_a_call():
     best = FOUND.best("float32")
     assert 2 * 1e5**3 / FOUND.product_seconds(1e5, 1e5, 1e5) <= best
     assert FOUND.product_seconds(1, 1, 1) == pytest.approx(CALL_S, rel=0.05)
-    assert FOUND.attention_seconds(1, 1, 1, 1, 1) >= CALL_S
+    assert FOUND.attention_seconds((1, 1, 1, 1, 1)) >= CALL_S
     assert FOUND.product_seconds(0, 5, 5) == 0.0
-    assert FOUND.attention_seconds(1, 1, 0, 4, 4) == 0.0
+    assert FOUND.attention_seconds((1, 1, 0, 4, 4)) == 0.0
 
 
 def test_attention_of_any_size_takes_what_the_device_takes():
     size = (3, 5, 300, 200, 48)
-    assert FOUND.attention_seconds(*size) == pytest.approx(attention_s(*size), rel=0.1)
-    assert FOUND.attention_seconds(*size, backward=True) == pytest.approx(2.5 * attention_s(*size), rel=0.1)
+    assert FOUND.attention_seconds(size) == pytest.approx(attention_s(*size), rel=0.1)
+    assert FOUND.attention_seconds(size, backward=True) == pytest.approx(2.5 * attention_s(*size), rel=0.1)
 
 
 def test_what_is_moved_lies_between_the_sizes_measured_and_goes_on_beyond_them():

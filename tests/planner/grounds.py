@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from meshwright.core.program import Transfer
+from meshwright.core.work import Pairs
 from meshwright.planner.pace import Ground
 
 
@@ -20,19 +22,9 @@ class Even:
     def product_seconds(self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32") -> float:
         return 2 * m * n * k * batch / self.flops_per_s if self.flops_per_s else 0.0
 
-    def attention_seconds(
-        self,
-        rows: float,
-        heads: float,
-        queries: float,
-        keys: float,
-        width: float,
-        dtype: str = "float32",
-        *,
-        backward: bool = False,
-    ) -> float:
+    def attention_seconds(self, size: Pairs, dtype: str = "float32", *, backward: bool = False) -> float:
         times = 10 if backward else 4
-        return times * rows * heads * queries * keys * width / self.flops_per_s if self.flops_per_s else 0.0
+        return times * prod(size) / self.flops_per_s if self.flops_per_s else 0.0
 
     def moved_seconds(self, nbytes: float, operation: str = "", numbers: float = 0.0) -> float:
         return (nbytes / self.bytes_per_s if self.bytes_per_s else 0.0) + numbers * self.rich_s

@@ -47,7 +47,7 @@ def test_the_rates_of_a_measured_device_price_its_products_and_its_attention():
         assert product(given, *size) == pytest.approx(profile().product_seconds(size[0], size[1], size[2]), rel=0.2)
     flops = 4 * 2 * 4 * 512 * 512 * 128
     for back in (False, True):
-        seconds = profile().attention_seconds(2, 4, 512, 512, 128, "bfloat16", backward=back)
+        seconds = profile().attention_seconds((2, 4, 512, 512, 128), "bfloat16", backward=back)
         assert attention(given, flops, back=back) == pytest.approx(seconds, rel=0.3)
 
 

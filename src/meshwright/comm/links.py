@@ -60,9 +60,13 @@ def repeats(nbytes: int) -> int:
 
 
 def _timing(ranks: int, cell: Cell, samples: list[float]) -> Timing:
-    middle = median(samples)
-    low, _, high = quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else (middle, middle, middle)
-    return Timing(cell[0], ranks, cell[1], middle, (high - low) / middle, tuple(samples))
+    return Timing(cell[0], ranks, cell[1], median(samples), spread_of(samples), tuple(samples))
+
+
+def spread_of(samples: Sequence[float]) -> float:
+    """The distance of the quartiles as a share of the median."""
+    low, middle, high = quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else (1.0, 1.0, 1.0)
+    return (high - low) / middle
 
 
 def _turned(cells: Sequence[Cell], sweep: int) -> list[Cell]:

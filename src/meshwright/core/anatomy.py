@@ -28,6 +28,11 @@ def block_of(visit: str) -> str:
     return visit.partition("#")[0]
 
 
+def visit_of(block: str, count: int) -> str:
+    """The visit that the call number `count` of `block` in a forward is, from 1 up."""
+    return block if count == 1 else f"{block}#{count}"
+
+
 @dataclass(frozen=True)
 class Weight:
     """One logical parameter: its first name, its shape, the visits that use it, and its tied names.

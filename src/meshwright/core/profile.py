@@ -20,7 +20,7 @@ from statistics import median
 
 from meshwright.core.errors import Fault, PlanError, nearest
 from meshwright.core.law import Law, Seen, unseen
-from meshwright.core.work import RICH
+from meshwright.core.work import RICH, Pairs
 
 VERSION = 1
 LEAST = 6  # products of a dtype, and calls of attention: a law has five causes
@@ -114,23 +114,14 @@ class Profile:
         least = 2.0 * batch * m * n * k / self.best(dtype)
         return max(least, self.call_s, self._products[dtype].seconds((m, n, k, batch), _product(m, n, k, batch)))
 
-    def attention_seconds(
-        self,
-        rows: float,
-        heads: float,
-        queries: float,
-        keys: float,
-        width: float,
-        dtype: str = "float32",
-        *,
-        backward: bool = False,
-    ) -> float:
+    def attention_seconds(self, size: Pairs, dtype: str = "float32", *, backward: bool = False) -> float:
         """Seconds of fused attention, or of its `backward` alone. Raises PlanError where none was measured in `dtype`.
 
         All pairs are computed. Of a kernel that leaves out what a mask hides, ask with the keys that a query sees on average.
         """
-        if min(rows, heads, queries, keys, width) <= 0:
+        if min(size) <= 0:
             return 0.0
+        rows, heads, queries, keys, width = size
         dtype = self._measured(dtype, tuple(dict.fromkeys(each.dtype for each in self.attention)))
         law, best = self._attention[dtype, backward]
         pairs = rows * heads * queries * keys * width

@@ -20,6 +20,9 @@ RICH = (
 )
 
 
+Pairs = tuple[float, float, float, float, float]  # of attention: rows, heads, queries, keys, width of a head
+
+
 @dataclass(frozen=True)
 class Product:
     """`count` times `batch` products of [m, k] by [k, n] in `dtype`."""

@@ -18,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
 from meshwright.comm.moves import move
+from meshwright.core.anatomy import visit_of
 from meshwright.core.layout import P, R, S
 from meshwright.core.plan import Plan
 from meshwright.core.tokens import LEAST, Deal, Tokens
@@ -244,7 +245,7 @@ class SomeTokens(Dealt, AllTokens):
         if self._depth > 1:  # within another block
             return None
         count = self._calls[name] = self._calls.get(name, 0) + 1
-        visit = name if count == 1 else f"{name}#{count}"
+        visit = visit_of(name, count)
         return self.enter(visit, (args, kwargs))
 
     def _leave(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:

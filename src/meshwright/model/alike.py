@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from meshwright.core.anatomy import visit_of
 from meshwright.core.errors import PlanError
 from meshwright.core.tokens import Deal, Tokens
 from meshwright.model.attend import Asked, Attending
@@ -140,7 +141,7 @@ class _Forward(Dealt):
         if self._visit or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         count = self._calls[name] = self._calls.get(name, 0) + 1
-        visit = name if count == 1 else f"{name}#{count}"
+        visit = visit_of(name, count)
         args, kwargs = self.enter(visit, (args, kwargs))
         self._enter(visit)
         self._visit = visit

@@ -20,6 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from meshwright.core.anatomy import visit_of
 from meshwright.model.apart import Apart
 from meshwright.model.captured import marks
 from meshwright.model.course import Op, Place, Record, Seen, Stub, template
@@ -88,9 +89,8 @@ class _Following(TorchFunctionMode):
             return run(*args, **kwargs)
         self._busy = True
         self._calls[name] = self._calls.get(name, 0) + 1
-        visit = name if self._calls[name] == 1 else f"{name}#{self._calls[name]}"
+        self._visit = visit = visit_of(name, self._calls[name])
         self.record.visits.append(visit)
-        self._visit = visit
         for tensor in tensors((args, kwargs)):
             self._use(tensor)
         if self._dealt is not None:

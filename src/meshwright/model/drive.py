@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from meshwright.core.anatomy import visit_of
 from meshwright.core.errors import PlanError
 from meshwright.model.alias import Alias
 from meshwright.model.captured import Mark, marks
@@ -166,7 +167,7 @@ class Drive:
                 self._fetch(name)
             return forward(*args, **kwargs)
         count = current.calls[name] = current.calls.get(name, 0) + 1
-        visit = Visit(name if count == 1 else f"{name}#{count}")
+        visit = Visit(visit_of(name, count))
         lean = current.reach(visit.name)
         if not self.cut:
             return self._inside(current, forward, args, kwargs)

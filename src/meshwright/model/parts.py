@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
 
-from meshwright.core.anatomy import block_of
+from meshwright.core.anatomy import block_of, visit_of
 from meshwright.core.borders import Part
 from meshwright.core.errors import PlanError
 from meshwright.model.alias import Alias, leaf_of
@@ -196,7 +196,7 @@ class _Run:
         if self._left:  # and somebody has caught it
             raise Left
         count = self._calls[name] = self._calls.get(name, 0) + 1
-        visit = name if count == 1 else f"{name}#{count}"
+        visit = visit_of(name, count)
         at = self._place.get(visit, -1)
         if at != self._at + 1:
             behind = f"behind '{self._course.borders.visits[self._at]}'" if self._at >= 0 else "first"

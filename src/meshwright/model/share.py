@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.core.tokens import LEAST, Span, count_of, filled
 from meshwright.model.positions import cut
+from meshwright.model.tape import storage_of
 
 Bring = Callable[[torch.Tensor, int], torch.Tensor]  # all tokens of a tensor along a dim, from this rank's
 TABLE_DIMS = 3  # of what layers are given alike: masks, and tables by position
@@ -92,4 +93,4 @@ class Share:
 
 def _within(own: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Whether it lies in the memory of `tensor`, and would take less by itself; what is expanded lies there once."""
-    return own.untyped_storage()._cdata == tensor.untyped_storage()._cdata and own.nbytes < tensor.untyped_storage().nbytes()
+    return storage_of(own) == storage_of(tensor) and own.nbytes < tensor.untyped_storage().nbytes()

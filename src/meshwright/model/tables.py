@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.core.errors import Fault
 from meshwright.core.plan import Plan
 from meshwright.model.norms import mixing_norms
+from meshwright.model.tape import storage_of
 
 NORM, COUNT, BATCH, WRITE, SPARSE = "max_norm", "scale_grad_by_freq", "F.batch_norm", "write", "sparse = True"
 Looked = tuple[str, str]  # where, and by which of the five
@@ -47,7 +48,7 @@ class Tables(TorchDispatchMode):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._names = {each.untyped_storage()._cdata: name for name, each in self.parameters.items()}
+        self._names = {storage_of(each): name for name, each in self.parameters.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         packet = func._overloadpacket
@@ -68,7 +69,7 @@ class Tables(TorchDispatchMode):
         self.found += [] if said in self.found else [said]
 
     def _name(self, tensor: torch.Tensor) -> str:
-        return self._names.get(tensor.untyped_storage()._cdata, "") if tensor.layout == torch.strided else ""
+        return self._names.get(storage_of(tensor), "") if tensor.layout == torch.strided else ""
 
 
 def table_faults(plan: Plan, module: nn.Module, found: Sequence[Looked]) -> Iterator[Fault]:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.core.anatomy import block_of
+from meshwright.core.anatomy import block_of, visit_of
 from meshwright.core.errors import PlanError
 from meshwright.core.tokens import Attend, Convolve, Passing
 from meshwright.model.alias import another
@@ -171,7 +171,7 @@ class Visited(TorchFunctionMode):
                 raise PlanError(f"{name} {run_again()}", fix="set mesh.cp = 1", where="model")
             return forward(*args, **kwargs)
         self._calls[name] += 1
-        visit = Visit(name if self._calls[name] == 1 else f"{name}#{self._calls[name]}", [(name, block)])
+        visit = Visit(visit_of(name, self._calls[name]), [(name, block)])
         slots = tuple(slot for slot, _ in named((args, kwargs)))
         takes = taken_in((args, kwargs), self.sizes, self.held, begins=visit.name in self.begins)
         self.met.enter(self._last, (args, kwargs), takes.dims, takes.new)

@@ -28,6 +28,7 @@ from meshwright.model.dropout import trial
 from meshwright.model.further import rows_of
 from meshwright.model.handed import Judge
 from meshwright.model.scales import Scales
+from meshwright.model.tape import storage_of
 from meshwright.model.working import CAUSAL, Working
 
 PRIMES = (31, 37, 41, 43, 47)  # rows: as many as divide nothing else
@@ -128,7 +129,7 @@ class _Weighing:
     def _stream(self, visit: Visit) -> Line:
         """What a visit hands on, less what lies in the memory of what it was given."""
         _, young = self._left[visit.name]
-        return self._scales.of(tensor for tensor, _ in visit.outputs if tensor.untyped_storage()._cdata in young)
+        return self._scales.of(tensor for tensor, _ in visit.outputs if storage_of(tensor) in young)
 
     def _lost(self, outputs: Any, batch: Example, closing: Visit) -> Line:
         """What the loss and its backward have on top of the gradient that is left of them."""
@@ -172,7 +173,7 @@ class _Weighing:
         with self._working.within("backward", name):
             backward(visit)
         learnt = [each.grad for each in self._module.parameters() if each.grad is not None]
-        weights = {grad.untyped_storage()._cdata: self._scales.of([grad]) for grad in learnt}
+        weights = {storage_of(grad): self._scales.of([grad]) for grad in learnt}
         log, ran = self._scales.log, self._scales.ran
         last = {key: at for at, (_, born) in enumerate(log) for key in born}  # memory before had the same key
         made, beside, learning = Line(), [self._forward[name] + asked], [Line()]  # what is run again has that before its backward

@@ -37,8 +37,11 @@ class Machine:
 
     def nic_rate(self, hosts: float) -> float:
         """Bytes per second that a device sends out of its host, while so many hosts do."""
-        crowded = min(SHARED, 1 + (hosts / self.rates.crowd) ** self.rates.crowding)
-        return self.device.nic_rate * self.rates.nic / crowded
+        return self.device.nic_rate * self.rates.nic / self.crowded(hosts)
+
+    def crowded(self, hosts: float) -> float:
+        """How many times as long a message to another host takes while so many hosts send."""
+        return min(SHARED, 1 + (hosts / self.rates.crowd) ** self.rates.crowding)
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of products in `dtype`. A device that has one half alone has it for both.

@@ -120,8 +120,7 @@ def with_cluster(given: Machine, cluster: Cluster) -> tuple[Machine, tuple[str, 
     if apart:
         latency_s, rate = _line(cluster, apart)
         hosts = max(apart) / host
-        crowded = 1 + (hosts / rates.crowd) ** rates.crowding
-        card = rate / host * crowded
+        card = rate / host * given.crowded(hosts)
         latency_s = max(latency_s / 2, rates.latency_s if inside else 0.0)
         rates, device = replace(rates, nic=1.0, latency_s=latency_s), replace(device, nic_rate=card)
         notes.append(f"between hosts: {card / 1e9:.3g} GB/s per device, among {_listed(apart)} ranks on hosts of {host}")

@@ -9,8 +9,10 @@ several ranks of a host share, and the links between them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Protocol
 
+from meshwright.core.work import Pairs
 from meshwright.planner.hardware import Machine
 from meshwright.planner.roofline import attention, passed, product
 from meshwright.planner.wire import Wire
@@ -32,17 +34,7 @@ class Pace(Protocol):
     def product_seconds(self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32") -> float:
         """Of `batch` products of [m, k] by [k, n]."""
 
-    def attention_seconds(
-        self,
-        rows: float,
-        heads: float,
-        queries: float,
-        keys: float,
-        width: float,
-        dtype: str = "float32",
-        *,
-        backward: bool = False,
-    ) -> float:
+    def attention_seconds(self, size: Pairs, dtype: str = "float32", *, backward: bool = False) -> float:
         """Of fused attention, or of its `backward` alone."""
 
     def moved_seconds(self, nbytes: float, operation: str = "", numbers: float = 0.0) -> float:
@@ -69,19 +61,9 @@ class ByKind:
         """Of `batch` products of [m, k] by [k, n]."""
         return product(self.machine, m * batch, n, k, dtype)
 
-    def attention_seconds(
-        self,
-        rows: float,
-        heads: float,
-        queries: float,
-        keys: float,
-        width: float,
-        dtype: str = "float32",
-        *,
-        backward: bool = False,
-    ) -> float:
+    def attention_seconds(self, size: Pairs, dtype: str = "float32", *, backward: bool = False) -> float:
         """Of fused attention, or of its `backward` alone."""
-        return attention(self.machine, 4 * rows * heads * queries * keys * width, back=backward)
+        return attention(self.machine, 4 * prod(size), back=backward)
 
     def moved_seconds(self, nbytes: float, operation: str = "", numbers: float = 0.0) -> float:
         """Of an operation that reads and writes so many bytes: what it computes is hidden behind them."""

@@ -158,7 +158,7 @@ class Prices:
         if isinstance(work, Attention):
             keys = min(work.keys, (work.keys + self._ground.block) / 2) if work.causal else work.keys
             sizes = work.rows.at(rows), work.heads * part.features, work.queries * part.tokens, keys, work.width
-            return pace.attention_seconds(*sizes, work.dtype, backward=work.backward)
+            return pace.attention_seconds(sizes, work.dtype, backward=work.backward)
         m, n, k, batch = (line.at(rows) for line in (work.m, work.n, work.k, work.batch))
         if work.learns:
             return pace.product_seconds(m, n * part.features, k * part.tokens, batch, work.dtype)

@@ -52,7 +52,7 @@ def _where(profile: Profile) -> Table:
 
 def _products(profile: Profile) -> Table:
     names = ("dtype", "m", "n", "k", "at once", "GFLOP/s", "of best", "spread", "law")
-    table = Table(*(Column(name, justify="right") for name in names), box=None, padding=(0, 2, 0, 0))
+    table = _table(*names)
     for each in profile.products:
         law = profile.product_seconds(each.m, each.n, each.k, each.batch, each.dtype)
         share = each.flops_per_s / profile.best(each.dtype)
@@ -63,29 +63,32 @@ def _products(profile: Profile) -> Table:
 
 def _attention(profile: Profile) -> Table:
     names = ("dtype", "rows", "heads", "queries", "keys", "width", "forward", "backward", "spread", "law")
-    table = Table(*(Column(name, justify="right") for name in names), box=None, padding=(0, 2, 0, 0))
+    table = _table(*names)
     for each in profile.attention:
         sizes = (each.rows, each.heads, each.queries, each.keys, each.width)
-        law = sum(profile.attention_seconds(*sizes, each.dtype, backward=back) for back in (False, True))
+        law = sum(profile.attention_seconds(sizes, each.dtype, backward=back) for back in (False, True))
         times = (f"{1e3 * each.forward_s:.3g}", f"{1e3 * each.backward_s:.3g}")
         table.add_row(each.dtype, *map(str, sizes), *times, *_off(each.spread, law, each.forward_s + each.backward_s))
     return table
 
 
 def _moved(profile: Profile) -> Table:
-    table = Table(*(Column(name, justify="right") for name in ("bytes", "GB/s", "spread")), box=None, padding=(0, 2, 0, 0))
+    table = _table("bytes", "GB/s", "spread")
     for each in profile.moved:
         table.add_row(size(each.nbytes), f"{each.bytes_per_s / 1e9:.3g}", f"{100 * each.spread:.0f} %")
     return table
 
 
 def _computed(profile: Profile) -> Table:
-    table = Table(
-        Column("operation"), *(Column(name, justify="right") for name in ("ns", "spread")), box=None, padding=(0, 2, 0, 0)
-    )
+    table = _table("operation", "ns", "spread")
+    table.columns[0].justify = "left"
     for each in profile.computed:
         table.add_row(each.operation, f"{1e9 * each.seconds:.3g}", f"{100 * each.spread:.0f} %")
     return table
+
+
+def _table(*names: str) -> Table:
+    return Table(*(Column(name, justify="right") for name in names), box=None, padding=(0, 2, 0, 0))
 
 
 def _off(spread: float, law: float, measured: float) -> Iterator[str]:

@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from math import prod
-from statistics import median, quantiles
+from statistics import median
 from time import perf_counter
 from typing import TypeVar
 
 import torch
 from torch.nn import functional
 
+from meshwright.comm.links import spread_of
 from meshwright.core.profile import LEAST, Attended, Computed, Moved, Point
 from meshwright.engine.heap import MOST_MMAP
 from meshwright.run.computing import computing
@@ -278,12 +279,6 @@ def timed(watch: Watch, cells: Mapping[Size, Callable[[], object]]) -> dict[Size
         for size in list(about)[:: 1 if sweep % 2 == 0 else -1]:
             samples[size].append(watch.sample(cells[size], about[size]))
     return samples
-
-
-def spread_of(samples: Sequence[float]) -> float:
-    """The distance of the quartiles as a share of the median."""
-    low, middle, high = quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else (1.0, 1.0, 1.0)
-    return (high - low) / middle
 
 
 def _random(device: torch.device, dtype: torch.dtype, *size: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from meshwright.core.anatomy import visit_of
 from meshwright.core.job import Job
 from meshwright.core.plan import Plan
 from meshwright.core.steps import steps as alone
@@ -198,7 +199,7 @@ class _announced:  # noqa: N801  reads as a phrase in a with statement
                 return
             inside.append(name)
             calls[name] = calls.get(name, 0) + 1
-            self._enter(name if calls[name] == 1 else f"{name}#{calls[name]}")
+            self._enter(visit_of(name, calls[name]))
 
         def leave(name: str) -> None:
             if inside == [name]:

@@ -47,7 +47,7 @@ from meshwright.strategies.sequence.dealt import AXIS, Deals, local_heads, met, 
 from meshwright.strategies.sequence.halo import convolved
 from meshwright.strategies.sequence.heads import Exchange, Needs, exchanged, head_faults
 from meshwright.strategies.sequence.ring import dealt, ring_faults, rounding, shifts, travelling
-from meshwright.strategies.sequence.room import of_exchange, with_room
+from meshwright.strategies.sequence.room import of_exchange, of_ring, with_room
 from meshwright.strategies.sequence.rounds import around
 from meshwright.strategies.sequence.seen import Recent
 
@@ -97,7 +97,7 @@ class Hybrid(Deals):
             return of_given + self._shifts(space, job, attend, rows)[1] + of_taken
 
         program = added_along(met(program, space, job, forth, back), self.axis)
-        of = partial(of_exchange, space, job, deal)
+        of = partial(of_exchange if deal.inner > 1 else of_ring, space, job, deal)  # groups of one exchange nothing
         return with_room(program, space, job, partial(travelling, deal.ranks // deal.inner), of)
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:

@@ -41,11 +41,10 @@ def of_exchange(space: Space, job: Job, deal: Deal, attend: Attend, rows: int) -
     if deal.inner == 1:
         return Room()
     heads, groups = local_heads(space, attend)
-    needs, width = Needs.of(heads, groups, deal.inner), NBYTES[job.precision.compute]
-    queries, keys = (rows * max(deal.counts(length)) * width for length in (attend.queries, attend.keys))
+    needs, keys = Needs.of(heads, groups, deal.inner), rows * max(deal.counts(attend.keys)) * NBYTES[job.precision.compute]
     sent = heads if needs.uses else deal.inner * needs.most
     more = keys * (sent - groups) * (attend.width + attend.values)
-    return Room(more + queries * heads * attend.values, more)
+    return Room(more + of_ring(space, job, deal, attend, rows).inside, more)
 
 
 def with_room(
