@@ -1,104 +1,119 @@
-"""Twelve plans on this machine, predicted before they run: seconds of a step, and bytes at the fullest moment of each rank.
+"""Twelve plans on this machine: seconds of a step, and bytes at the fullest moment of each rank, predicted and measured.
 
-First the machine is measured, as a user would: `bench comm` among 2, 3 and 4 ranks, once, and `bench device` by as many processes
-as there are cores, before each plan: a machine that others use too is now faster, now slower by a tenth. Then the plan
-(planned_here.py) is priced by the one file and the other, and played by processes over gloo. Nothing is fitted to any of them.
-Ranks may outnumber cores: the prediction shares the cores among them (planner/crowd.py).
+The machine is measured as a user would: `bench comm` among 2, 3 and 4 ranks, and `bench device` by as many processes as there
+are cores. Then each plan (planned_here.py) is priced by the one and the other, and played by processes over gloo. Nothing is
+fitted to any of them. Ranks may outnumber cores: the prediction shares the cores among them (planner/crowd.py).
+
+A machine that others use too is now faster, now slower. So the cells of `bench device` are timed once more in turn with the steps
+of each plan (rated_in_turn.py), and the bar is for the prediction by those: the device as it was meanwhile. `as_measured` is the
+prediction by the bench alone, some minutes before.
 
     seconds     median of the clean rounds, of the slowest rank              at most 10 % off
     bytes       the most that lived in a step, by rank                       at most 5 % off
 
-    python -m benchmarks.planner_here           half an hour
+    python -m benchmarks.planner_here           15 minutes
+    python -m benchmarks.planner_here --only "llama, 2 copies"      this plan alone; writes nothing
     python -m benchmarks.planner_here --quick   a few steps of each; writes nothing
-    python -m benchmarks.planner_here --quick --keep FOLDER    likewise, by the device.toml and cluster.toml that lie there
 """
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from benchmarks.method import Window, measure
+from benchmarks.method import Rounds, Window, measure
 from benchmarks.planned_here import CASES, planned, played
 from benchmarks.ranks import Ranks
+from benchmarks.rated_in_turn import Turn, profile_of, turns
 from benchmarks.result import Result
 from benchmarks.workloads import HEAVY, fresh_store
 from meshwright.core.hardware import cores
+from meshwright.core.plan import Plan
 from meshwright.planner.memory import peak_bytes
-from meshwright.planner.prediction import predict
-from meshwright.run.profile import read_profile
+from meshwright.planner.prediction import Prediction, predict
+from meshwright.run.profile import read_profile, write_profile
 from meshwright.verbs.predict import ground_of
 
 NAME = "planner_here"
 CLAIM = (
     "after `bench device` and `bench comm`, the step time of 12 mixed plans on 2 and 4 processes is predicted within 10 % of "
-    "measured, and the peak of live bytes within 5 %"
+    "measured, on the device as it was meanwhile, and the peak of live bytes within 5 %"
 )
 SECONDS, BYTES = 0.10, 0.05
-PRELOAD = (*HEAVY, "benchmarks.planned_here")
-
-
+PRELOAD = (*HEAVY, "benchmarks.planned_here", "benchmarks.rated_in_turn")
 MEASURED = {"device": ("--ranks", str(cores()), "--threads", "1"), "comm": ("--ranks", "2,3,4")}
+BENCH = "bench"
 
 
-def measured(what: str, path: Path, *, quick: bool) -> None:
-    """Measure the device, or comm, of this machine into the file at `path`."""
-    words = ["bench", what, *MEASURED[what], "--out", str(path), *(["--quick"] if quick else [])]
+def measured(what: str, folder: Path, *, quick: bool) -> None:
+    """Measure the device, or comm, of this machine into a file of `folder`."""
+    words = ["bench", what, *MEASURED[what], "--out", str(folder / f"{what}.toml"), *(["--quick"] if quick else [])]
     print(" ".join(words), file=sys.stderr, flush=True)
     subprocess.run([sys.executable, "-m", "meshwright", *words], check=True, stdout=subprocess.DEVNULL)
 
 
-def tried(name: str, folder: Path, window: Window) -> dict[str, object]:
+def predicted(plan: Plan, folder: Path, device: str) -> Prediction:
+    """A step of `plan` on the links of this machine and the device of this name, both files of `folder`."""
+    return predict(plan, ground_of(str(folder / f"{device}.toml"), str(folder / "comm.toml"), plan.mesh.world))
+
+
+def in_turn(name: str, world: int, window: Window) -> Rounds:
+    """Rounds of a step of the plan and of a hand of the bench's cells."""
+    with (
+        Ranks(name, played, world, preload=PRELOAD, timeout_s=900, plan=name, store=fresh_store()) as ranks,
+        Ranks(BENCH, turns, cores(), preload=PRELOAD) as others,
+    ):
+        return measure([ranks, others], window)
+
+
+def tried(name: str, folder: Path, window: Window) -> Mapping[str, object]:
     """One plan, predicted and measured."""
     case = CASES[name]
     _, plan = planned(case)
-    said = predict(plan, ground_of(str(folder / "device.toml"), str(folder / "cluster.toml"), case.mesh.world))
-    with Ranks(name, played, case.mesh.world, preload=PRELOAD, timeout_s=900, plan=name, store=fresh_store()) as ranks:
-        rounds = measure([ranks], window)
-    took = rounds.figures(name, "wall_s")
-    peaks = [int(str(each)) for each in rounds.clean[-1][name].notes]
+    rounds = in_turn(name, case.mesh.world, window)
+    seen = [note for costs in rounds.clean for note in costs[BENCH].notes if isinstance(note, Turn)]
+    now = write_profile(profile_of(read_profile(folder / "device.toml"), seen), folder / "now.toml")
+    said, before = predicted(plan, folder, "now"), predicted(plan, folder, "device")
+    took, peaks = median(rounds.figures(name, "wall_s")), [int(str(note)) for note in rounds.clean[-1][name].notes]
     planned_peaks = [peak_bytes(plan, rank) for rank in range(case.mesh.world)]
-    row: dict[str, object] = {
+    off = said.step_s / took - 1
+    bytes_off = max((mine / theirs - 1 for mine, theirs in zip(planned_peaks, peaks, strict=True)), key=abs)
+    words = f"as measured before {before.step_s:.3f} s; uneven {100 * now.stretches[0].behind:.1f} %"
+    text = f"{name}: predicted {said.step_s:.3f} s ({words}), took {took:.3f} s ({100 * off:+.1f} %)"
+    print(f"{text}, bytes {100 * bytes_off:+.1f} %", file=sys.stderr, flush=True)
+    return {
         "predicted_s": said.step_s,
-        "measured_s": median(took),
-        "off": said.step_s / median(took) - 1,
+        "measured_s": took,
+        "off": off,
+        "as_measured": {"predicted_s": before.step_s, "off": before.step_s / took - 1},
+        "stretches": [asdict(each) for each in now.stretches],
+        "fastest_product": now.best("float32"),
         "cpu_s": median(rounds.figures(name)),
-        "rounds": len(took),
+        "rounds": len(rounds.clean),
         "discarded": rounds.discarded,
-        "fastest_product": read_profile(folder / "device.toml").best("float32"),
         "roles": {role: asdict(each) for role, each in said.roles.items()},
         "planned_bytes": planned_peaks,
         "live_bytes": peaks,
-        "bytes_off": max((mine / theirs - 1 for mine, theirs in zip(planned_peaks, peaks, strict=True)), key=abs),
+        "bytes_off": bytes_off,
     }
-    text = f"{name}: predicted {said.step_s:.3f} s, took {median(took):.3f} s ({100 * float(str(row['off'])):+.1f} %)"
-    print(f"{text}, bytes {100 * float(str(row['bytes_off'])):+.1f} %", file=sys.stderr, flush=True)
-    return row
 
 
 def main(words: Sequence[str]) -> None:
     """Measure, predict, measure, and write the result."""
-    quick = "--quick" in words
+    quick, only = "--quick" in words, words[words.index("--only") + 1] if "--only" in words else ""
     window = Window(3, 6, 60, threshold=64.0, window_s=0.0, warmup=1) if quick else Window(15, 60, 180)
-    kept = Path(words[words.index("--keep") + 1]) if "--keep" in words else None
     with TemporaryDirectory() as private:
-        folder = kept or Path(private)
-        if not (folder / "cluster.toml").is_file():
-            measured("comm", folder / "cluster.toml", quick=quick)
-        chosen = [name for name in CASES if not quick or all(word not in CASES for word in words) or name in words]
-        rows = {}
-        for name in chosen:
-            if not kept or not (folder / "device.toml").is_file():
-                measured("device", folder / "device.toml", quick=quick)
-            rows[name] = tried(name, folder, window)
-        if quick:
+        folder = Path(private)
+        measured("comm", folder, quick=quick)
+        measured("device", folder, quick=quick)
+        rows = {name: tried(name, folder, window) for name in CASES if only in name}
+        if quick or only:
             return
-        machine = {name: (folder / f"{name}.toml").read_text() for name in ("device", "cluster")}
-    values = [abs(float(str(row["off"]))) for row in rows.values()]
-    held = [abs(float(str(row["bytes_off"]))) for row in rows.values()]
+        machine = {name: (folder / f"{name}.toml").read_text() for name in MEASURED}
+    values, held = ([abs(float(str(row[key]))) for row in rows.values()] for key in ("off", "bytes_off"))
     detail = {"plans": rows, "bytes_off": held, "limit_bytes": BYTES, **machine}
     figures = {"median": median(values), "spread": (min(values), max(values)), "bar": SECONDS}
     holds = max(values) <= SECONDS and max(held) <= BYTES

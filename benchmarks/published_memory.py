@@ -5,7 +5,8 @@ Each code base has its habits (planner/habits.py), read in its source or its pap
     Aleph-Alpha     the head gathers all logits on every tensor rank, and another micro-batch's output waits: 14 + 2 bytes;
                     inputs of matrices are kept gathered; norms are one kernel or several. From pairs of runs of which one
                     fitted: 3.75 bytes of the stream that no line explains, 12.75 more without the fused norm (8 by the code,
-                    4 its input, and again a bit that no line explains)
+                    4 its input, and again a bit that no line explains). Without a fused kernel 8 bytes per logit more are
+                    reserved: three runs ran out that fitted with it, and anything from 5 to 12 says so
     Megatron        with dropout and its own softmax (arXiv 2205.05198, table 2): 34 + 5 a s / h, float32 gradients, tied words
     DeepSpeed       the same under ZeRO 1, whose float32 gradients are in shards, with buckets of 5e8 elements
     nanotron        float32 sums of gradients whole, inputs of matrices gathered, logits in float32 and their softmax in place
@@ -46,6 +47,7 @@ ALEPH = Habits(
     waiting=2,
     divided=False,
     pinned=8,
+    split=8,
     cut="norm",
 )
 OLD = ("Zero Bubble", "Narayanan", "Korthikanti", "MT-NLG", "Alpa", "DeepSpeed", "microsoft/Megatron")
@@ -63,7 +65,7 @@ CODES: tuple[tuple[str, Code], ...] = (
     ("Aleph-Alpha", Code(ALEPH)),
     (
         "bigscience",
-        Code(replace(MEGATRON, gradients=2, shared=4, fixed=2 * GIB, gaps=1.09, context=(3.5 * GIB, 0, 0)), tied=True),
+        Code(replace(MEGATRON, gradients=2, shared=4, fixed=2 * GIB, gaps=1.11, context=(3.5 * GIB, 0, 0)), tied=True),
     ),
     ("torchtitan", Code(TITAN)),
     ("foundation", Code(TITAN)),

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.core.errors import PlanError
+from meshwright.core.steadiness import Stretch
 from tests.core.profiles import CALL_S, TANH_S, attention_s, product_s, profile
 
 FOUND = profile()
@@ -54,6 +55,15 @@ def test_what_computes_much_takes_what_its_numbers_do_where_memory_is_faster():
     wrong = replace(FOUND, computed=(replace(FOUND.computed[0], operation="tanhh"),))
     assert [fault.what for fault in wrong.faults()] == ["nobody asks what 'tanhh' takes"]
     assert "tanh" in next(wrong.faults()).fix
+
+
+def test_how_evenly_it_goes_is_told_in_rising_lengths():
+    assert FOUND.behind_seconds(0.01, 4) == 0.0  # nobody measured it
+    uneven = replace(FOUND, stretches=(Stretch(0.01, 0.05), Stretch(0.04, 0.0)))
+    assert uneven.behind_seconds(0.01, 2) == pytest.approx(0.01 * 0.05)
+    assert not list(uneven.faults())
+    wrong = replace(uneven, stretches=(*uneven.stretches[::-1], Stretch(1.0, -0.1)))
+    assert [fault.where for fault in wrong.faults()] == ["stretches.2.behind", "stretches"]
 
 
 def test_halves_stand_for_each_other_and_other_dtypes_are_refused():

@@ -11,13 +11,17 @@ from meshwright.planner.pace import Ground
 
 @dataclass(frozen=True)
 class Even:
-    """FLOP/s of products and of attention, bytes/s of the rest, 0: no time; `rich_s` for a number of core.work.RICH."""
+    """FLOP/s of products and of attention, bytes/s of the rest, 0: no time; `rich_s` for a number of core.work.RICH.
+
+    Of several that meet the last is behind by `late` of what they did, for each one more than one.
+    """
 
     flops_per_s: float = 0.0
     bytes_per_s: float = 0.0
     call_s: float = 0.0
     call_backward_s: float = 0.0
     rich_s: float = 0.0
+    late: float = 0.0
 
     def product_seconds(self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32") -> float:
         return 2 * m * n * k * batch / self.flops_per_s if self.flops_per_s else 0.0
@@ -28,6 +32,9 @@ class Even:
 
     def moved_seconds(self, nbytes: float, operation: str = "", numbers: float = 0.0) -> float:
         return (nbytes / self.bytes_per_s if self.bytes_per_s else 0.0) + numbers * self.rich_s
+
+    def behind_seconds(self, seconds: float, ranks: int) -> float:
+        return self.late * seconds * (ranks - 1)
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,14 @@ class Evenly:
 
 
 def ground(
-    *, flops: float = 0.0, moved: float = 0.0, links: float = 0.0, call_s: float = 0.0, cores: int = 0, rich: float = 0.0
+    *,
+    flops: float = 0.0,
+    moved: float = 0.0,
+    links: float = 0.0,
+    call_s: float = 0.0,
+    cores: int = 0,
+    rich: float = 0.0,
+    late: float = 0.0,
 ) -> Ground:
     """A ground of such a device and such links, on which calls come one after the other."""
-    return Ground("even", Even(flops, moved, call_s, call_s, rich), Evenly(links), ahead=False, cores=cores, block=0)
+    return Ground("even", Even(flops, moved, call_s, call_s, rich, late), Evenly(links), ahead=False, cores=cores, block=0)

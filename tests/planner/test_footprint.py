@@ -108,6 +108,16 @@ def test_inputs_that_are_gathered_are_not_divided_by_tensor_ranks():
     assert whole - once == pytest.approx(4 * shape.sequence * shape.hidden * 3 / 4)
 
 
+def test_pieces_that_logits_do_not_fit_into_are_reserved_beside_them_and_more_of_them_where_scores_are_kept_apart():
+    shape, habits = Shape("gpt", 2, 1024, 16, vocab=500_000), Habits(pinned=8, split=4, gaps=1.0)
+    logits = 4 * shape.sequence * shape.vocab
+    for kernel, each in (("flash2", 8), ("softmax", 12), ("eager", 12)):
+        found = footprint(shape, Layout(kernel=kernel, micro_batch=4, reruns="layers"), habits)
+        assert found.gaps == pytest.approx(each * logits)
+    narrow = replace(shape, vocab=100)
+    assert footprint(narrow, Layout(kernel="eager", micro_batch=4, reruns="layers"), habits).gaps == 0.0
+
+
 def test_logits_that_every_tensor_rank_has_whole_are_not_divided():
     shape = Shape("words", 2, 512, 8, vocab=200_000)
     divided, whole = (footprint(shape, Layout(tp=4), habits) for habits in (Habits(), Habits(divided=False)))

@@ -11,8 +11,11 @@ from meshwright.planner import price
 from meshwright.planner.pace import Ground
 from meshwright.planner.price import Prices
 from meshwright.strategies.data.replicate import Replicate
+from meshwright.strategies.memory.tiles import Tiles
 from meshwright.strategies.pipeline.pipeline import Pipeline
 from meshwright.strategies.sequence.ulysses import Ulysses
+from meshwright.strategies.tensor.line import Line
+from meshwright.strategies.tensor.vocabulary import Vocabulary
 from tests.planner.grounds import ground
 from tests.strategies.tensor.llama import known, planned
 
@@ -78,9 +81,23 @@ def test_what_computes_much_is_told_apart():
     plan = plan_of()
     passed = plan.anatomy.weighed.works.loss.passed
     numbers = sum(each.count * each.numbers.at(ROWS) for each in passed)
-    assert {each.operation for each in passed} == {"", "_log_softmax"}
-    assert numbers == ROWS * TOKENS * 68
+    assert {each.operation for each in passed} == {"", "_log_softmax", "_log_softmax_backward_data"}
+    assert numbers == 2 * ROWS * TOKENS * 68
     assert priced(plan, ground(rich=1e-9))["LOSS"] == pytest.approx(1e-9 * numbers)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_loss_of_divided_words_looks_at_those_that_are_here(ranks: int):
+    """engine/logits.py: two exp of each logit, whose 4 bytes are read or written 18 times, those of the exp among them."""
+    plan = planned(known(**SIZES), Mesh(tp=ranks), rows=ROWS, strategies=(Line(), Vocabulary()))[1]
+    each = [priced(plan, ground(moved=1e9), rank)["LOSS"] for rank in range(ranks)]
+    told = ranks * 2 * (ranks * 2 * ROWS * TOKENS * 4)  # what each rank gathers, two numbers per token, is read and written once
+    assert sum(each) == pytest.approx((18 * 4 * ROWS * TOKENS * 68 + told) / 1e9)
+    rich = [priced(plan, ground(rich=1e-9), rank)["LOSS"] for rank in range(ranks)]
+    assert sum(rich) == pytest.approx(2 * ROWS * TOKENS * 68 * 1e-9)
+    assert priced(plan, ground(call_s=1.0))["LOSS"] == pytest.approx(price.CALLS)
+    tiled = planned(known(**SIZES), Mesh(tp=ranks), rows=ROWS, strategies=(Line(), Vocabulary(), Tiles(2)))[1]
+    assert sum(priced(tiled, ground(rich=1e-9), rank)["LOSS"] for rank in range(ranks)) == pytest.approx(sum(rich))
 
 
 def test_what_is_exchanged_within_a_block_is_put_in_order_before_and_after(monkeypatch: pytest.MonkeyPatch):

@@ -6,6 +6,7 @@ from io import StringIO
 from rich.console import Console
 
 from meshwright.core.profile import Profile
+from meshwright.core.steadiness import Stretch
 from meshwright.report.device import profile_view
 from tests.core.profiles import profile
 
@@ -25,6 +26,7 @@ def test_every_point_is_shown_beside_the_law():
     assert abs(int(rows[0][-2])) <= 5
     assert sum(line.split()[:1] == ["bfloat16"] for line in text.splitlines()) == len(profile().products) / 2 + 8
     assert "doubt" not in text
+    assert "meeting" not in text
     assert [line.split() for line in text.splitlines() if line.startswith("tanh")] == [["tanh", "3", "2", "%"]]
 
 
@@ -33,3 +35,8 @@ def test_figures_that_scatter_are_doubted_and_several_processes_are_told():
     text = shown(wide)
     assert "measure again when it is quiet" in text
     assert "3 processes of 2 threads at once" in text
+
+
+def test_how_evenly_it_goes_is_told():
+    text = shown(replace(profile(), stretches=(Stretch(0.004, 0.05), Stretch(0.016, 0.04))))
+    assert "the later of two ranks is behind by 5 % of 4 ms, 4 % of 16 ms" in text

@@ -1,18 +1,21 @@
 """device.toml is written for people, read with all its faults at once, and read as it was written."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from meshwright.core.errors import PlanError
+from meshwright.core.steadiness import Stretch
 from meshwright.run.profile import read_profile, write_profile
 from tests.core.profiles import profile
 
 
 def test_what_is_read_is_what_was_written(tmp_path: Path):
     path = tmp_path / "new" / "device.toml"
-    written = write_profile(profile(), path)
+    written = write_profile(replace(profile(), stretches=(Stretch(0.004, 0.05), Stretch(0.016, 0.04))), path)
     assert read_profile(path) == written
+    assert written.stretches == (Stretch(0.004, 0.05), Stretch(0.016, 0.04))
     assert write_profile(written, path) == written
     assert len(written.products) == len(profile().products)
     assert written.product_seconds(100, 200, 300) == pytest.approx(profile().product_seconds(100, 200, 300), rel=0.01)

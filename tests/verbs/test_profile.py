@@ -47,7 +47,8 @@ def test_what_is_measured_is_written_shown_and_the_threads_are_given_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     made = profile()
-    found = Rated(made.products, made.attention, made.moved, made.computed, made.call_s, made.call_backward_s)
+    slices = (0.004, 0.005) * 24
+    found = Rated(made.products, made.attention, made.moved, made.computed, slices, made.call_s, made.call_backward_s)
     threads: list[int] = []
 
     def rated(*args: object, **said: object) -> Rated:
@@ -68,6 +69,7 @@ def test_what_is_measured_is_written_shown_and_the_threads_are_given_back(
     assert replace(read, products=()).memory > 1 << 28
     assert len(read.products) == len(made.products)
     assert read.computed == made.computed
+    assert read.behind_seconds(0.0045, 2) == pytest.approx(0.00025, rel=0.05)  # half of the pairs are 0.001 apart
 
 
 def test_refusals_reach_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -96,3 +98,5 @@ def test_two_processes_measure_at_once(tmp_path: Path, forks: Forks):
     assert (found.ranks, found.threads) == (2, 1)
     assert "2 processes of 1 threads at once" in printed
     assert found.product_seconds(64, 64, 64) < found.product_seconds(512, 512, 512)
+    assert len(found.stretches) >= 2
+    assert 0 < found.behind_seconds(0.01, 2) < 0.005

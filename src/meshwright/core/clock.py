@@ -28,8 +28,12 @@ class Stuck(Exception):
     """Nobody can go on. The message shows, for every role, where it stands and what it waits for."""
 
 
-def play(program: Program, duration: Callable[[Action], float] = lambda action: 1.0) -> list[Tick]:
-    """The timeline of one step, in order of start.
+def play(
+    program: Program,
+    duration: Callable[[Action], float] = lambda action: 1.0,
+    late: Callable[[Action], float] = lambda action: 0.0,
+) -> list[Tick]:
+    """The timeline of one step, in order of start. What goes on the wire starts so `late` after this rank is ready for it.
 
     As in the engine, a role's main thread goes through its list: it does compute actions itself and issues wire actions
     on the way. So a wire action starts no earlier than the compute action listed before it has ended; one that waits for
@@ -45,7 +49,7 @@ def play(program: Program, duration: Callable[[Action], float] = lambda action: 
     while moved:
         before = len(ticks)
         for player in players:
-            ticks += player.advance(ended, duration)
+            ticks += player.advance(ended, duration, late)
         moved = len(ticks) > before
     if any(player.stands for player in players):
         raise Stuck("\n".join(["nobody can go on:", *(line for player in players for line in player.lines(ended))]))
@@ -68,7 +72,9 @@ class _Player:
         """Where the other lanes and the main thread stand; empty when all has ended."""
         return [lane[0][0] for lane in self.issued.values() if lane] + [i for i in [self.cursor] if i < len(self.actions)]
 
-    def advance(self, ended: dict[str, float], duration: Callable[[Action], float]) -> list[Tick]:
+    def advance(
+        self, ended: dict[str, float], duration: Callable[[Action], float], late: Callable[[Action], float]
+    ) -> list[Tick]:
         """What this role does until it waits for another one; `ended` learns of it."""
         ticks: list[Tick] = []
         while True:
@@ -77,7 +83,7 @@ class _Player:
             for lane in self.issued.values():
                 while lane and self._ready(self.actions[lane[0][0]], ended):
                     index, since = lane.popleft()
-                    ticks.append(self._run(self.actions[index], since, ended, duration))
+                    ticks.append(self._run(self.actions[index], since, ended, duration, late(self.actions[index])))
             if (len(ticks), self.cursor) == before:
                 return ticks
 
@@ -102,9 +108,11 @@ class _Player:
             self._own.add(full_name(self.role, action.name))
             self.cursor += 1
 
-    def _run(self, action: Action, since: float, ended: dict[str, float], duration: Callable[[Action], float]) -> Tick:
-        free = self.free.get(_way(action), 0.0)
-        start = max(since, free, *(ended[full_name(self.role, wait)] for wait in action.waits))
+    def _run(
+        self, action: Action, since: float, ended: dict[str, float], duration: Callable[[Action], float], late: float = 0.0
+    ) -> Tick:
+        ready = max([since, *(ended[full_name(self.role, wait)] for wait in action.waits)])
+        start = max(ready + late, self.free.get(_way(action), 0.0))
         tick = Tick(self.role, action, start, start + duration(action))
         self.free[_way(action)] = ended[full_name(self.role, action.name)] = tick.end
         return tick

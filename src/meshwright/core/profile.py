@@ -6,6 +6,7 @@ into a file, device.toml (run/profile.py). It answers for every size, measured o
     product_seconds      [m, k] by [k, n], `batch` of them          seconds = call + a m n k + b m k + c k n + d m n
     attention_seconds    rows x heads of queries by keys            seconds = call + a pairs width + b pairs + c numbers
     moved_seconds        bytes that an operation reads and writes; numbers, of those that compute much for each (core/work.py)
+    behind_seconds       how far the last of several that meet is behind (core/steadiness.py)
 
 and never with more than the best that was measured: a law that is drawn beyond its points must not find a faster device.
 """
@@ -20,6 +21,7 @@ from statistics import median
 
 from meshwright.core.errors import Fault, PlanError, nearest
 from meshwright.core.law import Law, Seen, unseen
+from meshwright.core.steadiness import Stretch, behind
 from meshwright.core.work import RICH, Pairs
 
 VERSION = 1
@@ -105,6 +107,7 @@ class Profile:
     attention: tuple[Attended, ...]
     moved: tuple[Moved, ...]
     computed: tuple[Computed, ...] = ()
+    stretches: tuple[Stretch, ...] = ()
 
     def product_seconds(self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32") -> float:
         """Seconds of `batch` products of [m, k] by [k, n] in `dtype`. Raises PlanError where none was measured in it."""
@@ -132,6 +135,10 @@ class Profile:
     def moved_seconds(self, nbytes: float, operation: str = "", numbers: float = 0.0) -> float:
         """Seconds of one operation that reads and writes `nbytes` in all, and makes `numbers` if it was measured by them."""
         return max(self._passing(nbytes), self._computed.get(operation, 0.0) * numbers)
+
+    def behind_seconds(self, seconds: float, ranks: int) -> float:
+        """Seconds that the last of `ranks` such devices is behind their mean, after work of so many."""
+        return behind(self.stretches, seconds, ranks)
 
     def _passing(self, nbytes: float) -> float:
         points = self._moved
@@ -172,7 +179,7 @@ class Profile:
         for name in ("call_s", "call_backward_s"):
             if not 0 < vars(self)[name] < inf:
                 yield Fault(f"a call of {vars(self)[name]} s", "write seconds, above 0", name)
-        for name in ("products", "attention", "moved", "computed"):
+        for name in ("products", "attention", "moved", "computed", "stretches"):
             for number, each in enumerate(vars(self)[name]):
                 yield from _wrong(each, f"{name}.{number}")
         for name, found in (("products", self.products), ("attention", self.attention)):
@@ -184,9 +191,11 @@ class Profile:
                 yield Fault(f"{len(vars(self)[name])} were measured; needed are {least}", again, name)
         for each in sorted({each.operation for each in self.computed}.difference(RICH)):
             yield Fault(f"nobody asks what '{each}' takes", nearest(each, RICH), "computed")
-        sizes = [each.nbytes for each in self.moved]
-        if sizes != sorted(set(sizes)):
-            yield Fault(f"sizes of {sizes} bytes", "write each once, in rising order", "moved")
+        lengths = {"moved": [each.nbytes for each in self.moved], "stretches": [each.seconds for each in self.stretches]}
+        for name, sizes in lengths.items():
+            if sizes != sorted(set(sizes)):
+                unit = "bytes" if name == "moved" else "seconds"
+                yield Fault(f"sizes of {sizes} {unit}", "write each once, in rising order", name)
 
     def _measured(self, dtype: str, known: tuple[str, ...]) -> str:
         """`dtype`, or the other half where one of them alone was measured."""
@@ -238,11 +247,11 @@ def _attention(rows: float, heads: float, queries: float, keys: float, width: fl
     return (1.0, pairs * width, pairs, rows * heads * (queries + keys) * width)
 
 
-def _wrong(each: Point | Attended | Moved | Computed, where: str) -> Iterator[Fault]:
+def _wrong(each: Point | Attended | Moved | Computed | Stretch, where: str) -> Iterator[Fault]:
     for key, value in vars(each).items():
         if key in ("dtype", "operation"):
             continue
-        share = key == "spread"
+        share = key in ("spread", "behind")
         if not (0 <= value < inf) or (value == 0 and not share):
             fix = "write a share, 0 or more" if share else "write a number above 0"
             yield Fault(f"{key} of {value}", fix, f"{where}.{key}")

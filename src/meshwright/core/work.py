@@ -16,7 +16,8 @@ from meshwright.core.load import Line
 # Operations, by torch's names for them, that compute so much for each number that memory does not say what they take on a CPU.
 RICH = (
     *("tanh", "exp", "log", "erf", "sin", "cos", "gelu", "gelu_tanh", "gelu_backward", "gelu_tanh_backward", "bernoulli_"),
-    *("_softmax", "_softmax_backward_data", "_log_softmax", "native_layer_norm", "native_layer_norm_backward"),
+    *("silu", "silu_backward", "sigmoid", "_softmax", "_safe_softmax", "_softmax_backward_data", "_log_softmax"),
+    *("_log_softmax_backward_data", "native_layer_norm", "native_layer_norm_backward"),
 )
 
 

@@ -32,9 +32,17 @@ class Shared:
         return self.ranks[tick.role] * (self.threads if tick.action.lane == "compute" else 1)
 
 
-def played(program: Program, seconds: Callable[[Action], float], shared: Shared | None) -> list[Tick]:
-    """The timeline of `program`, whose acts take so many `seconds` with a core for each thread; `shared` None: they have that."""
-    ticks = play(program, seconds)
+def played(
+    program: Program,
+    seconds: Callable[[Action], float],
+    shared: Shared | None,
+    late: Callable[[Action], float] = lambda action: 0.0,
+) -> list[Tick]:
+    """The timeline of `program`, whose acts take so many `seconds` with a core for each thread; `shared` None: they have that.
+
+    What goes on the wire starts so `late`.
+    """
+    ticks = play(program, seconds, late)
     if shared is None:
         return ticks
     longer: dict[int, float] = {}
@@ -45,7 +53,7 @@ def played(program: Program, seconds: Callable[[Action], float], shared: Shared 
         if changed < SETTLED:
             break
         known = longer
-        ticks = play(program, lambda action, known=known: seconds(action) * known.get(id(action), 1.0))
+        ticks = play(program, lambda action, known=known: seconds(action) * known.get(id(action), 1.0), late)
     return ticks
 
 

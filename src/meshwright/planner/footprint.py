@@ -102,7 +102,8 @@ def _of(shape: Shape, layout: Layout, habits: Habits, rank: int, one: _Layer) ->
     states = own * habits.weights / shared[2], own * sums / shared[1], own * moments / shared[0]
     activations = times * (part.layers * one.kept + (one.handed if layout.pp > 1 else 0.0))
     gathered = habits.fixed + _gathered(shape, layout, habits, part, own, sums)
-    pinned = habits.pinned * layout.tokens(shape) * shape.vocab if part.last else 0.0
+    each = habits.pinned + (habits.split if layout.kernel in BACK else 0)
+    pinned = each * layout.tokens(shape) * shape.vocab if part.last else 0.0
     inside, logits, pinned = (0.0, logits, pinned) if logits + pinned > one.inside else (one.inside, 0.0, 0.0)
     alive = sum(states) + activations + inside + logits + gathered
     always, tensor, pipe = habits.context
@@ -115,7 +116,7 @@ def _layer(shape: Shape, layout: Layout, habits: Habits) -> _Layer:
     tokens, tp, h = layout.tokens(shape), layout.tp, shape.hidden
     unit, over = tokens * h, tp if layout.sequence else 1
     stream = habits.stream + (0 if layout.fused else habits.unfused)
-    plain = layout.kernel in ("eager", "softmax")
+    plain = layout.kernel in BACK
     groups = (1 + shape.groups / shape.heads) / 2
     within = unit * groups * (habits.inner + (0 if plain else habits.flash))
     within += tokens * shape.inner * _mlp(shape, layout, habits)

@@ -19,7 +19,8 @@ and the step beside it:
                embedding and head stay gathered for the whole step; `stays`: with ranks along pp so do all layers, with the sums
                of their gradients
     fixed      bytes of buffers, whatever the model is
-    gaps       what an allocator has reserved over what lives; `pinned` bytes per logit more: halves of pieces that live
+    gaps       what an allocator has reserved over what lives; `pinned` bytes per logit more: halves of pieces that live; `split`
+               more without a fused kernel: freed pieces of scores, too short for logits, in which something small lives
     context    of the driver and of communicators: always, more on tensor ranks, more along pp; no counter of torch has them
     handed     what goes to the next rank along pp, 2 T h, is whole even where tokens lie on tensor ranks
     cut        how layers are dealt along pp (planner/stages.py)
@@ -72,6 +73,7 @@ class Habits:
     fixed: float = 0
     gaps: float = 1.02
     pinned: float = 0
+    split: float = 0
     context: tuple[float, float, float] = (0.7 * GIB, 0.6 * GIB, 0.9 * GIB)
     handed: bool = False
     cut: Cut = "layers"

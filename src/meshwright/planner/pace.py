@@ -40,6 +40,9 @@ class Pace(Protocol):
     def moved_seconds(self, nbytes: float, operation: str = "", numbers: float = 0.0) -> float:
         """Of an operation that reads and writes so many bytes, and makes so many numbers if it is one of core.work.RICH."""
 
+    def behind_seconds(self, seconds: float, ranks: int) -> float:
+        """That the last of `ranks` such devices is behind their mean, after work of so many."""
+
 
 @dataclass(frozen=True)
 class ByKind:
@@ -68,6 +71,10 @@ class ByKind:
     def moved_seconds(self, nbytes: float, operation: str = "", numbers: float = 0.0) -> float:
         """Of an operation that reads and writes so many bytes: what it computes is hidden behind them."""
         return passed(self.machine, nbytes)
+
+    def behind_seconds(self, seconds: float, ranks: int) -> float:
+        """None: how evenly it goes was not measured, and the rates that it reaches are those of steps, waiting included."""
+        return 0.0
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from meshwright.core.clock import Stuck, Tick, full_name
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action, Program
 from meshwright.planner.crowd import Shared, played
+from meshwright.planner.lag import lagging
 from meshwright.planner.pace import Ground
 from meshwright.planner.price import Cost, Prices
 
@@ -68,7 +69,7 @@ def predict(plan: Plan, ground: Ground) -> Prediction:
     for number, (_, actions) in enumerate(program.roles):
         prices = Prices(plan, number * each, ground)
         seen = seen and prices.seen
-        costs |= {id(action): prices.cost(action) for action in actions}
+        costs |= lagging(prices, actions)
     shared = None
     if ground.cores:
         shared = Shared(ground.cores, {role: each / ground.hosts for role, _ in program.roles}, ground.threads)
@@ -82,7 +83,7 @@ def predict(plan: Plan, ground: Ground) -> Prediction:
 
 def spent(program: Program, costs: Mapping[int, Cost], shared: Shared | None = None) -> tuple[float, dict[str, Spent]]:
     """The seconds of a step of `program`, and where those of each role go; `costs` are those of its actions, by identity."""
-    ticks = played(program, lambda action: costs[id(action)].seconds, shared)
+    ticks = played(program, lambda action: costs[id(action)].seconds, shared, lambda action: costs[id(action)].late)
     end = max((tick.end for tick in ticks), default=0.0)
     ended = {full_name(tick.role, tick.action.name): tick for tick in ticks}
     return end, {role: _spent([tick for tick in ticks if tick.role == role], ended, costs, end) for role, _ in program.roles}

@@ -17,11 +17,12 @@ one square product with as many operations, and what the block holds passes thro
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 
 from meshwright.core.anatomy import NBYTES
 from meshwright.core.home import Bundle
 from meshwright.core.own import own_share
-from meshwright.core.pieces import tokens_of
+from meshwright.core.pieces import PIECE, tokens_of
 from meshwright.core.plan import Plan
 from meshwright.core.program import Action, Transfer
 from meshwright.core.shares import head_in_pieces, shares
@@ -33,20 +34,22 @@ from meshwright.planner.wire import GATHERING
 
 WARM = 16 << 20  # bytes: what is much larger was measured with memory that is new each time
 PASSES = 3  # what a block holds passes through memory so often, where nobody has seen its operations
+THROUGH, CALLS = 14, 20  # times that a logit of divided words is read or written beside its exp; operations on each PIECE of them
 TURNED = {"all_to_all": 2, "all_gather": 1, "reduce_scatter": 1}  # times that what is met within a block is copied to be sent
 COPIED = ("PACK", "UNPACK", "STASH", "RESTORE", "RENEW")
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of an action: what it computes, and what its rank waits within it for messages."""
+    """Seconds of an action: what it computes, what its rank waits within it for messages, and how late these start."""
 
     computing: float = 0.0
     meeting: float = 0.0
+    late: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """Both."""
+        """Both of those that are its own."""
         return self.computing + self.meeting
 
 
@@ -63,7 +66,7 @@ class Prices:
     """What the actions of one role cost, as its first rank plays them."""
 
     def __init__(self, plan: Plan, rank: int, ground: Ground) -> None:
-        self._plan, self._rank, self._ground = plan, rank, ground
+        self._plan, self._rank, self.ground = plan, rank, ground
         self._space = plan.space.at(plan.mesh.coordinate(rank))
         self._shares = shares(self._space)
         self._rows = plan.micro_batch
@@ -86,7 +89,7 @@ class Prices:
         own = 0.0 if action.transfer is None else self._moved(action.transfer)
         if action.lane != "compute":
             return Cost(0.0, own)
-        computing = self._ground.slower * (self._computing(action) + self._turned(action))
+        computing = self.ground.slower * (self._computing(action) + self._turned(action))
         return Cost(computing, own + self._meeting(action))
 
     def _computing(self, action: Action) -> float:
@@ -142,7 +145,7 @@ class Prices:
         return anatomy.flops[at], anatomy.inside_numel[at] if anatomy.inside_numel else 0
 
     def _seconds(self, work: Work, part: _Part, *, back: bool) -> float:
-        ground, rows = self._ground, self._rows
+        ground, rows = self.ground, self._rows
         call = ground.pace.call_backward_s if back else ground.pace.call_s
         each = [(operation.count, self._one(operation, part, rows)) for operation in _all(work)]
         if ground.ahead:
@@ -151,12 +154,12 @@ class Prices:
 
     def _one(self, work: Product | Attention | Passed, part: _Part, rows: int) -> float:
         """Seconds of one of the operations."""
-        pace = self._ground.pace
+        pace = self.ground.pace
         if isinstance(work, Passed):
             nbytes, numbers = (line.at(rows) * part.passed for line in (work.nbytes, work.numbers))
             return pace.moved_seconds(nbytes, work.operation, numbers) if nbytes else 0.0
         if isinstance(work, Attention):
-            keys = min(work.keys, (work.keys + self._ground.block) / 2) if work.causal else work.keys
+            keys = min(work.keys, (work.keys + self.ground.block) / 2) if work.causal else work.keys
             sizes = work.rows.at(rows), work.heads * part.features, work.queries * part.tokens, keys, work.width
             return pace.attention_seconds(sizes, work.dtype, backward=work.backward)
         m, n, k, batch = (line.at(rows) for line in (work.m, work.n, work.k, work.batch))
@@ -172,23 +175,32 @@ class Prices:
 
     def _loss(self, action: Action) -> float:
         space, visit = self._space, self._space.anatomy.visits[-1]
-        share, at = self._shares[visit], self._plan.anatomy.visits.index(visit)
-        there = self._plan.anatomy.stream_numel[at]
+        share = self._shares[visit]
         call = head_in_pieces(space)
         tokens = float(own_share(space, visit))
         if self._works is None:
             return self._guessed(action.flops, sum(hold.nbytes for hold in action.takes))
+        divided = bool(space.logits.axes("S"))
+        if call is None and divided:
+            return self._of_words(share.hands_on * self._rows)
         if call is None:
-            return self._seconds(self._works.loss, _Part(passed=share.hands_on / there if there else tokens), back=False)
-        done = self._seconds(self._works.loss, _Part(passed=tokens), back=False)
+            return self._seconds(self._works.loss, _Part(passed=tokens), back=False)
         times, count = action.flops / (3 * space.pieces), max(1, tokens_of(space) * self._rows / space.pieces)
         into = call.into / max(1, space.anatomy.logits.tokens if space.anatomy.logits is not None else 1)
-        product = self._ground.pace.product_seconds(count, times / (2 * count * into), into, 1, self._dtype)
-        return done + 3 * space.pieces * product
+        words = times / (2 * count * into)
+        product = self.ground.pace.product_seconds(count, words, into, 1, self._dtype)
+        whole = self._seconds(self._works.loss, _Part(passed=tokens), back=False)
+        return (self._of_words(words * count * space.pieces) if divided else whole) + 3 * space.pieces * product
+
+    def _of_words(self, logits: float) -> float:
+        """The loss of so many logits of the words that are here, and its gradient, some tokens at a time (engine/logits.py)."""
+        pace, width = self.ground.pace, max(NBYTES["float32"], NBYTES[self._plan.job.precision.compute])
+        passing = self._there(THROUGH * width * logits) + 2 * pace.moved_seconds(2 * width * logits, "exp", logits)
+        return max(passing, pace.call_s * CALLS * ceil(logits / PIECE))
 
     def _guessed(self, flops: float, held: float) -> float:
         side = (flops / 2) ** (1 / 3)
-        pace = self._ground.pace
+        pace = self.ground.pace
         return (pace.product_seconds(side, side, side, 1, self._dtype) if flops else 0.0) + pace.moved_seconds(PASSES * held)
 
     def _added(self, action: Action) -> float:
@@ -208,7 +220,7 @@ class Prices:
 
     def _there(self, nbytes: float) -> float:
         """Seconds of an operation on memory that is there already: however large, it brings none that is new."""
-        moved, pieces = self._ground.pace.moved_seconds, max(1.0, nbytes / WARM)
+        moved, pieces = self.ground.pace.moved_seconds, max(1.0, nbytes / WARM)
         return pieces * moved(nbytes / pieces)
 
     @cached_property
@@ -243,7 +255,7 @@ class Prices:
                 round_ += self._moved(move)
             else:
                 others += self._moved(move)
-        if round_ and self._ground.ahead and self._works is not None and action.subject in self._works.by_visit:
+        if round_ and self.ground.ahead and self._works is not None and action.subject in self._works.by_visit:
             done = self._works.by_visit[action.subject]
             work = done.forward if action.kind in (*FORWARDS, "RERUN") else done.backward
             attention = self._seconds(Work(attention=work.attention), self._part(action.subject), back=False)
@@ -254,19 +266,19 @@ class Prices:
         """Seconds in which slices are put in order, to be sent and as they come."""
         found = 0.0
         for move in action.inner:
-            size = len(self._meet(move))
+            size = len(self.meet(move))
             if size > 1:
                 whole = move.nbytes * (size if move.collective in GATHERING else 1)
-                found += TURNED.get(move.collective, 0) * self._ground.pace.moved_seconds(2 * whole)
+                found += TURNED.get(move.collective, 0) * self.ground.pace.moved_seconds(2 * whole)
         return found
 
     def _moved(self, move: Transfer) -> float:
         """Seconds of a transfer."""
         if move not in self._sent:
-            self._sent[move] = self._ground.wire.seconds(move, self._meet(move))
+            self._sent[move] = self.ground.wire.seconds(move, self.meet(move))
         return self._sent[move]
 
-    def _meet(self, move: Transfer) -> tuple[int, ...]:
+    def meet(self, move: Transfer) -> tuple[int, ...]:
         """The ranks that meet in it."""
         ranks = self._plan.mesh.peers(self._rank, move.axes)
         if move.peer is not None:

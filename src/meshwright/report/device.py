@@ -38,6 +38,9 @@ def _where(profile: Profile) -> Table:
     table.add_row(Text("best", style="bold"), best)
     calls = f"{1e6 * profile.call_s:.3g} us, {1e6 * profile.call_backward_s:.3g} us backward"
     table.add_row(Text("a call", style="bold"), calls)
+    if profile.stretches:
+        shares = (f"{100 * each.behind:.2g} % of {1e3 * each.seconds:.3g} ms" for each in profile.stretches)
+        table.add_row(Text("meeting", style="bold"), Text(f"the later of two ranks is behind by {', '.join(shares)}"))
     products, attention = profile.unseen()
     text = f"{100 * products:.0f} % for products, {100 * attention:.0f} % for attention (median, at sizes that were not fitted)"
     table.add_row(Text("error", style="bold"), text)

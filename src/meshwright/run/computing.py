@@ -18,7 +18,7 @@ def computing(device: torch.device) -> tuple[int, dict[str, Callable[[], object]
     x, g = (torch.randn(rows, device=device) for _ in range(2))
     aten, norm, above, weight = torch.ops.aten, torch.native_layer_norm, x.abs(), torch.ones(WIDTH, device=device)
     _, mean, scale = norm(x, weight.shape, weight, weight, 1e-5)
-    soft, into = torch.softmax(x, -1), torch.empty_like(x)
+    soft, spread, into = torch.softmax(x, -1), torch.log_softmax(x, -1), torch.empty_like(x)
     return x.numel(), {
         "tanh": lambda: torch.tanh(x),
         "exp": lambda: torch.exp(x),
@@ -31,9 +31,14 @@ def computing(device: torch.device) -> tuple[int, dict[str, Callable[[], object]
         "gelu_backward": lambda: aten.gelu_backward(g, x),
         "gelu_tanh_backward": lambda: aten.gelu_backward(g, x, approximate="tanh"),
         "bernoulli_": lambda: into.bernoulli_(0.9),
+        "silu": lambda: aten.silu(x),
+        "silu_backward": lambda: aten.silu_backward(g, x),
+        "sigmoid": lambda: torch.sigmoid(x),
         "_softmax": lambda: torch.softmax(x, -1),
+        "_safe_softmax": lambda: aten._safe_softmax(x, -1),
         "_softmax_backward_data": lambda: aten._softmax_backward_data(g, soft, -1, x.dtype),
         "_log_softmax": lambda: torch.log_softmax(x, -1),
+        "_log_softmax_backward_data": lambda: aten._log_softmax_backward_data(g, spread, -1, x.dtype),
         "native_layer_norm": lambda: norm(x, weight.shape, weight, weight, 1e-5),
         "native_layer_norm_backward": lambda: aten.native_layer_norm_backward(
             g, x, weight.shape, mean, scale, weight, weight, (True, True, True)

@@ -2,7 +2,7 @@
 
     version, date, kind, device, torch, threads, ranks, memory      what was measured, when and how
     call_s, call_backward_s                                         seconds that an operation takes at least
-    products, attention, moved, computed                            core/profile.py says what their figures are
+    products, attention, moved, computed, stretches                 core/profile.py says what their figures are
 
 Every fault of a file is reported at once.
 """
@@ -23,6 +23,7 @@ LISTS = {
     "attention": "fused attention without a mask: seconds, backward alone",
     "moved": "operations that only read and write: bytes of both together, bytes/s",
     "computed": "operations that compute much for each number: seconds of one",
+    "stretches": "work of so many seconds: how far the later of two is behind their mean, as a share",
 }
 
 

@@ -1,10 +1,11 @@
 """`bench device`: this device measured, alone or by several processes that share it; device.toml written."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,6 +21,7 @@ from meshwright.core.profile import VERSION, Profile
 from meshwright.engine.heap import keep_heap
 from meshwright.report.device import profile_view
 from meshwright.run.about import processor
+from meshwright.run.evenness import stretches
 from meshwright.run.guard import guard
 from meshwright.run.joining import joined
 from meshwright.run.launchers import Ranked
@@ -30,7 +32,7 @@ from meshwright.verbs.ranks import Launcher, RanksFailed
 
 KINDS = ("cpu", "cuda")
 NEEDED = 1 << 30  # bytes that the largest operands take
-LEFT = "rated.json"
+LEFT = "rated-{}.json"
 
 __all__ = ["RanksFailed", "measure", "measure_rank", "refuse_unwritable", "show", "wanted"]
 
@@ -81,27 +83,27 @@ def measure(wish: Wanted, out: Path, launcher: Launcher, console: Console) -> Pr
     if wish.ranks == 1:
         with _threads(wish.threads):
             found = _rated(wish)
-        return write_profile(_profile(wish, found), out)
+        return write_profile(_profile(wish, [found]), out)
     with TemporaryDirectory(prefix="meshwright-bench-") as private:
         folder = Path(private)
         words = ["--device", wish.kind, "--threads", str(wish.threads), "--ranks", str(wish.ranks), "--into", private]
         outcome = launcher(["bench", "device", *words, *(["--quick"] if wish.quick else [])], wish.ranks, folder)
         if outcome.code:
             raise RanksFailed(outcome)
-        found = TypeAdapter(Rated).validate_json((folder / LEFT).read_bytes())
+        left = [(folder / LEFT.format(rank)).read_bytes() for rank in range(wish.ranks)]
+        found = [TypeAdapter(Rated).validate_json(each) for each in left]
     return write_profile(_profile(wish, found), out)
 
 
 def measure_rank(ranked: Ranked, wish: Wanted, into: Path) -> None:
-    """Measure as one of several processes that share the device; rank 0 leaves what it found in `into`."""
+    """Measure as one of several processes that share the device; each leaves what it found in `into`."""
     world_of = Mesh(dp_replicate=ranked.world)
     with guard(ranked.rank, into, ranked.lifeline_fd), _threads(wish.threads), joined(ranked, world_of, shared=False) as world:
         group = world.group(AXES)
         group.barrier(action="measure")
-        found = _rated(wish)
+        found = _rated(wish, partial(group.barrier, action="measure"))
         group.barrier(action="measure")  # who is done sooner waits: the others shall not be alone
-        if ranked.rank == 0:
-            (into / LEFT).write_text(json.dumps(asdict(found)))
+        (into / LEFT.format(ranked.rank)).write_text(json.dumps(asdict(found)))
 
 
 def show(profile: Profile, console: Console) -> None:
@@ -109,14 +111,16 @@ def show(profile: Profile, console: Console) -> None:
     console.print(profile_view(profile))
 
 
-def _rated(wish: Wanted) -> Rated:
+def _rated(wish: Wanted, meet: Callable[[], None] = lambda: None) -> Rated:
     if wish.kind == "cpu":
         keep_heap()  # as ranks do
-    return rated(torch.device(wish.kind), sizes_of(wish.kind, quick=wish.quick), quick=wish.quick)
+    return rated(torch.device(wish.kind), sizes_of(wish.kind, quick=wish.quick), quick=wish.quick, meet=meet)
 
 
-def _profile(wish: Wanted, found: Rated) -> Profile:
-    cuda = wish.kind == "cuda"
+def _profile(wish: Wanted, found: Sequence[Rated]) -> Profile:
+    """The figures of the first of those that measured at once; how evenly they go is asked of all of them."""
+    cuda, figures = wish.kind == "cuda", dict(vars(found[0]))
+    del figures["slices"]
     return Profile(
         version=VERSION,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -126,7 +130,8 @@ def _profile(wish: Wanted, found: Rated) -> Profile:
         threads=wish.threads,
         ranks=wish.ranks,
         memory=torch.cuda.get_device_properties(0).total_memory if cuda else psutil.virtual_memory().total // wish.ranks,
-        **vars(found),
+        stretches=stretches([each.slices for each in found]),
+        **figures,
     )
 
 

@@ -1,0 +1,99 @@
+"""`bench device` in turn with something else: a device that others use too is measured while that runs, not before.
+
+Such a machine is now faster, now slower, by up to 40 % within minutes, and what was measured is not true for long. So the cells
+of `bench device` (run/rating.py) in float32 are dealt into hands, and one hand is timed behind each step of what is measured, by
+as many processes at once as the bench has:
+
+    round 0    step    cells 0, 3, 6 ...    slices        a cell is timed as often as in the bench, for as long, by the same code;
+    round 1    cells 1, 4, 7 ...    slices    step        what it took is the median over rounds and processes
+
+Left out are products that take longer than a step has time for.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from statistics import median
+from typing import Any
+
+import torch
+
+from meshwright.core.profile import Profile
+from meshwright.engine.heap import keep_heap
+from meshwright.run.computing import computing
+from meshwright.run.evenness import slice_of, stretches
+from meshwright.run.rating import (
+    SLOT_S,
+    attention_cells,
+    attention_of,
+    calls,
+    computed_of,
+    moved_cells,
+    moved_of,
+    product_cells,
+    products_of,
+    sizes_of,
+)
+from meshwright.run.sampling import Operation, Watch
+
+HANDS, SLICES = 3, 64
+MOST = 1 << 30  # multiplications of a product
+KINDS = ("product", "forward", "both", "moved", "computed")
+
+Key = tuple[str, object]  # of KINDS, and the size or the name of a cell
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one process timed in a turn, in seconds: cells, slices in a row, and calls forward and backward."""
+
+    rank: int
+    cells: Mapping[Key, float]
+    slices: tuple[float, ...]
+    calls: tuple[float, float]
+
+
+def turns(rank: int, size: int) -> Callable[[], Turn]:
+    """What one of the processes does in each turn."""
+    keep_heap()
+    torch.set_num_threads(1)
+    device, dtype, sizes = torch.device("cpu"), torch.float32, sizes_of("cpu")
+    made: tuple[Mapping[Any, Operation], ...] = (
+        product_cells(device, dtype, [each for each in sizes.products if prod(each) <= MOST]),
+        attention_cells(device, dtype, sizes.attention, back=False),
+        attention_cells(device, dtype, sizes.attention, back=True),
+        moved_cells(device, sizes.moved),
+        computing(device)[1],
+    )
+    cells = {(kind, each): operation for kind, some in zip(KINDS, made, strict=True) for each, operation in some.items()}
+    watch, one, number = Watch(device, 1, SLOT_S), slice_of(), 0
+    about = {key: min(watch.once(operation) for _ in range(3)) for key, operation in cells.items()}
+
+    def turn() -> Turn:
+        nonlocal number
+        hand = list(cells)[number % HANDS :: HANDS]
+        number += 1
+        samples = {key: watch.sample(cells[key], about[key]) for key in hand}
+        return Turn(rank, samples, tuple(one() for _ in range(SLICES)), calls(watch))
+
+    return turn
+
+
+def profile_of(measured: Profile, seen: Sequence[Turn]) -> Profile:
+    """The device as it was in the turns that were `seen`; what else is known of it says what the bench has `measured`."""
+    found: dict[str, dict[Any, list[float]]] = {kind: {} for kind in KINDS}
+    for turn in seen:
+        for (kind, each), seconds in turn.cells.items():
+            found[kind].setdefault(each, []).append(seconds)
+    call_s, call_backward_s = (median(column) for column in zip(*(turn.calls for turn in seen), strict=True))
+    ranks = sorted({turn.rank for turn in seen})
+    return replace(
+        measured,
+        call_s=call_s,
+        call_backward_s=call_backward_s,
+        products=tuple(products_of(torch.float32, dict(sorted(found["product"].items())))),
+        attention=tuple(attention_of(torch.float32, found["forward"], found["both"])),
+        moved=tuple(moved_of(dict(sorted(found["moved"].items())))),
+        computed=tuple(computed_of(found["computed"], computing(torch.device("cpu"))[0], call_s)),
+        stretches=stretches([[one for turn in seen if turn.rank == rank for one in turn.slices] for rank in ranks]),
+    )
