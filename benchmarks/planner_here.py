@@ -104,7 +104,7 @@ def tried(name: str, folder: Path, window: Window) -> Mapping[str, object]:
 def main(words: Sequence[str]) -> None:
     """Measure, predict, measure, and write the result."""
     quick, only = "--quick" in words, words[words.index("--only") + 1] if "--only" in words else ""
-    window = Window(3, 6, 60, threshold=64.0, window_s=0.0, warmup=1) if quick else Window(15, 60, 180)
+    window = Window(6, 9, 60, threshold=64.0, window_s=0.0, warmup=1) if quick else Window(15, 60, 180)
     with TemporaryDirectory() as private:
         folder = Path(private)
         measured("comm", folder, quick=quick)

@@ -4,8 +4,8 @@ Such a machine is now faster, now slower, by up to 40 % within minutes, and what
 of `bench device` (run/rating.py) in float32 are dealt into hands, and one hand is timed behind each step of what is measured, by
 as many processes at once as the bench has:
 
-    round 0    step    cells 0, 3, 6 ...    slices        a cell is timed as often as in the bench, for as long, by the same code;
-    round 1    cells 1, 4, 7 ...    slices    step        what it took is the median over rounds and processes
+    round 0    step    slices    cells 0, 3, 6 ...        a cell is timed as often as in the bench, for as long, by the same code;
+    round 1    slices    cells 1, 4, 7 ...    step        what it took is the median over rounds and processes
 
 Left out are products that take longer than a step has time for.
 """
@@ -21,7 +21,7 @@ import torch
 from meshwright.core.profile import Profile
 from meshwright.engine.heap import keep_heap
 from meshwright.run.computing import computing
-from meshwright.run.evenness import slice_of, stretches
+from meshwright.run.evenness import batches, stretches
 from meshwright.run.rating import (
     SLOT_S,
     attention_cells,
@@ -36,7 +36,7 @@ from meshwright.run.rating import (
 )
 from meshwright.run.sampling import Operation, Watch
 
-HANDS, SLICES = 3, 64
+HANDS = 3
 MOST = 1 << 30  # multiplications of a product
 KINDS = ("product", "forward", "both", "moved", "computed")
 
@@ -66,25 +66,32 @@ def turns(rank: int, size: int) -> Callable[[], Turn]:
         computing(device)[1],
     )
     cells = {(kind, each): operation for kind, some in zip(KINDS, made, strict=True) for each, operation in some.items()}
-    watch, one, number = Watch(device, 1, SLOT_S), slice_of(), 0
+    watch, batch, number = Watch(device, 1, SLOT_S), batches(), 0
     about = {key: min(watch.once(operation) for _ in range(3)) for key, operation in cells.items()}
 
     def turn() -> Turn:
         nonlocal number
         hand = list(cells)[number % HANDS :: HANDS]
         number += 1
+        slices = batch()  # first: now all processes are at the same moment
         samples = {key: watch.sample(cells[key], about[key]) for key in hand}
-        return Turn(rank, samples, tuple(one() for _ in range(SLICES)), calls(watch))
+        return Turn(rank, samples, slices, calls(watch))
 
     return turn
 
 
 def profile_of(measured: Profile, seen: Sequence[Turn]) -> Profile:
-    """The device as it was in the turns that were `seen`; what else is known of it says what the bench has `measured`."""
+    """The device as it was in the turns that were `seen`; what else is known of it says what the bench has `measured`.
+
+    Raises ValueError where these have not timed every cell.
+    """
     found: dict[str, dict[Any, list[float]]] = {kind: {} for kind in KINDS}
     for turn in seen:
         for (kind, each), seconds in turn.cells.items():
             found[kind].setdefault(each, []).append(seconds)
+    missing = [kind for kind in KINDS if not found[kind]] or sorted(map(str, set(found["forward"]) ^ set(found["both"])))
+    if missing:
+        raise ValueError(f"of {', '.join(missing)} nothing was timed: {len(seen)} turns are too few")
     call_s, call_backward_s = (median(column) for column in zip(*(turn.calls for turn in seen), strict=True))
     ranks = sorted({turn.rank for turn in seen})
     return replace(

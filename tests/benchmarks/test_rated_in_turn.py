@@ -5,10 +5,10 @@ from math import prod
 import pytest
 import torch
 
-from benchmarks.rated_in_turn import HANDS, MOST, SLICES, Turn, profile_of, turns
+from benchmarks.rated_in_turn import HANDS, MOST, Turn, profile_of, turns
 from meshwright.core.work import RICH
 from meshwright.run.computing import computing
-from meshwright.run.evenness import LEAST
+from meshwright.run.evenness import BATCH
 from meshwright.run.rating import sizes_of
 from tests.core.profiles import profile
 
@@ -22,7 +22,9 @@ def test_so_many_turns_as_hands_time_every_cell_once_and_make_a_profile():
     assert {each for kind, each in keys if kind == "product"} == {each for each in sizes.products if prod(each) <= MOST}
     assert {each for kind, each in keys if kind == "both"} == set(sizes.attention)
     assert {each for kind, each in keys if kind == "computed"} == set(RICH)
-    assert all(len(each.slices) == SLICES and each.rank == 1 for each in seen)
+    assert all(len(each.slices) == BATCH and each.rank == 1 for each in seen)
+    with pytest.raises(ValueError, match="1 turns are too few"):
+        profile_of(profile(), seen[:1])
     found = profile_of(profile(), seen)
     assert not list(found.faults())
     assert found.dtypes == ("float32",)
@@ -45,4 +47,4 @@ def made(seconds: float, rank: int) -> Turn:
     size = (1, 4, 64, 64, 32)
     cells = {("product", (512, 512, 2048, 1)): seconds, ("forward", size): seconds, ("both", size): 2 * seconds}
     cells |= {("moved", 1 << 20): seconds, ("computed", "tanh"): seconds}
-    return Turn(rank, cells, (0.0048 if rank else 0.004,) * LEAST, (2e-6, 1e-6))
+    return Turn(rank, cells, (0.0048 if rank else 0.004,) * BATCH, (2e-6, 1e-6))

@@ -29,6 +29,9 @@ class Priced(Prices):
     def meet(self, move: Transfer) -> tuple[int, ...]:
         return {("dp_shard",): (0, 2), ("tp",): (0, 1), ("dp_shard", "tp"): (0, 1, 2, 3)}[move.axes]
 
+    def axes(self, move: Transfer) -> frozenset[str]:
+        return frozenset(move.axes)
+
 
 def lags(actions: Sequence[Action], seconds: Mapping[str, float]) -> dict[str, float]:
     """How late each of these starts, or what it waits within."""
@@ -84,6 +87,20 @@ def test_copies_do_not_meet_where_their_tensor_ranks_do_and_all_do_where_all_mee
     found = lags([*blocks, norm, Action("CLIP", waits=("NORM()",)), wire("REDUCE", "a")], {"F": 2.0, "B": 4.0, "CLIP": 1.0})
     assert found["NORM()"] == pytest.approx(3 * LATE * 6.0)
     assert found["REDUCE(a)"] == pytest.approx(LATE * 1.0)
+
+
+def test_all_were_level_as_early_as_along_the_axis_along_which_they_met_longer_ago():
+    norm = wire("NORM", "", "SQUARE()", move=Transfer("all_reduce", ("dp_shard", "tp"), 8))
+    actions = [
+        Action("B", "a", 0, inner=(WITHIN,)),
+        wire("REDUCE", "a", "B(a, 0)"),
+        Action("F", "a", 1, inner=(WITHIN,)),
+        Action("SQUARE", waits=("REDUCE(a)",)),
+        norm,
+    ]
+    found = lags(actions, {"B": 4.0, "F": 2.0, "SQUARE": 1.0})
+    assert found["REDUCE(a)"] == pytest.approx(LATE * 4.0)
+    assert found["NORM()"] == pytest.approx(3 * LATE * 3.0)  # not of the whole step again
 
 
 def test_two_sums_behind_each_other_wait_once_and_one_that_is_hidden_costs_nothing():

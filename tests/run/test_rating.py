@@ -16,14 +16,14 @@ TINY = Sizes(
 
 
 def test_a_device_is_measured_at_every_size_and_makes_a_profile_without_faults(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(evenness, "QUICK_S", 0.05)
+    monkeypatch.setattr(evenness, "QUICK_BATCHES", 1)
     found = rated(torch.device("cpu"), TINY, quick=True)
     assert {(each.m, each.n, each.k, each.batch) for each in found.products} == set(TINY.products)
     assert {each.dtype for each in found.products} == {each.dtype for each in found.attention} == {"float32", "bfloat16"}
     assert [each.nbytes for each in found.moved] == [4096, 65536]
     assert {each.operation for each in found.computed} == set(RICH)
     assert 0 < found.call_s < 1e-2
-    assert len(found.slices) >= evenness.LEAST
+    assert len(found.slices) == evenness.BATCH
     figures = {name: value for name, value in vars(found).items() if name != "slices"}
     profile = Profile(VERSION, "", "cpu", "here", torch.__version__, 1, 1, 1 << 30, **figures)
     assert not list(profile.faults())

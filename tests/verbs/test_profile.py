@@ -47,7 +47,7 @@ def test_what_is_measured_is_written_shown_and_the_threads_are_given_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     made = profile()
-    slices = (0.004, 0.005) * 24
+    slices = (0.004, 0.005) * 32
     found = Rated(made.products, made.attention, made.moved, made.computed, slices, made.call_s, made.call_backward_s)
     threads: list[int] = []
 

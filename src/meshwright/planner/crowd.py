@@ -40,7 +40,7 @@ def played(
 ) -> list[Tick]:
     """The timeline of `program`, whose acts take so many `seconds` with a core for each thread; `shared` None: they have that.
 
-    What goes on the wire starts so `late`.
+    What goes on the wire starts so `late`, and as much later as what is computed takes longer.
     """
     ticks = play(program, seconds, late)
     if shared is None:
@@ -52,9 +52,20 @@ def played(
         longer = {key: (value + longer.get(key, 1.0)) / 2 if longer else value for key, value in wanted.items()}
         if changed < SETTLED:
             break
-        known = longer
-        ticks = play(program, lambda action, known=known: seconds(action) * known.get(id(action), 1.0), late)
+        known, all_ = longer, _mean(ticks, longer)
+        ticks = play(
+            program,
+            lambda action, known=known: seconds(action) * known.get(id(action), 1.0),
+            lambda action, all_=all_: late(action) * all_,
+        )
     return ticks
+
+
+def _mean(ticks: Sequence[Tick], longer: Mapping[int, float]) -> float:
+    """How many times as long what is computed takes, on average."""
+    computed = [(tick.end - tick.start, longer.get(id(tick.action), 1.0)) for tick in ticks if tick.action.lane == "compute"]
+    alone = sum(seconds / times for seconds, times in computed)
+    return sum(seconds for seconds, _ in computed) / alone if alone else 1.0
 
 
 def _stretched(ticks: Sequence[Tick], shared: Shared) -> dict[int, float]:

@@ -195,7 +195,9 @@ class Prices:
     def _of_words(self, logits: float) -> float:
         """The loss of so many logits of the words that are here, and its gradient, some tokens at a time (engine/logits.py)."""
         pace, width = self.ground.pace, max(NBYTES["float32"], NBYTES[self._plan.job.precision.compute])
-        passing = self._there(THROUGH * width * logits) + 2 * pace.moved_seconds(2 * width * logits, "exp", logits)
+        passing = self._there(THROUGH * width * logits) + 2 * max(
+            self._there(2 * width * logits), pace.moved_seconds(0.0, "exp", logits)
+        )
         return max(passing, pace.call_s * CALLS * ceil(logits / PIECE))
 
     def _guessed(self, flops: float, held: float) -> float:
@@ -277,6 +279,10 @@ class Prices:
         if move not in self._sent:
             self._sent[move] = self.ground.wire.seconds(move, self.meet(move))
         return self._sent[move]
+
+    def axes(self, move: Transfer) -> frozenset[str]:
+        """The axes along which ranks meet in it."""
+        return frozenset(axis for axis in move.axes if self._plan.mesh.extent((axis,)) > 1)
 
     def meet(self, move: Transfer) -> tuple[int, ...]:
         """The ranks that meet in it."""

@@ -1,11 +1,10 @@
-"""How evenly a device goes (core/steadiness.py): one product after another, each timed, and put together to longer stretches.
+"""How evenly a device goes (core/steadiness.py): the same work over and over, timed, and put together to longer stretches.
 
-slices        [ ][  ][ ][ ][   ][ ][ ][  ]        a few milliseconds each
-stretches     [ ][  ] ...    [   ][  ] ...    [      ][       ]        of 1, 4, 16 ... slices, as long as there are enough
+slices        [ ][  ][ ][ ][   ][ ][ ][  ]        the same products each, some milliseconds; ranks meet before every 64 of them
+stretches     [ ][  ] ...    [   ][  ] ...    [      ][       ]        of 1, 4, 16 and 64 slices, of which there are enough
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -13,38 +12,38 @@ import torch
 
 from meshwright.core.steadiness import Stretch
 
-SIDE = 256
-SLICE_S, LONG_S, QUICK_S = 0.004, 12.0, 2.0
+SIDE, PRODUCTS = 256, 10  # of a slice: on a core of today about 5 ms, on every rank the same work
+BATCH, BATCHES, QUICK_BATCHES = 64, 40, 3
 TIMES, LEAST = 4, 12  # of a length there are so many stretches at least
 
 
-def slices(device: torch.device, *, quick: bool = False) -> tuple[float, ...]:
-    """Seconds of each of many slices in a row on `device`, with as many threads as torch is set to.
+def slices(device: torch.device, meet: Callable[[], None] = lambda: None, *, quick: bool = False) -> tuple[float, ...]:
+    """Seconds of each of many slices in a row on `device`, with as many threads as torch is set to; ranks `meet` on the way.
 
     None on a GPU: there a slice would time the host, which asks ahead; nobody has looked yet how evenly one goes.
     """
     if device.type != "cpu":
         return ()
-    one, wanted = slice_of(), QUICK_S if quick else LONG_S
-    found, until = [one() for _ in range(LEAST)], perf_counter() + wanted
-    while perf_counter() < until:
-        found.append(one())
+    batch, found = batches(), list[float]()
+    for _ in range(QUICK_BATCHES if quick else BATCHES):
+        meet()
+        found += batch()
     return tuple(found)
 
 
-def slice_of() -> Callable[[], float]:
-    """What works for one slice, and says how many seconds that took."""
+def batches() -> Callable[[], tuple[float, ...]]:
+    """What works for a batch of slices, and says how many seconds each took."""
     x = torch.randn(SIDE, SIDE)
     into = torch.empty_like(x)
 
-    def work(times: int) -> float:
+    def one() -> float:
         start = perf_counter()
-        for _ in range(times):
+        for _ in range(PRODUCTS):
             torch.mm(x, x, out=into)
         return perf_counter() - start
 
-    work(3)
-    return partial(work, max(1, round(SLICE_S / min(work(1) for _ in range(20)))))
+    one()
+    return lambda: tuple(one() for _ in range(BATCH))
 
 
 def stretches(ranks: Sequence[Sequence[float]]) -> tuple[Stretch, ...]:
@@ -53,9 +52,9 @@ def stretches(ranks: Sequence[Sequence[float]]) -> tuple[Stretch, ...]:
     Of several ranks those are compared that worked at the same moment: one that is always slower is behind always, and what slows
     all of them down keeps nobody waiting. Of one rank all are compared with each other, as if they were of several.
     """
-    found, count, shortest = [], 1, min(map(len, ranks))
-    while shortest // count >= LEAST:
-        whole = np.asarray([each[: shortest // count * count] for each in ranks]).reshape(len(ranks), -1, count).sum(axis=2)
+    found, count, shortest = [], 1, min(map(len, ranks)) // BATCH * BATCH
+    while count <= BATCH and shortest // count >= LEAST:
+        whole = np.asarray([each[:shortest] for each in ranks]).reshape(len(ranks), -1, count).sum(axis=2)
         mean = float(whole.mean())
         apart = _apart(whole[0]) if len(ranks) == 1 else float(np.mean([_apart(moment) for moment in whole.T]))
         found.append(Stretch(mean, apart / 2 / mean))

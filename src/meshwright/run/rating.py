@@ -103,7 +103,7 @@ def sizes_of(kind: str, *, quick: bool = False) -> Sizes:
 def rated(device: torch.device, sizes: Sizes, *, quick: bool = False, meet: Callable[[], None] = lambda: None) -> Rated:
     """What `device` does at `sizes`, measured with as many threads as torch is set to.
 
-    Several ranks that share it `meet` before they look how evenly it goes, so that they do so at the same moment.
+    Several ranks that share it `meet` while they look how evenly it goes, so that they do so at the same moment.
     """
     watch = Watch(device, QUICK_SWEEPS if quick else SWEEPS, QUICK_SLOT_S if quick else SLOT_S)
     products: list[Point] = []
@@ -117,8 +117,7 @@ def rated(device: torch.device, sizes: Sizes, *, quick: bool = False, meet: Call
     numel, operations = computing(device)
     computed = computed_of(timed(watch, operations), numel, median(forwards))
     found = tuple(products), tuple(attention), tuple(moved), tuple(computed)
-    meet()
-    return Rated(*found, slices(device, quick=quick), median(forwards), median(backwards))
+    return Rated(*found, slices(device, meet, quick=quick), median(forwards), median(backwards))
 
 
 def product_cells(device: torch.device, dtype: torch.dtype, sizes: Sequence[Product]) -> dict[Product, Operation]:
