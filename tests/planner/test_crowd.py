@@ -44,3 +44,10 @@ def test_what_is_sent_takes_a_core_from_who_computes_beside_it():
 def test_messages_alone_are_as_they_were_measured_with_all_that_take_part():
     program = Program.of({"x": [Action("W", lane="wire")]})
     assert ends(program, Shared(2, {"x": 4}))["x/W"] == 1.0
+
+
+def test_where_acts_last_longer_messages_start_as_much_later():
+    program = Program.of({"x": [compute("A"), Action("W", lane="wire", waits=("A()",))]})
+    for cores, times in ((6, 1.0), (2, 3.0)):
+        ticks = played(program, lambda action: float(action.kind == "A"), Shared(cores, {"x": 6}), lambda action: 0.1)
+        assert ticks[-1].start == pytest.approx(1.1 * times, rel=0.01)
