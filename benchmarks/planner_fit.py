@@ -121,7 +121,7 @@ def _cut(runs: Sequence[Run]) -> float | None:
 
 
 def _with(stream: float, unfused: float, habits: Habits) -> Habits:
-    return replace(habits, stream=stream, unfused=unfused)
+    return replace(habits, stream=stream, unfused=unfused, split=0.0)
 
 
 def out_of_sample(runs: Sequence[Run]) -> list[dict[str, object]]:
