@@ -13,12 +13,21 @@ them who are ready at the same moment wait a little is not seen.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from meshwright.core.program import Action, Transfer
 from meshwright.planner.price import Cost, Prices
 
 Key = frozenset[str] | frozenset[int]  # the axes along which ranks meet, or the ranks, where these are a part of those
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """Who meets: how many, along which axes, and by what they are known."""
+
+    count: int
+    axes: frozenset[str]
+    key: Key
 
 
 class _Clock:
@@ -27,21 +36,24 @@ class _Clock:
     def __init__(self, prices: Prices) -> None:
         self._prices, self.done = prices, 0.0
         self._level: dict[Key, float] = {}
+        self._known: dict[Transfer, _Meeting] = {}
 
-    def behind(self, move: Transfer, more: float = 0.0) -> float:
-        """How far the last of those that meet in `move` is behind after `more` work."""
-        key = self.key(move)
-        level = max(self._level.get(key, 0.0), self._along(self._prices.axes(move)))
-        return self._prices.ground.pace.behind_seconds(self.done + more - level, len(self._prices.meet(move)))
-
-    def met(self, key: Key, when: float) -> None:
-        """They were level when so much was done."""
-        self._level[key] = max(when, self._level.get(key, 0.0))
-
-    def key(self, move: Transfer) -> Key:
+    def meeting(self, move: Transfer) -> _Meeting:
         """Who meets in `move`."""
-        part = move.peer is not None or move.near or move.among
-        return frozenset(self._prices.meet(move)) if part else self._prices.axes(move)
+        if move not in self._known:
+            ranks, axes = self._prices.meet(move), self._prices.axes(move)
+            part = move.peer is not None or move.near or move.among
+            self._known[move] = _Meeting(len(ranks), axes, frozenset(ranks) if part else axes)
+        return self._known[move]
+
+    def behind(self, who: _Meeting, more: float = 0.0) -> float:
+        """How far the last of those who meet is behind after `more` work."""
+        level = max(self._level.get(who.key, 0.0), self._along(who.axes))
+        return self._prices.ground.pace.behind_seconds(self.done + more - level, who.count)
+
+    def met(self, who: _Meeting, when: float) -> None:
+        """They were level when so much was done."""
+        self._level[who.key] = max(when, self._level.get(who.key, 0.0))
 
     def _along(self, axes: frozenset[str]) -> float:
         """When all ranks along `axes` were level: the latest meetings that have, together, all of these axes."""
@@ -55,25 +67,26 @@ class _Clock:
 
 def lagging(prices: Prices, actions: Iterable[Action]) -> dict[int, Cost]:
     """The costs of the actions of one role, by identity, with what it waits where it meets others."""
-    clock, sent, found = _Clock(prices), dict[str, tuple[Key, float]](), dict[int, Cost]()
+    clock, sent, found = _Clock(prices), dict[str, tuple[_Meeting, float]](), dict[int, Cost]()
     for action in actions:
         cost = prices.cost(action)
         if action.lane == "compute":
-            for key, when in (sent[wait] for wait in action.waits if wait in sent):
-                clock.met(key, when)
-            cost = _within(clock, cost, [move for move in action.moves if len(prices.meet(move)) > 1])
+            for who, when in (sent[wait] for wait in action.waits if wait in sent):
+                clock.met(who, when)
+            cost = _within(clock, cost, [who for who in map(clock.meeting, action.moves) if who.count > 1])
             clock.done += cost.computing
         elif action.lane == "wire" and action.transfer is not None:
-            sent[action.name] = clock.key(action.transfer), clock.done
-            cost = replace(cost, late=clock.behind(action.transfer))
+            who = clock.meeting(action.transfer)
+            sent[action.name] = who, clock.done
+            cost = replace(cost, late=clock.behind(who))
         found[id(action)] = cost
     return found
 
 
-def _within(clock: _Clock, cost: Cost, moves: Sequence[Transfer]) -> Cost:
+def _within(clock: _Clock, cost: Cost, meetings: Sequence[_Meeting]) -> Cost:
     """`cost` with what is waited for within an act, whose work lies evenly between its meetings."""
-    for number, move in enumerate(moves):
-        more = cost.computing * (number + 1) / len(moves)
-        cost = replace(cost, meeting=cost.meeting + clock.behind(move, more))
-        clock.met(clock.key(move), clock.done + more)
+    for number, who in enumerate(meetings):
+        more = cost.computing * (number + 1) / len(meetings)
+        cost = replace(cost, meeting=cost.meeting + clock.behind(who, more))
+        clock.met(who, clock.done + more)
     return cost

@@ -49,7 +49,7 @@ class Cost:
 
     @property
     def seconds(self) -> float:
-        """Both of those that are its own."""
+        """What it takes itself: all but `late`."""
         return self.computing + self.meeting
 
 
@@ -188,9 +188,10 @@ class Prices:
         times, count = action.flops / (3 * space.pieces), max(1, tokens_of(space) * self._rows / space.pieces)
         into = call.into / max(1, space.anatomy.logits.tokens if space.anatomy.logits is not None else 1)
         words = times / (2 * count * into)
-        product = self.ground.pace.product_seconds(count, words, into, 1, self._dtype)
-        whole = self._seconds(self._works.loss, _Part(passed=tokens), back=False)
-        return (self._of_words(words * count * space.pieces) if divided else whole) + 3 * space.pieces * product
+        products = 3 * space.pieces * self.ground.pace.product_seconds(count, words, into, 1, self._dtype)
+        if divided:
+            return products + self._of_words(words * count * space.pieces)
+        return products + self._seconds(self._works.loss, _Part(passed=tokens), back=False)
 
     def _of_words(self, logits: float) -> float:
         """The loss of so many logits of the words that are here, and its gradient, some tokens at a time (engine/logits.py)."""

@@ -1,7 +1,10 @@
 """How evenly a device goes (core/steadiness.py): the same work over and over, timed, and put together to longer stretches.
 
-slices        [ ][  ][ ][ ][   ][ ][ ][  ]        the same products each, some milliseconds; ranks meet before every 64 of them
-stretches     [ ][  ] ...    [   ][  ] ...    [      ][       ]        of 1, 4, 16 and 64 slices, of which there are enough
+    slices        [ ][  ][ ][ ][   ][ ][ ][  ]        the same products each, some milliseconds; ranks meet before each 64
+    stretches     [ ][  ] ...    [   ][  ] ...    [      ][       ]        of 1, 4, 16 and 64 slices, of which there are enough
+
+Every rank does as much in a slice as every other, and no stretch goes on beyond a meeting: so stretches that are compared are the
+same work at the same moment.
 """
 
 from collections.abc import Callable, Sequence
