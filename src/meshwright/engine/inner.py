@@ -20,6 +20,7 @@ from meshwright.comm.moves import move
 from meshwright.core.layout import Place
 from meshwright.core.program import neighbours
 from meshwright.engine.state import State
+from meshwright.model.values import storage_of
 
 Meanwhile = Callable[[], None] | None  # what is done while a tensor is under way
 Key = tuple[int, int, str, Place, Place]  # a tensor and its version, the axis, from where, to where
@@ -62,7 +63,7 @@ class Inner:
         key = (id(tensor), tensor._version, axis, src, dst)
         if key not in self._anew:
             became, mine = self.move(tensor, axis, src, dst), _cast(tensor).detach()
-            self._anew[key] = _Anew(_storage(became), lambda: self.exchange(mine, axis, src, dst))
+            self._anew[key] = _Anew(storage_of(became), lambda: self.exchange(mine, axis, src, dst))
         return saved_tensors_hooks(self._anew[key].pack, self._anew[key].unpack)
 
     def exchange(
@@ -93,7 +94,7 @@ class _Anew:
     found: list[torch.Tensor] = field(default_factory=list)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _View:
-        if _storage(tensor) != self.storage:
+        if storage_of(tensor) != self.storage:
             return tensor.detach()
         self.packed += 1
         return _View(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
@@ -105,10 +106,6 @@ class _Anew:
         self.packed -= 1
         self.found = found if self.packed else []
         return found[0].as_strided(kept.size, kept.stride, kept.offset)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _cast(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from meshwright.core.shares import head_in_pieces
 from meshwright.engine.loss import Batch, Loss
 from meshwright.engine.sockets import Sockets
 from meshwright.engine.state import State
-from meshwright.model.values import copied, swap
+from meshwright.model.values import copied, storage_of, swap
 
 REPAIR = "leave out the strategy that takes the loss in pieces"
 TOKENS = 1  # the dim of them
@@ -62,15 +62,15 @@ class Pieces:
             taken = forward(*args, **kwargs)
         kind = taken.device.type
         self._cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        self._given.add(_storage(taken))
+        self._given.add(storage_of(taken))
         return taken
 
     def _total(self, outputs: Any, batch: Batch) -> torch.Tensor:
         taken = self._loss.split.logits(outputs) if self._loss.split is not None else outputs
-        if _storage(taken) not in self._given or taken.ndim <= TOKENS:
+        if storage_of(taken) not in self._given or taken.ndim <= TOKENS:
             text = f"what the loss takes, {list(taken.shape)}, was changed behind the head, which leaves its product to the loss"
             raise PlanError(text, fix=f"return the head's output from the model as it is, or {REPAIR}", where="model")
-        self._given.discard(_storage(taken))
+        self._given.discard(storage_of(taken))
         weight, bias = self._head.get_parameter("weight"), self._head._parameters.get("bias")
         one = _One(self._loss, outputs, taken, batch, self._cast)
         if not torch.is_grad_enabled():
@@ -212,7 +212,3 @@ def _add_product(to: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor) -> N
         to.addmm_(gradient.t(), x)
     else:
         to += gradient.t() @ x
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata

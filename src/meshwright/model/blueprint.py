@@ -32,7 +32,8 @@ from meshwright.core.anatomy import Origin
 from meshwright.core.errors import Fault, PlanError, nearest, raise_faults
 from meshwright.model.recorder import is_meta, recording
 from meshwright.model.rows import replay_rows
-from meshwright.model.tape import Tape, Window, storage_of
+from meshwright.model.tape import Tape, Window
+from meshwright.model.values import storage_of
 
 if TYPE_CHECKING:
     from meshwright.model.weights import Weights

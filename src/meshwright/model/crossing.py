@@ -29,8 +29,7 @@ from meshwright.model.glue import BY_SHAPE, READS, SHAPED_AS, Reads, is_plain, t
 from meshwright.model.handed import distinct
 from meshwright.model.only import Dealt
 from meshwright.model.paths import behind, is_leaf
-from meshwright.model.tape import storage_of
-from meshwright.model.values import leaves, tensors
+from meshwright.model.values import leaves, storage_of, tensors
 
 REPAIR = f"compute with tensors there, or {LARGER}"
 ALIASES = "write x = x + y for x += y"

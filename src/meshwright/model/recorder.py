@@ -33,7 +33,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.core.errors import PlanError
 from meshwright.model.random import key
-from meshwright.model.tape import OVERWRITES, RANDOM, Entry, Tape, Window, storage_of, truncated_normal_
+from meshwright.model.tape import OVERWRITES, RANDOM, Entry, Tape, Window, truncated_normal_
+from meshwright.model.values import storage_of
 
 aten = torch.ops.aten
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.core.tokens import LEAST, Span, count_of, filled
 from meshwright.model.positions import cut
-from meshwright.model.tape import storage_of
+from meshwright.model.values import storage_of
 
 Bring = Callable[[torch.Tensor, int], torch.Tensor]  # all tokens of a tensor along a dim, from this rank's
 TABLE_DIMS = 3  # of what layers are given alike: masks, and tables by position

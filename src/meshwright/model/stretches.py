@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from meshwright.core.calls import Call
 from meshwright.model.linears import Use
+from meshwright.model.values import storage_of
 
 Saved = tuple[int, int, float]  # when, in which storage, how many elements
 
@@ -85,7 +86,7 @@ class Stretches:
 
     def _end(self, name: str, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         begin, before = self._open.pop()
-        given = args[0].untyped_storage()._cdata if args and isinstance(args[0], torch.Tensor) else 0
+        given = storage_of(args[0]) if args and isinstance(args[0], torch.Tensor) else 0
         self._noted[self._count()] = Stretch(
             name, begin, self.now, before, self._flops(), given
         )  # an unnoted use leaves its place

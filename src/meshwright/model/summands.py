@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.core.calls import Call
-from meshwright.model.values import tensors
+from meshwright.model.values import storage_of, tensors
 
 aten: Any = torch.ops.aten
 ADDITIONS = (aten.add.Tensor, aten.add_.Tensor)
@@ -96,7 +96,7 @@ class Summands(TorchDispatchMode):
             return True
         into = args[0]
         others = (tensor for tensor in self._parts if tensor is not into)
-        return into in self._parts and not any(_memory(tensor) == _memory(into) for tensor in others)
+        return into in self._parts and not any(storage_of(tensor) == storage_of(into) for tensor in others)
 
     def _given_out(self, name: str, layer: nn.Module, args: tuple[Any, ...], out: object) -> None:
         if isinstance(out, torch.Tensor) and torch.is_grad_enabled() and self._depth:
@@ -117,7 +117,3 @@ class Summands(TorchDispatchMode):
 
 def _alike(tensor: torch.Tensor, out: object) -> bool:
     return isinstance(out, torch.Tensor) and out.shape == tensor.shape and out.dtype == tensor.dtype
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata

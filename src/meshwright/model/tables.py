@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.core.errors import Fault
 from meshwright.core.plan import Plan
 from meshwright.model.norms import mixing_norms
-from meshwright.model.tape import storage_of
+from meshwright.model.values import storage_of
 
 NORM, COUNT, BATCH, WRITE, SPARSE = "max_norm", "scale_grad_by_freq", "F.batch_norm", "write", "sparse = True"
 Looked = tuple[str, str]  # where, and by which of the five

@@ -28,6 +28,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.model.random import fill_normal_, fill_truncated_normal_, fill_uniform_, key
+from meshwright.model.values import storage_of
 
 aten = torch.ops.aten
 OVERWRITES = (
@@ -178,11 +179,6 @@ class Tape:
                 flat.as_strided(origin.window.size, origin.window.stride, origin.window.offset).copy_(origin.value)
             flats[window.storage] = flat
         return flats[window.storage].as_strided(window.size, window.stride, window.offset)
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """The number of the storage under `tensor`: its views have the same one."""
-    return tensor.untyped_storage()._cdata  # meta storages have no address; this is what torch's own weak references use
 
 
 def truncated_normal_(tensor: torch.Tensor, mean: float, std: float, low: float, high: float) -> torch.Tensor:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from meshwright.model.values import storage_of
+
 _ARITHMETIC = """
     add radd iadd sub rsub isub mul rmul imul div rdiv truediv rtruediv itruediv pow rpow lerp addcmul where maximum minimum
     square sqrt rsqrt reciprocal neg abs exp log tanh sigmoid relu gelu silu softplus clamp clip erf dropout mish elu sin cos
@@ -58,5 +60,5 @@ def alone(
 
 def all_of(view: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Whether `view` is `tensor`, all of it and in its form."""
-    same = view.untyped_storage()._cdata == tensor.untyped_storage()._cdata and view.storage_offset() == tensor.storage_offset()
+    same = storage_of(view) == storage_of(tensor) and view.storage_offset() == tensor.storage_offset()
     return same and view.shape == tensor.shape and view.stride() == tensor.stride()

@@ -53,6 +53,11 @@ def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
             _collect(_items(value).values(), found)
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """The number of the storage under `tensor`: its views have the same one."""
+    return tensor.untyped_storage()._cdata  # meta storages have no address; this is what torch's own weak references use
+
+
 def swap(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
     """`value` with each tensor whose id is in `new` replaced.
 

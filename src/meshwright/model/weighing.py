@@ -28,7 +28,7 @@ from meshwright.model.dropout import trial
 from meshwright.model.further import rows_of
 from meshwright.model.handed import Judge
 from meshwright.model.scales import Scales
-from meshwright.model.tape import storage_of
+from meshwright.model.values import storage_of
 from meshwright.model.working import CAUSAL, Working
 
 PRIMES = (31, 37, 41, 43, 47)  # rows: as many as divide nothing else

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.core.calls import Logits
 from meshwright.model.handed import Judge
-from meshwright.model.values import tensors
+from meshwright.model.values import storage_of, tensors
 
 aten = torch.ops.aten
 CHANGES_SHAPE = (
@@ -63,7 +63,7 @@ class Followed(TorchDispatchMode):
         self.changed: dict[str, str] = {}
         for name in layers:
             for weight in module.get_submodule(name).parameters(recurse=False):
-                self._owners.setdefault(_storage(weight), set()).add(name)
+                self._owners.setdefault(storage_of(weight), set()).add(name)
 
     def enter(self, name: str) -> None:
         """The layer `name` begins."""
@@ -73,11 +73,11 @@ class Followed(TorchDispatchMode):
         """It has given `output`."""
         self._inside.remove(name)
         if self._roles[name] == "head" and isinstance(output, torch.Tensor):
-            self._marked[_storage(output)] = output, name
+            self._marked[storage_of(output)] = output, name
 
     def comes_from(self, tensor: torch.Tensor) -> str:
         """The head whose words are along the last dim of `tensor`; "" where it is of none."""
-        return self._marked[_storage(tensor)][1] if _storage(tensor) in self._marked else ""
+        return self._marked[storage_of(tensor)][1] if storage_of(tensor) in self._marked else ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -95,12 +95,12 @@ class Followed(TorchDispatchMode):
         elif heads:
             if func._overloadpacket not in SAME or any(each.shape != given[0].shape for each in tensors(out)):
                 self.changed = dict.fromkeys(heads, name) | self.changed
-            self._marked |= {_storage(each): (each, min(heads)) for each in tensors(out)}
+            self._marked |= {storage_of(each): (each, min(heads)) for each in tensors(out)}
         return out
 
     def _used(self, given: Sequence[torch.Tensor]) -> None:
         for tensor in given:
-            owners = self._owners.get(_storage(tensor), set())
+            owners = self._owners.get(storage_of(tensor), set())
             if owners and owners.isdisjoint(self._inside):
                 self.elsewhere |= owners
 
@@ -200,7 +200,3 @@ def _tied(module: nn.Module, names: Sequence[str], whole: Mapping[str, str]) -> 
 
 def _weight(module: nn.Module, name: str) -> torch.Tensor | None:
     return module.get_submodule(name)._parameters.get("weight")
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata

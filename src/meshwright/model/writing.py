@@ -23,7 +23,7 @@ from meshwright.core.errors import Fault, PlanError
 from meshwright.core.plan import Plan
 from meshwright.core.steps import LEAN
 from meshwright.model.glue import where
-from meshwright.model.values import tensors
+from meshwright.model.values import storage_of, tensors
 
 _WRITES = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
 WRITES = frozenset(f"__{each}__" for each in _WRITES)
@@ -108,4 +108,4 @@ class Brought:
 
 def _memory(tensor: torch.Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass():
-        return tensor.untyped_storage()._cdata
+        return storage_of(tensor)
