@@ -17,22 +17,15 @@ from math import isfinite
 from pathlib import Path
 
 from benchmarks.published_layouts import Lacks, layout_of, rerun
+from benchmarks.published_machines import machine_of
 from benchmarks.published_times import seconds_of
-from meshwright.core.hardware import Device, find_device
-from meshwright.planner.hardware import Machine, with_nic
+from meshwright.planner.hardware import Machine
 from meshwright.planner.layout import Layout
-from meshwright.planner.rates import rates_of
 from meshwright.planner.shapes import Shape
 
 RUNS = Path(__file__).parent / "data" / "published_runs.csv"
 GIB, GB = 2**30, 1e9
 
-# (pattern of a row's hardware, bytes per second and device out of a host, devices per host): where a site has another network
-NETWORKS: tuple[tuple[str, float, int], ...] = (
-    (r"A100.*Jean Zay", 4 * 12.5e9 / 8, 8),
-    (r"V100.*Jean Zay", 12.5e9, 4),
-    (r"RoCE", 25e9, 8),
-)
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "gpus", "dp", "tp", "pp", "cp", "virtual_stages")
 SIZES += ("micro_batch", "global_batch", "grad_accum", "step_time_s")
 COUNTED = ("kv_heads", "ffn", "vocab", "virtual_stages")  # of which 0 says nothing
@@ -115,12 +108,12 @@ def _run(key: str, source: str, row: Mapping[str, str]) -> Run:
         raise Lacks("experts, which are not built yet")
     if "ffload" in row.get("zero_fsdp", ""):
         raise Lacks("memory of the host, which is not built yet")
-    device = find_device(row.get("hardware", ""))
-    if device is None:
+    machine = machine_of(row.get("hardware", ""))
+    if machine is None:
         raise Lacks(f"a device that is not known: {row.get('hardware')!r}")
     _readable(row)
     shape, said = _shape(row), {name: _number(row, name) for name in row}
-    layout = layout_of(source, row, shape, said)
+    layout = layout_of(source, row, shape, said, machine.host)
     if faults := [fault.what for fault in shape.faults()]:
         raise Lacks(faults[0])
     if layout.pp > shape.layers:
@@ -131,7 +124,7 @@ def _run(key: str, source: str, row: Mapping[str, str]) -> Run:
     binary = any(word in metric for word in ("nvidia-smi", "Table"))  # MiB / 1024, though they are called GB
     unit = GIB if binary else {"GiB": GIB, "GB": GB, "MiB": 2**20}.get(row.get("mem_unit", ""), GB)
     held = None if peak is None else peak * unit
-    machine = _machine(row.get("hardware", ""), device, count)
+    machine = replace(machine, count=count)
     layout = rerun(row, shape, layout, machine)
     if machine.device.peak(layout.dtype.partition("_")[0]) is None and layout.dtype.startswith("float"):
         raise Lacks(f"a device without {layout.dtype.partition('_')[0]}")
@@ -149,14 +142,6 @@ def _readable(row: Mapping[str, str]) -> None:
         least = 1 if column not in ("micro_batch", "step_time_s") else 1e-9
         if text.strip("?-") and (number is None or number < least) and not (column in COUNTED and number == 0):
             raise Lacks(f"{column} is '{text}', no number above 0")
-
-
-def _machine(called: str, device: Device, count: int) -> Machine:
-    rates = rates_of(device.name)
-    for pattern, rate, per_host in NETWORKS:
-        if re.search(pattern, called):
-            return with_nic(Machine(device, count, rates, per_host), rate)
-    return Machine(device, count, rates)
 
 
 def _shape(row: Mapping[str, str]) -> Shape:

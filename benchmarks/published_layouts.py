@@ -74,8 +74,8 @@ HABITS: tuple[tuple[str, Habits], ...] = (
 )
 
 
-def layout_of(source: str, row: Mapping[str, str], shape: Shape, said: Mapping[str, float | None]) -> Layout:
-    """That of a row; `said` are its numbers. Raises Lacks where it says too little."""
+def layout_of(source: str, row: Mapping[str, str], shape: Shape, said: Mapping[str, float | None], host: int) -> Layout:
+    """That of a row; `said` are its numbers, `host` the devices of one. Raises Lacks where it says too little."""
     tp, pp, cp = (int(said.get(axis) or 1) for axis in ("tp", "pp", "cp"))
     dp = int(said.get("dp") or (said.get("gpus") or 0) // (tp * pp * cp))
     batch, micro, times = said.get("global_batch"), said.get("micro_batch"), said.get("grad_accum")
@@ -88,13 +88,14 @@ def layout_of(source: str, row: Mapping[str, str], shape: Shape, said: Mapping[s
     if not micro or not batch:
         raise Lacks("no micro-batch or no global batch")
     habits = next(habits for name, habits in HABITS if source.startswith(name))
-    notes = row.get("notes", "")
+    notes, states = row.get("notes", ""), row.get("zero_fsdp", "").lower()
     return Layout(
         dp=dp,
         tp=tp,
         pp=pp,
         cp=cp,
-        shards=max(habits.shards, _shards(row.get("zero_fsdp", "").lower())),
+        shards=max(habits.shards, _shards(states)),
+        within=_within(states, dp, max(1, host // tp)),
         chunks=_chunks(source, habits, row.get("schedule", "").lower(), said.get("virtual_stages"), shape, pp),
         micro_batch=micro,
         micros=batch / (micro * dp),
@@ -109,7 +110,7 @@ def layout_of(source: str, row: Mapping[str, str], shape: Shape, said: Mapping[s
         compiled=row.get("compile", "") == "yes",
         hidden=habits.hidden or ASYNC * ("async tp" in notes.lower()),
         rerun_share=0.5 if "every 2nd" in row.get("recompute", "") else 1.0,
-        piecewise=source.startswith("Narayanan") and "zero-3" in row.get("zero_fsdp", "").lower(),
+        piecewise=source.startswith("Narayanan") and "zero-3" in states,
     )
 
 
@@ -136,11 +137,18 @@ def _chunks(source: str, habits: Habits, schedule: str, said: float | None, shap
 
 
 def _shards(text: str) -> int:
-    if "fsdp" in text or "full_shard" in text or "zero-3" in text:
-        return 3
-    if "zero-2" in text or "grad_op" in text:
+    if any(word in text for word in ("zero-2", "grad_op", "reshard grads")):
         return 2
+    if any(word in text for word in ("fsdp", "hsdp", "full_shard", "zero-3")):
+        return 3
     return 1 if "zero-1" in text or "distributed optimizer" in text else 0
+
+
+def _within(text: str, copies: int, beside: int) -> int:
+    """Of how many of the copies shards are: so many as it says, or those `beside` each other on a host; 0: all of them."""
+    found = re.search(r"\bx ?(\d+)|within (\d+)", text)
+    each = int(found[1] or found[2]) if found else beside if "hsdp" in text or "hybrid" in text else copies
+    return each if each < copies and copies % each == 0 else 0
 
 
 def _reruns(text: str) -> Rerun:

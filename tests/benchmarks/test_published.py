@@ -134,6 +134,24 @@ def test_kinds_of_float8_and_of_recomputing_are_told_apart(table):
     assert {layout.reruns for layout in layouts} == {"operators"}
 
 
+@pytest.mark.parametrize(
+    ("said", "shards", "within"),
+    [
+        ("FSDP SHARD_GRAD_OP", 2, 0),
+        ("FSDP (ZeRO-2-like: reshard grads only)", 2, 0),
+        ("FSDP2 x8", 3, 0),
+        ("FSDP2 x4", 3, 4),
+        ("HSDP", 3, 4),
+        ("FSDP HYBRID_SHARD (shards within a node)", 3, 4),
+        ("ZeRO-1 (within 2 GPUs)", 1, 2),
+        ("none (DDP)", 0, 0),
+    ],
+)
+def test_among_whom_states_are_shared_is_heard(table, said: str, shards: int, within: int):
+    [run], _ = read_runs(table({**ROW, "zero_fsdp": said}))  # eight copies; four of them beside each other on a host
+    assert (run.layout.dp, run.layout.shards, run.layout.within) == (8, shards, within)
+
+
 def test_the_shipped_table_is_read_and_every_row_is_accounted_for():
     runs, skipped = read_runs(RUNS)
     assert len(runs) + len(skipped) == 1321
