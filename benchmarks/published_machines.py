@@ -1,4 +1,4 @@
-"""The machine of a published run as its row calls it: which device, with what memory, how many on a host, which network out of it.
+"""The machine of a published run as its row calls it: which device, with what memory, how many on a host, which network out.
 
     H100-64GB SXM (MareNostrum 5, 4 per node, NDR InfiniBand)     64 GB, 4 on a host, 50 GB/s out of it for each
     A100-80GB SXM (Jean Zay, 4xOmni-Path 100Gb per 8-GPU node)    80 GB, 8 on a host, 4 x 12.5 GB/s for all of them
