@@ -1,5 +1,7 @@
 """Plain modules in parts: which values cross a border, and what closes one."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
@@ -80,6 +82,16 @@ def test_blocks_that_are_called_several_times():
 def test_glue_that_writes_in_place_into_what_a_block_gave():
     borders = exact(writing_in_place, lambda block, x: block.linear(x))
     assert live(borders)["layers.1"] == ["layers.0+3~"]
+
+
+def test_a_slice_that_is_scaled_in_place_is_one_writing_and_not_two():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        for layer in model.layers:
+            x = layer(x) + x
+            x[:, 0] *= 0.5
+        return model.head(x)
+
+    assert [len(names) for names in live(exact(glue)).values()] == [1, 1, 1]
 
 
 def test_a_sum_that_begins_with_zeros():
@@ -190,6 +202,39 @@ def test_a_view_that_is_written_closes_the_borders_between_both():
     one = refused(glue, lambda block, x: block.linear(x))
     assert one.borders.open() == ("layers.2", "head")
     assert "and would cross apart" in one.borders.closed[0].why
+
+
+class Flip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return -grad
+
+
+def test_a_gradient_that_is_given_behind_a_value_closes_the_border_directly_behind_it():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        first = Flip.apply(model.layers[0](x) + x)
+        return model.head(model.layers[2](model.layers[1](first)) + first)
+
+    one = refused(glue)
+    assert one.borders.open() == ("layers.2", "head")
+    assert "'layers.0+1' (mul at test_crossing.py:" in one.borders.closed[0].why
+    assert one.course.seen["layers.0+1"].needed
+
+
+def test_a_hook_on_a_gradient_closes_the_borders_up_to_its_line():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        first = model.layers[0](x)
+        second = model.layers[1](first)
+        first.register_hook(lambda grad: grad * 0.5)
+        return model.head(model.layers[2](second) + first)
+
+    one = refused(glue)
+    assert one.borders.open() == ("head",)
+    assert one.borders.closed[0].why.startswith("a hook is hung on the gradient of 'layers.0' (at test_crossing.py:")
 
 
 def test_numbers_that_glue_draws_for_itself_after_others_for_values_close_borders():

@@ -266,13 +266,10 @@ X = torch.rand(3, 4, 8)
         (lambda: torch.randn_like(X), "randn_like", "torch.rand_like"),
         (lambda: torch.randint(3, (2,)), "randint", "F.dropout or torch.rand"),
         (lambda: torch.randperm(3), "randperm", "F.dropout or torch.rand"),
-        (lambda: torch.bernoulli(X), "bernoulli", "torch.rand_like"),
         (lambda: torch.multinomial(X[0], 1), "multinomial", "F.dropout or torch.rand"),
         (lambda: torch.normal(X, 1.0), "normal", "torch.rand"),
         (lambda: torch.empty(3).normal_(), "normal_", "F.dropout or torch.rand"),
-        (lambda: torch.empty(3).uniform_(), "uniform_", "F.dropout or torch.rand"),
         (lambda: torch.empty(3).random_(), "random_", "F.dropout or torch.rand"),
-        (lambda: torch.empty(3).bernoulli_(), "bernoulli_", "F.dropout or torch.rand"),
         (lambda: torch.empty(3).exponential_(), "exponential_", "F.dropout or torch.rand"),
     ],
 )

@@ -75,5 +75,31 @@ def test_draws_that_backward_would_make_anew_are_refused_before_anything_runs(re
     assert read(Thinned(within=False, reentrant=reentrant), batches(1)[0]).anatomy.random
 
 
+class Again(nn.Module):
+    """Calls each layer in torch.utils.checkpoint, from its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layers, self.head = (
+            nn.Embedding(67, 8),
+            nn.ModuleList(nn.Linear(8, 8) for _ in range(4)),
+            nn.Linear(8, 67),
+        )
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(input_ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(x)
+
+
+def test_a_block_that_runs_again_on_a_value_of_another_part_says_what_to_turn_off():
+    reading, plan = planned(Again(), Mesh(pp=2), (Pipeline(cuts=("layers.2",)),))
+    said = r"the block 'layers\.2' takes in 'layers\.1', which comes from another part, and runs again"
+    with pytest.raises(PlanError, match=said) as caught:
+        verify(reading, plan, batches(1))
+    assert "turn the model's own checkpointing off" in str(caught.value)
+
+
 def test_models_that_run_nothing_again_say_so():
     assert read(llama(), batches(1)[0]).anatomy.reruns == ()

@@ -31,6 +31,7 @@ from torch import nn
 from meshwright.core.anatomy import Origin
 from meshwright.core.errors import Fault, PlanError, nearest, raise_faults
 from meshwright.model.recorder import is_meta, recording
+from meshwright.model.remembered import forget_fakes
 from meshwright.model.rows import replay_rows
 from meshwright.model.tape import Tape, Window
 from meshwright.model.values import storage_of
@@ -183,6 +184,7 @@ class Blueprint:
 
         Raises PlanError for a name that is neither a parameter nor a submodule.
         """
+        forget_fakes(module)
         wanted, owners = self._resolve(module, names)
         for first in wanted:
             entry = self.logical[first]

@@ -25,6 +25,7 @@ from meshwright.model.dropout import trial
 from meshwright.model.only import OnlyRank
 from meshwright.model.plugs import plug
 from meshwright.model.reading import OTHER_BATCH, Reading
+from meshwright.model.remembered import forget_fakes
 from meshwright.model.trial import PROBE_BATCH, depends_on_values
 
 MOST = 256  # courses that are kept: that of 32 layers takes some 0.2 MB, and to learn it again as long as some steps
@@ -138,6 +139,7 @@ def _record(
         call, drawn = partial(module, **some), lambda: dice.count
         before = {key: value._version for key, value in some.items()}
         found = record(module if training else module.eval(), blocks, call, dice.enter, drawn, used, dealt)
+    forget_fakes(module)
     for key, value in some.items():
         if value._version != before[key]:
             text = f"the forward writes into its input '{key}', and every part that a rank runs would do so again"

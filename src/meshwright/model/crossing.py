@@ -27,8 +27,9 @@ from meshwright.model.course import Op, Place, Record, Seen, Stub, template
 from meshwright.model.drive import LARGER, Drive
 from meshwright.model.glue import BY_SHAPE, READS, SHAPED_AS, Reads, is_plain, title, where
 from meshwright.model.handed import distinct
+from meshwright.model.late import HOOKS, Late
 from meshwright.model.only import Dealt
-from meshwright.model.paths import behind, is_leaf
+from meshwright.model.paths import leaf_names
 from meshwright.model.values import leaves, storage_of, tensors
 
 REPAIR = f"compute with tensors there, or {LARGER}"
@@ -68,6 +69,7 @@ class _Following(TorchFunctionMode):
     def __init__(self, module: nn.Module, enter: Callable[[str], None], drawn: Callable[[], int], dealt: Dealt | None) -> None:
         super().__init__()
         self.record = Record()
+        self._late = Late(self.record)
         self._parameters = {id(parameter): name for name, parameter in module.named_parameters()}
         self._buffers = {id(buffer): name for name, buffer in module.named_buffers()}
         self._enter, self._drawn, self._dealt = enter, drawn, dealt
@@ -118,6 +120,7 @@ class _Following(TorchFunctionMode):
         for place, tensor in enumerate(distinct(outputs)):
             if needed is None or place in needed:
                 self._use(tensor, glue=True)
+        self.record.spoils += self._late.spoils()
 
     def _gives(self, visit: str, outputs: Any, given: Sequence[Any], captured: list[tuple[str, list[Any]]]) -> None:
         """Name what a visit gives out, and note what will stand for it."""
@@ -179,6 +182,8 @@ class _Following(TorchFunctionMode):
             outcome = func(*args, **kwargs)
         self._drew = (self._visit, "it draws for values") if self._drawn() > count else self._drew
         written = {id(t): t for t, version in zip(given, versions, strict=True) if t._version != version}
+        if func.__name__ in HOOKS:
+            self._late.hooked([self._names[each] for each in values.values() if each in self._names], self._visit, where())
         if watch.reads or func.__name__ in READS:
             self._note_read(title(func), values)
         elif tensors(outcome) or written:
@@ -203,9 +208,8 @@ class _Following(TorchFunctionMode):
             if isinstance(leaf, torch.Tensor) and id(leaf) not in values:
                 self._note_roots(leaf)
         here = f"{visit}+{len(ops)}"
-        renamed = [
-            entry for tensor in written.values() if tensor in self._names for entry in self._rewritten(tensor, here, func, line)
-        ]
+        first = {storage_of(tensor): tensor for tensor in reversed(written.values()) if tensor in self._names}  # of each storage
+        renamed = [entry for tensor in first.values() for entry in self._rewritten(tensor, here, func, line)]
         became = []
         for number, leaf in enumerate(everything):
             if id(leaf) in written and leaf not in self._names:
@@ -262,6 +266,7 @@ class _Following(TorchFunctionMode):
         home = self._home.get(tensor)
         if tensor in self._names:
             name = self._names[tensor]
+            self._late.used(name, tensor)
             users = self.record.used.setdefault(name, [])
             if self._visit not in users:
                 users.append(self._visit)
@@ -287,13 +292,9 @@ class _Following(TorchFunctionMode):
         """The visit that was called last, or glue behind it, uses what glue has made of parameters, or a parameter itself."""
         if not tensor.requires_grad or self._given is not None:
             return
-        names = {self._parameters.get(id(tensor))} if tensor.is_leaf else _leaf_names(tensor, self._parameters)
+        names = {self._parameters.get(id(tensor))} if tensor.is_leaf else leaf_names(tensor, self._parameters)
         for name in filter(None, names):
             self.record.roots.setdefault(name, []).append(self._visit)
 
     def _spoil(self, first: str, last: str | None, why: str, fix: str) -> None:
         self.record.spoils.append((first, last, why, fix))
-
-
-def _leaf_names(tensor: torch.Tensor, names: Mapping[int, str]) -> set[str | None]:
-    return {names.get(id(node.variable)) for node in behind([tensor.grad_fn]) if is_leaf(node)}

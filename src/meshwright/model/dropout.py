@@ -6,6 +6,7 @@ While `StatelessDropout` is active on a thread, these draw from `Dice`, and noth
     F.scaled_dot_product_attention         y = (softmax(q k' * scale + mask) * keep / (1 - p)) v,   if dropout_p > 0
     F.multi_head_attention_forward         its own code, with the mode still on inside
     torch.rand, torch.rand_like            numbers of the site: stochastic depth draws one per sample, layer drop one
+    torch.bernoulli, bernoulli_, uniform_  the same numbers, compared with p or stretched
 
 With p = 0, or outside training, the ordinary functions run. All other sources of randomness are refused with their name
 and the repair: a mask that depends on the plan would make two plans train two models. During a trial a second, slower
@@ -47,13 +48,9 @@ REFUSED: dict[Any, str] = {
     torch.randn: "build it from torch.rand: sqrt(2) * erfinv(2 u - 1) is normal noise",
     torch.randn_like: "build it from torch.rand_like: sqrt(2) * erfinv(2 u - 1) is normal noise",
     torch.normal: "build it from torch.rand: sqrt(2) * erfinv(2 u - 1) is normal noise",
-    torch.bernoulli: "compare torch.rand_like(p) < p",
     **dict.fromkeys((torch.randint, torch.randint_like, torch.randperm, torch.multinomial, torch.poisson), REPAIR),
-    **dict.fromkeys((torch.Tensor.multinomial, torch.Tensor.random_, torch.Tensor.uniform_, torch.Tensor.normal_), REPAIR),
-    **dict.fromkeys(
-        (torch.Tensor.bernoulli, torch.Tensor.bernoulli_, torch.Tensor.exponential_, torch.Tensor.geometric_), REPAIR
-    ),
-    **dict.fromkeys((torch.Tensor.cauchy_, torch.Tensor.log_normal_), REPAIR),
+    **dict.fromkeys((torch.Tensor.multinomial, torch.Tensor.random_, torch.Tensor.normal_, torch.Tensor.exponential_), REPAIR),
+    **dict.fromkeys((torch.Tensor.geometric_, torch.Tensor.cauchy_, torch.Tensor.log_normal_), REPAIR),
 }
 MAY_BE_OFF = (F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu, torch.rrelu)
 
@@ -96,6 +93,10 @@ class StatelessDropout(TorchFunctionMode):
             kept: self._kept,
             torch.rand: self._rand,
             torch.rand_like: self._rand_like,
+            torch.bernoulli: self._bernoulli,
+            torch.Tensor.bernoulli: self._bernoulli,
+            torch.Tensor.bernoulli_: self._bernoulli_,
+            torch.Tensor.uniform_: self._uniform_,
             F.multi_head_attention_forward: self._inside(F.multi_head_attention_forward),
         }
 
@@ -145,6 +146,22 @@ class StatelessDropout(TorchFunctionMode):
         self, input: torch.Tensor, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any
     ) -> torch.Tensor:
         return self._rand(input.shape, dtype=dtype or input.dtype, device=device or input.device, **kwargs)
+
+    def _below(self, shape: torch.Size, p: Any, device: torch.device) -> torch.Tensor:
+        self._refuse_again()
+        return self._dice.uniform(shape, torch.float32, device) < p
+
+    def _bernoulli(self, input: torch.Tensor, p: float | None = None, *, generator: object = None) -> torch.Tensor:
+        return self._below(input.shape, input if p is None else p, input.device).to(input.dtype)
+
+    def _bernoulli_(self, input: torch.Tensor, p: Any = 0.5, *, generator: object = None) -> torch.Tensor:
+        return input.copy_(self._below(input.shape, p, input.device))
+
+    def _uniform_(self, input: torch.Tensor, *bounds: float, generator: object = None, **named: float) -> torch.Tensor:
+        self._refuse_again()
+        low = bounds[0] if bounds else named.get("from", 0.0)
+        high = bounds[1] if len(bounds) > 1 else named.get("to", 1.0)
+        return input.copy_(self._dice.uniform(input.shape, input.dtype, input.device) * (high - low) + low)
 
     def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         given = Attention(*args, **kwargs)

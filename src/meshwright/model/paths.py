@@ -119,6 +119,11 @@ def is_leaf(node: Node) -> bool:
     return node.name() == "torch::autograd::AccumulateGrad"
 
 
+def leaf_names(tensor: torch.Tensor, names: Mapping[int, str]) -> set[str | None]:
+    """The names of the leaves, by id, to which the graph of `tensor` leads; None among them for others."""
+    return {names.get(id(node.variable)) for node in behind([tensor.grad_fn]) if is_leaf(node)}
+
+
 def _round(piece: str, where: str) -> PlanError:
     block = "the glue between blocks" if piece == ROOT else f"the block '{piece}'"
     text = f"a tensor goes round the border of {block}: it meets {where} other than by arguments and outputs"

@@ -29,6 +29,7 @@ from meshwright.model.further import blocks_of, dealt, in_training, on_trial, re
 from meshwright.model.handed import Judge, columns, handed, kept
 from meshwright.model.layers import layers, noted
 from meshwright.model.linears import UNKNOWN
+from meshwright.model.remembered import forget_fakes
 from meshwright.model.sliced import between
 from meshwright.model.sockets import find_sockets, hidden_matrices
 from meshwright.model.sources import Loaded
@@ -184,9 +185,9 @@ def read(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Judg
     anatomy = replace(streamed(anatomy, plan, names, inputs), loss_numel=kept(judge, few, found.outputs) // PROBE_BATCH)
     row = {key: value.detach()[:1].clone() for key, value in example.items()}
     unused = tuple(name for name, entry in plan.logical.items() if entry.requires_grad and not found.users[name])
-    attends = tuple(dict.fromkeys(found.attends))
     few = {key: value.detach() for key, value in few.items()}
-    told = tuple(found.stateful), attends, found.captured, unused
+    forget_fakes(module)
+    told = tuple(found.stateful), tuple(dict.fromkeys(found.attends)), found.captured, unused
     return Reading(plan, names, anatomy, sites, row, *told, few, judge, tuple(found.tables), tuple(found.unseen))
 
 

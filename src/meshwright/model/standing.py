@@ -18,6 +18,7 @@ from meshwright.core.errors import PlanError
 from meshwright.model.course import Course, Op, Place
 from meshwright.model.foreign import Foreign, foreign, foreigns, natively
 from meshwright.model.glue import BY_SHAPE, READS, SHAPED_AS, title, where
+from meshwright.model.reruns import CHECKPOINTING, REPAIR, checkpointed
 from meshwright.model.values import leaves, mapped, swap, tensors
 
 Looks = Callable[[tuple[int, ...]], tuple[int, ...]]  # of the shape that a value has in the whole model, that which glue sees
@@ -96,8 +97,16 @@ class Standing:
         return found
 
     def real(self, given: Any, who: str) -> Any:
-        """`given` with what was received in place of values of other parts. Raises PlanError for one that was not."""
+        """`given` with what was received in place of values of other parts. Raises PlanError for one that was not.
+
+        And where a block that takes one runs again in backward, by the model's own doing: that run would be given the value anew.
+        """
         found = self.among(given)
+        if found and checkpointed():
+            text = (
+                f"{CHECKPOINTING} runs again in backward what {who}, '{min(found.values())}', which comes from another part then"
+            )
+            raise PlanError(text, fix=REPAIR, where="model")
         for name in found.values():
             if name not in self.payload:
                 raise self._not_received(name, who)

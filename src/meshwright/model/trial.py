@@ -34,6 +34,7 @@ from meshwright.model.flow import Flow, kinds_of
 from meshwright.model.inside import Inside
 from meshwright.model.linears import Seen, Use
 from meshwright.model.paths import pieces
+from meshwright.model.remembered import forget_fakes
 from meshwright.model.reruns import checkpointed
 from meshwright.model.stretches import Saved, Stretches
 from meshwright.model.tables import Looked, Tables
@@ -114,6 +115,7 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode, dtype_of: Callable[[str],
 
     A parameter becomes `dtype_of` its first name; None leaves each its own dtype.
     """
+    forget_fakes(module)
     with mode:
         fakes = {
             id(parameter): _blank(parameter, parameter.dtype if dtype_of is None else dtype_of(name))
