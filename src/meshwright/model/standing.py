@@ -103,9 +103,8 @@ class Standing:
         """
         found = self.among(given)
         if found and checkpointed():
-            text = (
-                f"{CHECKPOINTING} runs again in backward what {who}, '{min(found.values())}', which comes from another part then"
-            )
+            name = min(found.values())
+            text = f"{who} '{name}', which comes from another part, and runs again in backward ({CHECKPOINTING})"
             raise PlanError(text, fix=REPAIR, where="model")
         for name in found.values():
             if name not in self.payload:
