@@ -21,7 +21,7 @@ import tomli_w
 
 import meshwright.planner
 from benchmarks.published import RUNS, Run
-from benchmarks.published_runs import SOUND, Score, learnt, measured, scores, show, timed
+from benchmarks.published_runs import FEW, SOUND, Score, learnt, measured, scores, show, timed
 from benchmarks.result import Result
 from meshwright.core.hardware import devices
 from meshwright.planner.calibrate import Measured, calibrated
@@ -65,13 +65,17 @@ HEAD = "# Shares of peaks that devices reach (planner/rates.py), fitted by: pyth
 def fit() -> dict[str, dict[str, float]]:
     """The rates of all, and those of each kind of device that differ, on the rows that may be fitted on.
 
-    What devices have in common is a share of what large products reach on them, not of what their makers say.
+    What devices have in common is a share of what large products reach on them, not of what their makers say. A kind of which
+    there are few runs, or of one code base alone, would have that code's faults for its own: it is fitted with all kinds of its
+    die, and where those are as few, not at all.
     """
     steps = [_of_reached(measured(run)) for run in timed(RUNS)[0] if run.fitted]
     everywhere = calibrated(KNOWN, steps, ALL, SOUND)
     tables = {"all": _rounded(_of_peak(everywhere, {}))}
     for device in devices():
-        mine = [step for step in steps if step.machine.device.name == device.name]
+        die = {each.name for each in devices() if (each.units, each.peak("float16")) == (device.units, device.peak("float16"))}
+        pools = [[step for step in steps if step.machine.device.name in names] for names in ({device.name}, die)]
+        mine = next((pool for pool in pools if len(pool) >= FEW and len({step.source for step in pool}) > 1), [])
         found = _rounded(_of_peak(calibrated(everywhere, mine, EACH, SOUND), REACHED.get(device.name, {})))
         tables[device.name] = {name: value for name, value in found.items() if value != tables["all"][name]}
     return tables

@@ -54,3 +54,9 @@ def test_rates_that_no_step_tells_anything_of_stay():
 def test_the_file_of_rates_says_known_ones_for_known_devices():
     assert set(vars(rates_of("A100"))) == set(NAMES)
     assert rates_of("a device that nobody has fitted") == rates_of("another one")
+
+
+@pytest.mark.parametrize(("kind", "other"), [("GH200", "H100"), ("H100 96GB", "H100"), ("H200", "H100"), ("V100 16GB", "V100")])
+def test_kinds_of_one_die_reach_alike(kind: str, other: str):
+    """One slow code base alone had run on GH200: a planner said that it takes three times as long as an H100."""
+    assert 0.75 < rates_of(kind).product / rates_of(other).product < 1.34
