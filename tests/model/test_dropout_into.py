@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
-from tests.model.test_dropout import on, run
+from meshwright.core.errors import PlanError
+from tests.model.test_dropout import learnt, on, run
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,8 @@ def test_draws_into_a_tensor_are_the_numbers_of_their_site(draw: Callable[..., t
     assert torch.equal(one, of(run(sites, torch.arange(5), lambda: torch.rand(5, 1))).float())
     assert torch.equal(one[3:], run(sites, torch.arange(3, 5), lambda: draw(x[3:])))  # those samples, wherever they are
     assert len(one.unique()) > 1
+
+
+def test_draws_by_numpy_are_refused_and_not_taken_for_a_fault_of_the_plan():
+    with pytest.raises(PlanError, match=r"draws random numbers with numpy\.random.*\n.*apply_spec_augment=False"):
+        learnt(lambda batch: torch.ones(batch, 3) * np.random.rand())
