@@ -47,7 +47,8 @@ from meshwright.core.plan import Plan
 from meshwright.engine.loss import Batch
 from meshwright.run.rank import share
 from meshwright.testing.spawn import on_threads
-from meshwright.verifier.parity import TOLERANCE, RankReport, compare_rank, judge, planned_messages
+from meshwright.verifier.messages import Stated
+from meshwright.verifier.parity import TOLERANCE, RankReport, compare_rank, judge
 from meshwright.verifier.reference import run_reference
 from meshwright.verifier.verdict import Verdict
 
@@ -117,16 +118,15 @@ def compared(drawn: Draw, plan: Plan, limit_s: float) -> Verdict:
         reference.steps[-1] = replace(reference.steps[-1], parameters=reference.steps[-2].parameters)
     reports = on_threads(lambda world: compare_rank(case, world, reference), plan.mesh, timeout_s=limit_s)
     for report in reports if drawn.guard else ():
-        _without_last(report, case.plan.at(report.rank))
+        _without_last(report, Stated(case))
     return judge(case, reports, "threads", {})
 
 
-def _without_last(report: RankReport, plan: Plan) -> None:
+def _without_last(report: RankReport, stated: Stated) -> None:
     """Forget what was sent in the last step, in which it is asked who did harm: that is in no program."""
     report.steps -= 1
-    rows = report.rows[: report.steps] or [()] * report.steps
-    report.sent = report.sent[: sum(len(planned_messages(plan, each)) for each in rows)]
-    report.rows = report.rows[: report.steps]
+    report.micros = report.micros[: report.steps]
+    report.sent = report.sent[: len(list(stated.messages(report.rank, report.micros or [()] * report.steps)))]
 
 
 def _harmed(total: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

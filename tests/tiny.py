@@ -104,6 +104,7 @@ def case_of(reading: Reading, plan: Plan, data: dict[str, torch.Tensor] | None =
         make_subject=lambda: make_subject(reading, torch.device("cpu"), torch.float64),
         make_dice=lambda: make_dice(reading, plan),
         rows=lambda plan, rank: open_feed(samples, plan, rank).batch,
+        on=lambda batch: plan,  # all rows have its length
     )
 
 

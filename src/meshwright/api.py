@@ -248,8 +248,14 @@ def parity_case(reading: Reading, plan: Plan, loss: Loss, rows: Callable[[Plan, 
     def wide_subject() -> Subject:
         return make_subject(reading, torch.device("cpu"), torch.float64)
 
+    def on(batch: Batch) -> Plan:
+        narrow = {key: batch[key].to(value.dtype) for key, value in reading.example.items() if key in batch}
+        there = reading.on(narrow)
+        same = (there.anatomy.visits, there.anatomy.weights) == (reading.anatomy.visits, reading.anatomy.weights)
+        return exact.of_anatomy(seen_by(there, job, plan.mesh, plan.strategies)) if same else exact
+
     loss = loss.within(widened)
-    return Case(exact, one_device, loss, wide_subject, lambda: make_dice(reading, exact), wide_rows)
+    return Case(exact, one_device, loss, wide_subject, lambda: make_dice(reading, exact), wide_rows, on)
 
 
 def _wide(batch: Batch) -> dict[str, torch.Tensor]:

@@ -1,8 +1,12 @@
 """What a plan knows of a model: counts, owners, and the visit that completes a gradient."""
 
+from dataclasses import replace
+
 import pytest
 
 from meshwright.core.anatomy import ROOT, Anatomy, Weight
+from meshwright.core.calls import Call, Number, Portion
+from meshwright.core.cut import Cut
 
 TIED = Weight("embed.weight", (5, 2), ("embed", "head"), aliases=("head.weight",))
 MIDDLE = Weight("layer.weight", (2, 3), ("layer",))
@@ -39,3 +43,24 @@ def test_a_tied_parameter_is_held_by_the_modules_of_all_its_names():
     assert TIED.names == ("embed.weight", "head.weight")
     assert TIED.layers == ("embed", "head")
     assert GLUE.layers == ("",)
+
+
+HEADS = Cut(0, 2, (2,))
+NUMBERS = tuple(Number(module, "heads", HEADS) for module in ("one.attention", "two", "twofold", "positions"))
+DIVIDED = Anatomy(
+    *("model", ("one", "two", "twofold"), (), (1,) * 3, (1,) * 3),
+    numbers=NUMBERS,
+    portions=(Portion("one", 1, HEADS), Portion("two", 1, HEADS)),
+)
+
+
+def test_a_part_has_the_numbers_of_its_own_blocks_and_of_glue():
+    part = DIVIDED.within(["two"])
+    assert [number.module for number in part.numbers] == ["two", "positions"]
+    assert [portion.block for portion in part.portions] == ["two"]
+
+
+def test_a_module_of_two_blocks_has_its_numbers_in_the_part_of_either():
+    shared = Call("one.attention.query", "two", "columns", source=0, into=1, out=1)
+    part = replace(DIVIDED, calls=(shared,)).within(["two"])
+    assert [number.module for number in part.numbers] == ["one.attention", "two", "positions"]

@@ -24,6 +24,7 @@ from meshwright.strategies.tensor.sequence import Sequence
 from meshwright.strategies.tensor.vocabulary import Vocabulary
 from meshwright.testing.spawn import on_threads
 from tests.engine.alone import part
+from tests.strategies.tensor import families
 from tests.strategies.tensor.llama import batches, known
 from tests.tiny import VOCABULARY, WIDTH, rows, tiny_job
 
@@ -85,6 +86,33 @@ def test_slices_of_the_stream_go_on_as_slices_and_a_cache_is_refused():
         torch.testing.assert_close(found[0], spoken()[0], rtol=1e-12, atol=1e-12)
     with pytest.raises(PlanError, match=r"takes in slices of the stream, and is given a DynamicCache(?s:.*)pass use_cache=False"):
         used(LLAMA, mesh, strategies, lambda module: [module(IDS, use_cache=True).logits])
+
+
+def again(model: nn.Module) -> nn.Module:
+    """A GPT-2 whose last layer makes queries, keys and values with the weights of the first one."""
+    first, last = model.transformer.h[0].attn.c_attn, model.transformer.h[-1].attn.c_attn
+    last.weight, last.bias = first.weight, first.bias
+    return model
+
+
+DIVIDED: dict[str, Callable[[], Reading]] = {
+    **{family: lambda family=family: families.read_family(family) for family in ("gpt2", "falcon, alibi")},
+    "gpt2, tied": lambda: read(again(families.FAMILIES["gpt2"]()), families.batches("gpt2", 1)[0]),
+}
+
+
+@pytest.mark.parametrize("family", DIVIDED)
+def test_a_block_of_another_rank_is_played_with_the_numbers_of_the_whole_model(family: str):
+    reading, batch = DIVIDED[family](), families.batches("gpt2", 1, rows=12)[0]
+
+    def use(module: nn.Module) -> list[torch.Tensor]:
+        ids = batch["input_ids"][:3]
+        return [module(ids).logits, module.generate(ids, use_cache=True, max_new_tokens=3, do_sample=False)]
+
+    (truth,) = used(reading, Mesh(), (), use, batch)
+    for found in used(reading, Mesh(pp=2, tp=3), (Pipeline(), Line()), use, batch):
+        for mine, wanted in zip(found, truth, strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
 
 
 class Open(nn.Module):

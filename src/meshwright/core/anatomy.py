@@ -209,7 +209,7 @@ class Anatomy:
         return (*weight.visits, *roots.get(weight.name, self.visits))
 
     def within(self, visits: Collection[str]) -> "Anatomy":
-        """What a rank sees of the model that runs these `visits` alone: their weights, calls and sizes."""
+        """What a rank sees of the model that runs these `visits` alone: their weights, calls, numbers and sizes."""
         kept = [i for i, visit in enumerate(self.visits) if visit in visits]
         own = {
             weight.name: tuple(visit for visit in weight.visits if visit in visits or visit == ROOT)
@@ -217,6 +217,9 @@ class Anatomy:
             if not set(self.needing(weight)).isdisjoint(visits)
         }
         calls = tuple(call for call in self.calls if call.visit in visits)
+        blocks, mine = {block_of(visit) for visit in self.visits}, {block_of(visit) for visit in visits}
+        mine |= {_block_with(call.name, blocks) for call in calls}  # a module of two blocks bears its name in the first
+        elsewhere = blocks - mine
         divided = self.logits is not None and any(call.name == self.logits.layer and call.role == "head" for call in calls)
         return replace(
             self,
@@ -227,6 +230,8 @@ class Anatomy:
             inside_numel=tuple(self.inside_numel[i] for i in kept) if self.inside_numel else (),
             calls=calls,
             logits=self.logits if divided else None,
+            numbers=tuple(number for number in self.numbers if _block_with(number.module, blocks) not in elsewhere),
+            portions=tuple(portion for portion in self.portions if portion.block not in elsewhere),
             passages=tuple(passage for passage in self.passages if passage.visit in visits),
         )
 
@@ -237,3 +242,10 @@ class Anatomy:
         """
         used = {visit for weight in weights for visit in weight.visits}
         return None if ROOT in used else min(used, key=self.visits.index)
+
+
+def _block_with(module: str, blocks: Collection[str]) -> str:
+    """The one of `blocks` that `module` lies in; empty where it lies in none."""
+    while module and module not in blocks:
+        module = module.rpartition(".")[0]
+    return module

@@ -28,20 +28,22 @@ Dims = tuple[tuple[int, int], ...]
 
 
 class Crossed:
-    """What the rank that sees `space` has of `values`."""
+    """What the rank that sees `space` has of `values`: which of them go in slices, their sizes in the plan tell."""
 
     def __init__(self, space: Space, values: Iterable[Value]) -> None:
         self._space, self._cuts, self._axes = space, dict(_cuts(space, values)), _axes(space)
 
     def shape(self, value: Value, rows: int) -> tuple[int, ...]:
-        """The shape of what this rank has of `value`, for a micro-batch of so many rows."""
+        """The shape of what this rank has of `value`, whose rows may have another length than the plan's, for so many rows."""
         space, mesh, shape = self._space, self._space.mesh, value.shape(rows)
         coordinate = dict(space.coordinate)
         if space.deal is not None and value.along is not None:
             own = space.deal.run(shape[value.along], mesh.index(coordinate, space.token_axes))
             shape = (*shape[: value.along], own, *shape[value.along + 1 :])
         for axes, cut in self._cuts.get(value.name, ()):
-            cut = Cut(cut.dim, shape[cut.dim], (shape[cut.dim],)) if cut.dim == value.along else cut
+            size = shape[cut.dim]
+            if sum(cut.sections) != size:  # a rank's own tokens, or rows of another length than the plan's
+                cut = Cut(cut.dim, size, (size,))
             side = Side(axes, cut, mesh.extent(axes), mesh.index(coordinate, axes))
             shape = side.cut.local(shape, side.index, side.ranks)
         return shape

@@ -92,6 +92,11 @@ class Plan:
         program = _program(job, self.space, self.strategies, micro_batch)
         return replace(self, job=job, micro_batch=micro_batch, program=program)
 
+    def of_anatomy(self, anatomy: Anatomy) -> "Plan":
+        """This plan with `anatomy` in the place of its own: that of the same model, on rows of another length."""
+        space = replace(self.space.whole or self.space, anatomy=anatomy).at(dict(self.space.coordinate))
+        return replace(self, space=space, program=_all_roles(self.job, space, self.strategies, self.micro_batch))
+
     def views(self) -> Iterator["Plan"]:
         """This plan as the ranks of each role see it, in the order of the program's roles: that of all of them."""
         for stage in range(len(self.program.roles)):

@@ -55,6 +55,8 @@ class Abreast:
             self._owners |= {block_of(visit): index for visit in stage}
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)  # one for good: a cache may live on
         self._blanks: dict[str, list[dict[str, Any]]] = {}
+        self._cut = {name: home.weight.shape for home in plan.space.logical if home.cut for name in home.weight.names}
+        self._divided = {state.subject.module.get_submodule(call.name) for call in plan.space.anatomy.calls}
 
     @contextmanager
     def forwards(self, action: str) -> Iterator[None]:
@@ -120,12 +122,19 @@ class Abreast:
 
     @contextmanager
     def _blank(self, name: str) -> Iterator[None]:
-        """Have a block's weights without numbers meanwhile: other ranks have them, and here they may have no memory."""
-        modules = self._state.subject.blocks[name].modules()
-        places = [place for module in modules for place in (module._parameters, module._buffers)]
+        """Have a block's weights without numbers meanwhile: other ranks have them, and here they may have no memory.
+
+        They are whole, as what the modules hold is that of the model; but for modules that blocks of this rank have too.
+        """
+        modules = list(self._state.subject.blocks[name].named_modules(prefix=name))
+        places = [place for _, module in modules for place in (module._parameters, module._buffers)]
         if name not in self._blanks:
+            named = [(at, {} if module in self._divided else self._cut) for at, module in modules for _ in range(2)]
             with self._mode:
-                self._blanks[name] = [{key: self._like(each) for key, each in place.items()} for place in places]
+                self._blanks[name] = [
+                    {key: self._like(each, whole.get(f"{at}.{key}")) for key, each in place.items()}
+                    for place, (at, whole) in zip(places, named, strict=True)
+                ]
         kept = [dict(place) for place in places]
         for place, blanks in zip(places, self._blanks[name], strict=True):
             place |= blanks
@@ -135,8 +144,10 @@ class Abreast:
             for place, entries in zip(places, kept, strict=True):
                 place |= entries
 
-    def _like(self, tensor: torch.Tensor | None) -> Any:
-        return None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device=self._state.world.device)
+    def _like(self, tensor: torch.Tensor | None, shape: tuple[int, ...] | None) -> Any:
+        if tensor is None:
+            return None
+        return torch.empty(shape or tensor.shape, dtype=tensor.dtype, device=self._state.world.device)
 
     def _foretold(self, name: str, given: Any, why: str, error: Exception | None) -> Any:
         """What a block gives out, by the trial run. Raises PlanError where it is given things that it may change."""

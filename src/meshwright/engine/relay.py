@@ -102,6 +102,7 @@ class Relay:
         self._courses, self._compute = state.subject.courses, getattr(torch, plan.job.precision.compute)
         self._micros, self._dealing = micros, dealing
         self._ranks, self._group = owners(plan.space), state.world.group(("pp",))
+        self._planned = tuple(value for part in plan.space.parts for value in part.gives)
         self._round = max(map(self._ranks.count, self._ranks))
         self._forwards: dict[int, _Forward] = {}
         self._begun, self._over = 0, False
@@ -144,7 +145,8 @@ class Relay:
                 text = f"in an evaluation the forward calls '{min(missing)}' in the part that begins with '{part.visits[0]}'"
                 fix = "call each block in the same place as in training, or choose cuts so that both places are in one part"
                 raise PlanError(f"{text}, and the rank of that has not its weights", fix=fix, where="model")
-        crossed = Crossed(self._space, (value for part in parts for value in part.gives))
+        # which of them go in slices is known of rows of the plan's length
+        crossed = Crossed(self._space, (*self._planned, *(value for part in parts for value in part.gives)))
         return _Forward(micro, inputs, course, parts, list(hops(parts, self._ranks)), crossed)
 
     def _sent_by(self, peer: int) -> Iterator[tuple[int, Hop]]:

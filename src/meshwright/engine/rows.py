@@ -8,6 +8,7 @@ from meshwright.core.plan import Plan
 from meshwright.engine.loss import Batch
 
 Rows = Batch | Sequence[Batch] | None  # all of a rank's rows of a step, or its micro-batches, or none
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]  # of the tensors of one micro-batch, by name
 
 
 def micro_batches(batch: Rows, plan: Plan, stand_in: Batch, device: torch.device) -> tuple[list[Batch], int]:
@@ -29,10 +30,10 @@ def micro_batches(batch: Rows, plan: Plan, stand_in: Batch, device: torch.device
     return micros, rows
 
 
-def rows_played(batch: Rows, plan: Plan, stand_in: Batch) -> tuple[int, ...]:
-    """The rows that each micro-batch of a step holds, those of `stand_in` included."""
+def shapes_played(batch: Rows, plan: Plan, stand_in: Batch) -> tuple[Shapes, ...]:
+    """The shapes of each micro-batch of a step, those of `stand_in` included."""
     micros, _ = micro_batches(batch, plan, stand_in, torch.device("meta"))
-    return tuple(len(next(iter(micro.values()))) for micro in micros)
+    return tuple(tuple((key, tuple(value.shape)) for key, value in micro.items()) for micro in micros)
 
 
 def _given(batches: Sequence[Batch], plan: Plan, stand_in: Batch, device: torch.device) -> tuple[list[Batch], int]:

@@ -51,10 +51,10 @@ Look = Callable[[Any, Any], tuple[Column, ...]]
 class Reading:
     """A model that can be made: `blueprint` for its values, `block_names`, its `anatomy`, and its dropout `sites`.
 
-    `example` is one row of every key of a batch, for ranks that have none; `few` are some. `stateful` are the buffers that a
-    training forward writes, `attends` the visits that call torch's attention, `captured` how many tensors leave blocks by each
-    side channel, `unused` the trained parameters that the trial did not use, `tables` those that look at all rows of a batch,
-    and `unseen` the lines of code in which glue writes with nobody told.
+    It was read from `loaded`. `example` is one row of every key of a batch, for ranks that have none; `few` are some. `stateful`
+    are the buffers that a training forward writes, `attends` the visits that call torch's attention, `captured` how many tensors
+    leave blocks by each side channel, `unused` the trained parameters that the trial did not use, `tables` those that look at all
+    rows of a batch, and `unseen` the lines of code in which glue writes with nobody told.
     """
 
     blueprint: Blueprint
@@ -62,6 +62,7 @@ class Reading:
     anatomy: Anatomy
     sites: Sites
     example: dict[str, torch.Tensor]
+    loaded: Loaded = field(repr=False, compare=False)
     stateful: tuple[str, ...] = ()
     attends: tuple[str, ...] = ()
     captured: dict[str, int] = field(default_factory=dict)
@@ -70,6 +71,10 @@ class Reading:
     judge: Judge | None = field(default=None, repr=False, compare=False)
     tables: tuple[Looked, ...] = ()
     unseen: tuple[str, ...] = ()
+
+    def on(self, example: Example) -> "Reading":
+        """The reading of the same model on rows like those of `example`, a batch that has them of another length."""
+        return read(self.loaded, example, tuple(each.name for each in self.anatomy.targets), self.judge)
 
     @cached_property
     def tokens(self) -> Tokens | None:
@@ -188,7 +193,7 @@ def read(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Judg
     few = {key: value.detach() for key, value in few.items()}
     forget_fakes(module)
     told = tuple(found.stateful), tuple(dict.fromkeys(found.attends)), found.captured, unused
-    return Reading(plan, names, anatomy, sites, row, *told, few, judge, tuple(found.tables), tuple(found.unseen))
+    return Reading(plan, names, anatomy, sites, row, loaded, *told, few, judge, tuple(found.tables), tuple(found.unseen))
 
 
 def _trial(

@@ -23,9 +23,9 @@ from meshwright.core.plan import Plan
 from meshwright.core.program import Action, Program
 from meshwright.core.steps import steps
 from meshwright.engine.player import Player
-from meshwright.engine.rows import rows_played
+from meshwright.engine.rows import Shapes, shapes_played
 from meshwright.engine.state import State
-from meshwright.verifier.messages import Message, planned_messages
+from meshwright.verifier.messages import Message, Stated, planned_messages
 from meshwright.verifier.reference import Case, Reference, StepTruth, Values
 from meshwright.verifier.verdict import COMPARED, QUANTITIES, Difference, Verdict, diagnose
 
@@ -41,7 +41,7 @@ class RankReport:
     worst: dict[str, float] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     sent: list[Entry] = field(default_factory=list)
-    rows: list[tuple[int, ...]] = field(default_factory=list)  # by step, of each micro-batch; none: as planned
+    micros: list[tuple[Shapes, ...]] = field(default_factory=list)  # by step, of each micro-batch; none: as planned
     steps: int = 0
 
 
@@ -80,7 +80,7 @@ def compare_rank(case: Case, world: World, reference: Reference) -> RankReport:
             batch = rows(step)
             watched.samples(batch, truth)
             if not case.plan.space.led:
-                report.rows.append(rows_played(batch, case.plan, subject.stand_in))
+                report.micros.append(shapes_played(batch, case.plan, subject.stand_in))
             metrics = player.step(batch)
             watched.number("loss", metrics.loss, truth.loss)
             watched.number("grad norm", metrics.grad_norm, truth.grad_norm)
@@ -96,9 +96,9 @@ def compare_rank(case: Case, world: World, reference: Reference) -> RankReport:
 
 def judge(case: Case, reports: list[RankReport], body: str, versions: Mapping[str, str]) -> Verdict:
     """The verdict over all ranks' reports: equality with one device, replicas alike, and what was sent as planned."""
-    plan = case.plan
+    plan, stated = case.plan, Stated(case)
     found = [difference for report in reports for difference in report.differences]
-    found += [d for report in reports for d in (_drift(report, reports[0]), _unplanned(report, plan)) if d is not None]
+    found += [d for report in reports for d in (_drift(report, reports[0]), _unplanned(report, stated)) if d is not None]
     found.sort(key=lambda d: (d.step, QUANTITIES.index(d.quantity)))
     missing = tuple(_missing(plan, reports))
     return Verdict(
@@ -146,12 +146,10 @@ def _drift(report: RankReport, other: RankReport) -> Difference | None:
     return Difference(max(0, report.steps - 1), "replica", names[0], "", None, report.rank) if names else None
 
 
-def _unplanned(report: RankReport, plan: Plan) -> Difference | None:
+def _unplanned(report: RankReport, stated: Stated) -> Difference | None:
     """The first collective that is not the one that the program states at this place."""
-    mine, steps = plan.at(report.rank), report.rows or [()] * report.steps
-    stated = {rows: planned_messages(mine, rows) for rows in set(steps)}
-    wanted = [(step, message) for step, rows in enumerate(steps) for message in stated[rows]]
-    for found, stands in zip_longest(issued_messages(report), wanted):
+    steps = report.micros or [()] * report.steps
+    for found, stands in zip_longest(issued_messages(report), stated.messages(report.rank, steps)):
         step, theirs = stands or (len(steps), None)
         if found != theirs:
             said = f"{found or 'no collective'} where the program states {theirs or 'none'}"

@@ -34,7 +34,8 @@ Values = dict[str, torch.Tensor]
 class Case:
     """What is compared: a plan, and how to make the model, the randomness and the rows that it and one device train on.
 
-    `rows(plan, rank)` gives a function from step to that rank's rows; `alone` is the same job on one device.
+    `rows(plan, rank)` gives a function from step to that rank's rows; `alone` is the same job on one device. `on(batch)` is
+    `plan` on rows like those of a batch, which may be of another length.
     """
 
     plan: Plan
@@ -43,6 +44,7 @@ class Case:
     make_subject: Callable[[], Subject]
     make_dice: Callable[[], Dice | None]
     rows: Callable[[Plan, int], Callable[[int], Batch | None]]
+    on: Callable[[Batch], Plan]
 
 
 @dataclass(frozen=True)

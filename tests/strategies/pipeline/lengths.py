@@ -1,5 +1,7 @@
 """Micro-batches of one step whose rows differ in length, the last of fewer rows; and what one device makes of them."""
 
+from collections.abc import Sequence
+
 import torch
 
 from meshwright.api import alone, build, make_plan
@@ -12,7 +14,8 @@ from meshwright.model.reading import Reading
 from tests.strategies.tensor.llama import known
 from tests.tiny import VOCABULARY, reading_of, tiny_job
 
-STEPS, MICRO_BATCH = [((9, 2), (5, 2), (12, 1)), ((5, 2), (9, 1))], 2  # (tokens, rows) of each micro-batch
+Steps = Sequence[Sequence[tuple[int, int]]]  # by step, the (tokens, rows) of each micro-batch
+STEPS, MICRO_BATCH = (((9, 2), (5, 2), (12, 1)), ((5, 2), (9, 1))), 2
 READINGS = {"tiny": reading_of, "llama": known}  # read with rows of 5 tokens, and of 9
 Parameters = dict[str, torch.Tensor]
 
@@ -22,11 +25,11 @@ def reading(name: str) -> Reading:
     return READINGS[name]()
 
 
-def micro_batches(step: int) -> list[Batch]:
+def micro_batches(step: int, steps: Steps = STEPS) -> list[Batch]:
     """Those of one step; a row of each ignores half of its labels."""
     generator = torch.Generator().manual_seed(step)
     found = []
-    for length, rows in STEPS[step]:
+    for length, rows in steps[step]:
         words = torch.randint(0, VOCABULARY, (2, rows, length), generator=generator)
         words[1, 0, : length // 2] = IGNORED
         found.append({"input_ids": words[0], "labels": words[1]})
@@ -38,13 +41,15 @@ def planned(name: str, mesh: Mesh, *strategies: Strategy) -> Plan:
     return make_plan(reading(name), tiny_job(6), mesh, strategies, MICRO_BATCH)
 
 
-def trained(world: World, name: str, plan: Plan) -> tuple[list[float], Parameters]:
-    """The losses and the parameters of all steps on this rank."""
+def trained(world: World, name: str, plan: Plan, steps: Steps = STEPS) -> tuple[list[float], Parameters]:
+    """The losses of all steps, that of an evaluation on their rows, and the parameters, on this rank."""
+    given = [micro_batches(step, steps) for step in range(len(steps))]
     with build(reading(name), plan, world=world) as engine:
-        losses = [engine.step(micro_batches(step)).loss for step in range(len(STEPS))]
+        losses = [engine.step(micros).loss for micros in given]
+        losses.append(engine.evaluate(given).loss)
         return losses, {name: value.clone() for name, value in engine.player.parameters().items()}
 
 
-def on_one_device(name: str) -> tuple[list[float], Parameters]:
+def on_one_device(name: str, steps: Steps = STEPS) -> tuple[list[float], Parameters]:
     """The same on one device."""
-    return trained(alone(torch.device("cpu")), name, planned(name, Mesh()))
+    return trained(alone(torch.device("cpu")), name, planned(name, Mesh()), steps)

@@ -157,6 +157,14 @@ def test_a_file_that_is_not_there_or_cannot_run_is_refused(write, tmp_path):
         order(f"{write('def f(:', 'bad.py')}:f", 1, 1)
 
 
+def test_a_file_or_a_function_that_leaves_is_refused_in_words(write):
+    source = write("import sys\n\ndef leaves(ranks, micros):\n    sys.exit(3)\n", "leaving.py")
+    with pytest.raises(PlanError, match=r"leaves\(2, 3\) raised SystemExit: 3 \(.*leaving\.py, line 4\)\n  repair: repair the f"):
+        order(f"{source}:leaves", 2, 3)
+    with pytest.raises(PlanError, match=r"running .*gone\.py raised SystemExit: 4"):
+        order(f"{write('raise SystemExit(4)', 'gone.py')}:f", 2, 3)
+
+
 def test_a_function_may_be_one_of_ours(write):
     source = write("from meshwright.strategies.pipeline.one_f_one_b import order\n", "ours.py")
     assert order(f"{source}:order", 4, 6) == one_f_one_b.order(4, 6)

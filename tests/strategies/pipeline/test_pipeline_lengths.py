@@ -9,6 +9,8 @@ from meshwright.comm.group import World
 from meshwright.core.mesh import Mesh
 from meshwright.engine.loss import IGNORED
 from meshwright.strategies.pipeline.pipeline import Pipeline
+from meshwright.strategies.tensor.line import Line
+from meshwright.strategies.tensor.sequence import Sequence
 from meshwright.testing.spawn import ProcessPool, on_threads
 from tests.strategies.pipeline.lengths import Parameters, micro_batches, on_one_device, planned, reading, trained
 
@@ -30,6 +32,13 @@ def same(found: tuple[list[float], Parameters], expected: tuple[list[float], Par
 def test_parts_take_micro_batches_of_other_lengths_than_the_plan_was_made_for(model: str, ranks: int, pipeline: Pipeline):
     plan, expected = planned(model, Mesh(pp=ranks), pipeline), on_one_device(model)
     assert all(same(found, expected) for found in on_threads(lambda world: trained(world, model, plan), plan.mesh))
+
+
+def test_slices_of_their_tokens_cross_as_slices():
+    """Also in an evaluation, of which nothing but the plan tells which values go in slices."""
+    steps = ((9, 2), (6, 2), (12, 1)), ((6, 2), (9, 1))
+    plan, expected = planned("llama", Mesh(pp=2, tp=3), Pipeline(), Line(), Sequence()), on_one_device("llama", steps)
+    assert all(same(found, expected) for found in on_threads(lambda world: trained(world, "llama", plan, steps), plan.mesh))
 
 
 def test_one_device_weighs_them_by_their_tokens():

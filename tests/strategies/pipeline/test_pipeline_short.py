@@ -61,8 +61,9 @@ def test_processes_send_what_is_stated_of_the_rows_there_and_no_other_number_pas
     mesh = Mesh(pp=2, dp_replicate=2)
     reports = process_pool.run(compared, mesh)
     assert judge(case_of(mesh), reports, "processes", {}).passed
-    assert {report.rows[1] for report in reports} == {(2, 1, 1)}  # where rows are wanting, one stands in
-    full = [replace(report, rows=[report.rows[0]] * 2) for report in reports]
+    rows_of = [tuple(shape[0] for ((_, shape), *_) in report.micros[1]) for report in reports]
+    assert set(rows_of) == {(2, 1, 1)}  # where rows are wanting, one stands in
+    full = [replace(report, micros=[report.micros[0]] * 2) for report in reports]
     verdict = judge(case_of(mesh), full, "processes", {})
     assert not verdict.passed
     assert "SEND" in str(verdict.first)

@@ -115,7 +115,7 @@ def _called(path: Path, function: str, ranks: int, micros: int) -> Order | Seque
     """What the function returns."""
     try:
         made = runpy.run_path(str(path))
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # one that leaves would end the command without a word
         fix = "repair the file; it must run without side effects"
         raise PlanError(f"running {path} {_raised(error, path)}", fix=fix, where=WHERE) from error
     functions = [name for name, value in made.items() if callable(value) and not name.startswith("_")]
@@ -124,7 +124,7 @@ def _called(path: Path, function: str, ranks: int, micros: int) -> Order | Seque
         raise PlanError(f"{path} has no function '{function}'", fix=fix, where=WHERE)
     try:
         rows = made[function](ranks, micros)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         fix = "repair the function; it takes the numbers of ranks and of micro-batches"
         raise PlanError(f"{function}({ranks}, {micros}) {_raised(error, path)}", fix=fix, where=WHERE) from error
     if not isinstance(rows, Order) and not _is_table(rows):
@@ -134,7 +134,7 @@ def _called(path: Path, function: str, ranks: int, micros: int) -> Order | Seque
     return rows
 
 
-def _raised(error: Exception, path: Path) -> str:
+def _raised(error: BaseException, path: Path) -> str:
     """What was raised, and the last line of the file at `path` that led to it."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return f"raised {type(error).__name__}: {error}" + (f" ({path}, line {lines[-1]})" if lines else "")

@@ -1,0 +1,55 @@
+"""What is sent for rows of another length than the plan's is what the program of such rows states, and no other number passes."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.api import parity_case, share
+from meshwright.core.mesh import Mesh
+from meshwright.core.strategy import Strategy
+from meshwright.engine.loss import token_cross_entropy
+from meshwright.strategies.data.replicate import Replicate
+from meshwright.strategies.pipeline.pipeline import Pipeline
+from meshwright.strategies.sequence.ring import Ring
+from meshwright.strategies.tensor.line import Line
+from meshwright.strategies.tensor.sequence import Sequence
+from meshwright.strategies.tensor.vocabulary import Vocabulary
+from meshwright.testing.spawn import on_threads
+from meshwright.verifier.parity import RankReport, compare_rank, judge
+from meshwright.verifier.reference import Case, run_reference
+from tests.strategies.tensor.llama import ROWS, TOKENS, batches, llama, planned
+
+LENGTHS = (TOKENS, 6, 12)  # by step
+PLANS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
+    "parts": (Mesh(pp=2), (Pipeline(),)),
+    "parts of slices": (Mesh(pp=2, tp=3), (Pipeline(schedule="zb_h1"), Line(), Vocabulary(), Sequence())),
+    "a ring": (Mesh(cp=3), (Ring(), Replicate(axis="cp"))),
+}
+
+
+def compared(mesh: Mesh, strategies: tuple[Strategy, ...]) -> tuple[Case, list[RankReport]]:
+    """A comparison in which each step has rows of another length, and the last one fewer of them; and what its ranks report."""
+    steps = [batches(1, ROWS, length)[0] for length in LENGTHS]
+    steps[-1] = {key: value[:3] for key, value in steps[-1].items()}
+    reading, plan = planned(llama(), mesh, strategies, micro=2)
+    case = parity_case(reading, plan, token_cross_entropy(), lambda plan, rank: lambda step: share(steps[step], plan, rank))
+    reference = run_reference(case, len(steps))
+    return case, on_threads(lambda world: compare_rank(case, world, reference), mesh)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_rows_of_other_lengths_send_what_the_plan_of_such_rows_states(name: str):
+    case, reports = compared(*PLANS[name])
+    verdict = judge(case, reports, "threads", {})
+    assert verdict.passed, verdict
+
+
+def test_what_rows_of_another_length_send_does_not_pass_for_these():
+    case, reports = compared(*PLANS["parts"])
+    for other in (reports[0].micros[0], ()):  # those of the first step; as planned
+        false = [replace(report, micros=[report.micros[0], other, report.micros[2]]) for report in reports]
+        verdict = judge(case, false, "threads", {})
+        assert (verdict.first.step, verdict.first.quantity, verdict.others) == (1, "ledger", 1)
+        assert "SEND" in verdict.first.name
+    shorter = [replace(entry, nbytes=entry.nbytes - 8) if "SEND" in entry.action else entry for entry in reports[0].sent]
+    assert not judge(case, [replace(reports[0], sent=shorter), reports[1]], "threads", {}).passed
