@@ -1,5 +1,7 @@
 """Courses learnt from a reading: by the shape of the inputs, in training and in an evaluation."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
@@ -38,6 +40,30 @@ def test_the_course_goes_that_nobody_has_asked_for_longest():
     assert courses.of(kinds[1]) is not second
     assert courses.of(kinds[2]) is third
     assert courses.of(kinds[0]) is not first
+
+
+def row_by_row(model: Chain, x: torch.Tensor) -> object:
+    return model.head(torch.stack(model.layers[0](x).unbind()))
+
+
+def one_layer_more(model: Chain, x: torch.Tensor) -> object:
+    x = model.layers[0](x)
+    return model.head(model.layers[1](x) if len(x) > 3 else x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "said"),
+    [
+        (
+            row_by_row,
+            r"behind layers\.0, unbind at test_courses\.py:\d+ gives 3 values on 3 rows, and unbind at .* 5 values on 5",
+        ),
+        (one_layer_more, r"it comes to head on 3 rows, and to layers\.1 on 5"),
+    ],
+)
+def test_where_the_ways_of_a_forward_part_is_told(forward: Callable[[Chain, torch.Tensor], object], said: str):
+    with pytest.raises(PlanError, match=f"takes another way on 5 rows than on 3: {said}"):
+        bordered(reading_of(lambda: Chain(forward), X))
 
 
 def test_an_anatomy_has_borders_when_somebody_asks_for_them():

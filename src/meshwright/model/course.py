@@ -9,6 +9,7 @@ Learnt from two runs on few rows (model/crossing.py), it holds no tensor: where 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -133,9 +134,7 @@ def course(few: Record, more: Record, rows: tuple[int, int], dealt: Record | Non
     Raises PlanError when they took two ways.
     """
     if _way(few) != _way(more):
-        text = (
-            f"the forward takes another way on {rows[1]} rows than on {rows[0]}: other blocks, or other operations between them"
-        )
+        text = f"the forward takes another way on {rows[1]} rows than on {rows[0]}: {_parting(few, more, rows)}"
         raise PlanError(text, fix="let it depend on nothing but the shape of a row, or leave the model whole", where="model")
     dims = {name: tuple(_dims(seen.shape, more.seen[name].shape, rows)) for name, seen in few.seen.items()}
     place = {visit: number for number, visit in enumerate(few.visits)}
@@ -178,7 +177,29 @@ def _dims(few: Sequence[int], more: Sequence[int], rows: tuple[int, int]) -> Ite
 
 def _way(record: Record) -> object:
     """What must not depend on the number of rows."""
-    ops = {visit: [(op.func, op.places, op.renamed, op.became) for op in found] for visit, found in record.ops.items()}
+    ops = {visit: [_told(op) for op in found] for visit, found in record.ops.items()}
     stubs = {visit: (stub.places, [channel for channel, _ in stub.captured]) for visit, stub in record.stubs.items()}
     ranks = {name: (len(seen.shape), seen.dtype) for name, seen in record.seen.items()}
     return record.visits, ops, stubs, ranks
+
+
+def _told(op: Op | None) -> object:
+    return None if op is None else (op.func, op.places, op.renamed, op.became)
+
+
+def _parting(few: Record, more: Record, rows: tuple[int, int]) -> str:
+    """Where the ways of two runs part, in words."""
+    for one, other in zip_longest(few.visits, more.visits):
+        if one != other:
+            return f"it comes to {one or 'its end'} on {rows[0]} rows, and to {other or 'its end'} on {rows[1]}"
+        for mine, theirs in zip_longest(few.ops.get(one, ()), more.ops.get(one, ())):
+            if _told(mine) != _told(theirs):
+                return f"behind {one}, {_said(mine, few)} on {rows[0]} rows, and {_said(theirs, more)} on {rows[1]}"
+    return "what blocks give out has other dtypes, dims or places"
+
+
+def _said(op: Op | None, record: Record) -> str:
+    if op is None:
+        return "nothing more is done"
+    where = next((record.seen[place.name].where for place in op.places if place.name in record.seen), "")
+    return f"{op.func}{f' at {where}' if where else ''} gives {len(op.places)} values"
