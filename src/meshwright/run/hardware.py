@@ -156,7 +156,8 @@ def _device(table: Described, base: Device, path: Path) -> Device:
     if "float32" in flops and not {"bfloat16", "float16"} & set(flops):
         flops["bfloat16"] = flops["float32"]  # without units for 16 bits they are computed as 32
     name = table.name or (f"{base.name} of {path.name}" if table.like else base.name or path.stem)
-    given = replace(base, name=name, pattern=re.escape(name), flops=flops, source=str(path), **figures)
+    pattern = base.pattern or re.escape(name)  # a name of one's own changes nothing of what a driver calls the device
+    given = replace(base, name=name, pattern=pattern, flops=flops, source=str(path), **figures)
     return replace(given, per_host=table.per_host or given.per_host, units=table.units or given.units)
 
 
