@@ -6,7 +6,8 @@ import pytest
 from transformers import GPT2Config, LlamaConfig, MixtralConfig, OPTConfig, T5Config, ViTConfig
 
 from meshwright.core.errors import PlanError
-from meshwright.verbs.sized import is_shape, shape_of
+from meshwright.verbs.choose import Asked, choose
+from meshwright.verbs.sized import is_shape, shape_of, sized
 
 
 def test_a_config_is_read_and_its_model_counted(tmp_path: Path):
@@ -71,6 +72,16 @@ def test_rows_with_more_tokens_than_positions_were_learnt_are_refused(tmp_path: 
     assert shape_of(str(tmp_path), 64).sequence == 64
     with pytest.raises(PlanError, match=r"has learnt 64 positions, and rows of 65 tokens are asked for\n.*--sequence 64 at most"):
         shape_of(str(tmp_path), 65)
+
+
+def test_the_positions_that_were_learnt_are_told_and_end_the_longest_rows(tmp_path: Path):
+    config = GPT2Config(n_embd=48, n_head=4, n_layer=2, vocab_size=77, n_positions=64)
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(tmp_path)
+    assert sized(str(tmp_path), 0).positions == 64
+    found = choose(Asked(str(tmp_path), 1, "h100", 4, fit="sequence"))
+    assert found.limit is not None
+    assert (found.limit.value, found.wish.shape.sequence) == (64, 64)
 
 
 def test_rotary_positions_go_on_for_ever(tmp_path: Path):

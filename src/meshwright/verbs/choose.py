@@ -78,13 +78,13 @@ def choose(asked: Asked) -> Chosen:
     given = fixed(asked.fixed, faults)
     if asked.fit and asked.fit not in LIMITS:
         faults.append(Fault(f"no limit is called '{asked.fit}'", nearest(asked.fit, LIMITS), "--fit"))
-    shape, matrices = sized(asked.model, asked.sequence)
+    shape, matrices, positions = sized(asked.model, asked.sequence)
     clashes: list[Fault] = []
     kinds, notes = machines(asked, clashes)
     raise_faults([*faults, *clashes] if clashes else ())
     notes = (*notes, *counted(shape, matrices))
     one = kinds[0] if len(kinds) == 1 else weakest(kinds)
-    wish = given.of(Wish(shape, one, asked.batch, base=base_of(one.device.flops)))
+    wish = given.of(Wish(shape, one, asked.batch, longest=positions, base=base_of(one.device.flops)))
     raise_faults([*faults, *_free(wish, asked.fit).faults()])
     if asked.fit:
         return replace(_limited(asked, wish, kinds), notes=notes)
