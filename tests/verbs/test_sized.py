@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, MixtralConfig, OPTConfig, T5Config, ViTConfig
+from transformers import GPT2Config, Llama4Config, LlamaConfig, MixtralConfig, OPTConfig, T5Config, ViTConfig
 
 from meshwright.core.errors import PlanError
 from meshwright.verbs.choose import Asked, choose
@@ -40,6 +40,16 @@ def test_a_model_with_experts_is_refused(tmp_path: Path):
     config.architectures = ["MixtralForCausalLM"]
     config.save_pretrained(tmp_path)
     with pytest.raises(PlanError, match="has 8 experts in a layer, which are not searched yet"):
+        shape_of(str(tmp_path), 0)
+
+
+def test_a_model_with_experts_in_one_of_its_parts_is_refused_before_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "num_local_experts": 4}
+    config = Llama4Config(text_config=text)
+    config.architectures = ["Llama4ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    monkeypatch.setattr("meshwright.verbs.sized.load_model", lambda *_, **__: pytest.fail("the model was made"))
+    with pytest.raises(PlanError, match="has 4 experts in a layer, which are not searched yet"):
         shape_of(str(tmp_path), 0)
 
 

@@ -4,7 +4,7 @@ The model of a config is made without weights, so that they can be counted: what
 model with other weights than its sizes say is told as one. A gated MLP is not in configs; the count of weights tells.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from meshwright.core.errors import PlanError
+from meshwright.core.errors import Fault, PlanError, raise_faults
 from meshwright.core.sources import ModelSource
 from meshwright.model.declared import config_of
-from meshwright.model.sources import load_model
+from meshwright.model.sources import config_behind, load_model
 from meshwright.planner.shapes import FORM, Shape, parse_shape
 
 # what configs of transformers call sizes; those of families with other names say which theirs are (attribute_map)
@@ -78,14 +78,17 @@ def _learnt(module: Any, positions: object) -> int:
 
 def _of_config(source: str, sequence: int) -> Sized:
     """What is known of the model of a config."""
+    config = config_behind(ModelSource(source))
+    if config is not None:
+        raise_faults(_unsearched(source, config))  # to make a model of many experts, which is refused, takes minutes
     loaded = load_model(ModelSource(source), seed=0)
     module = loaded.blueprint.instance()
     config = config_of(module)
     if config is None:
         text = f"{source} makes a model without a config: its sizes are not known"
         raise PlanError(text, fix=f"say them: {FORM}", where="MODEL")
-    said = config.to_dict()
-    sizes = {ours: said.get(config.attribute_map.get(theirs, theirs)) for ours, theirs in THEIRS.items()}
+    raise_faults([*_unsearched(source, config), *_unsized(source, config, sequence)])
+    said, sizes = config.to_dict(), _sizes(config)
     positions = _learnt(module, sizes["sequence"])
     if 0 < positions < sequence:
         text = f"{source} has learnt {positions} positions, and rows of {sequence} tokens are asked for"
@@ -93,19 +96,6 @@ def _of_config(source: str, sequence: int) -> Sized:
         raise PlanError(text, fix=fix, where="--sequence")
     if sequence:
         sizes["sequence"] = sequence
-    if config.is_encoder_decoder:
-        text = f"{source} is an encoder and a decoder, which are not searched yet"
-        raise PlanError(text, fix="take a decoder; a plan that exists is counted from its own program", where="MODEL")
-    experts = max((said.get(name) or 0 for name in EXPERTS), default=0)
-    if experts > 1:
-        text = f"{source} has {experts} experts in a layer, which are not searched yet"
-        raise PlanError(
-            text, fix="take a model without experts; a plan that exists is counted from its own program", where="MODEL"
-        )
-    lacking = [theirs for ours, theirs in THEIRS.items() if not isinstance(sizes[ours], int)]
-    if lacking:
-        text = f"the config of {source} does not say {', '.join(lacking)}"
-        raise PlanError(text, fix=f"say the sizes in words: {FORM}", where="MODEL")
     plain = Shape(
         Path(source).stem,
         **sizes,
@@ -116,3 +106,34 @@ def _of_config(source: str, sequence: int) -> Sized:
     matrices = sum(prod(entry.shape) for entry in loaded.blueprint.logical.values() if len(entry.shape) > 1)
     shape = min((plain, replace(plain, gated=True)), key=lambda shape: abs(shape.numel - matrices))
     return Sized(shape, matrices, positions)
+
+
+def _unsearched(source: str, config: Any) -> Iterator[Fault]:
+    """That a config is of a model that is no decoder of equal layers."""
+    exists = "a plan that exists is counted from its own program"
+    if config.is_encoder_decoder:
+        yield Fault(f"{source} is an encoder and a decoder, which are not searched yet", f"take a decoder; {exists}", "MODEL")
+    experts = _experts(config.to_dict())
+    if experts > 1:
+        text = f"{source} has {experts} experts in a layer, which are not searched yet"
+        yield Fault(text, f"take a model without experts; {exists}", "MODEL")
+
+
+def _unsized(source: str, config: Any, sequence: int) -> Iterator[Fault]:
+    """The sizes that a config does not say, where they are not given."""
+    sizes = _sizes(config) | ({"sequence": sequence} if sequence else {})
+    lacking = [theirs for ours, theirs in THEIRS.items() if not isinstance(sizes[ours], int)]
+    if lacking:
+        yield Fault(f"the config of {source} does not say {', '.join(lacking)}", f"say the sizes in words: {FORM}", "MODEL")
+
+
+def _sizes(config: Any) -> dict[str, Any]:
+    """The sizes in our words; None where the config does not say one."""
+    said = config.to_dict()
+    return {ours: said.get(config.attribute_map.get(theirs, theirs)) for ours, theirs in THEIRS.items()}
+
+
+def _experts(said: Mapping[str, Any]) -> int:
+    """The most experts that a config, or one that lies in it (text_config, ffn_config), has in a layer."""
+    own = [said[name] for name in EXPERTS if isinstance(said.get(name), int)]
+    return max([0, *own, *(_experts(each) for each in said.values() if isinstance(each, dict))])
