@@ -87,6 +87,25 @@ def test_all_that_is_wrong_with_a_file_is_told_at_once(tmp_path: Path):
     assert all(part in told for part in wanted), told
 
 
+def test_figures_are_judged_beside_values_of_another_type(tmp_path: Path):
+    text = '[device]\nlike = "h1000"\nper_host = 2.5\nunits = -3\nfoo = 1\n[rates]\nproduct = "x"\nattention = 2\n'
+    told = refused(tmp_path, text)
+    wanted = [
+        "'h1000' is no device",
+        "device.per_host: given is 2.5",
+        "units = -3",
+        "no key 'foo'",
+        "rates.product: given",
+        "attention = 2",
+    ]
+    assert all(part in told for part in wanted), told
+    assert told.count("repair:") == len(wanted)
+    told = refused(tmp_path, '[device]\nname = "X"\ntflops = {bfloat16 = "many"}\nmemory_gb = -1\n')
+    assert "tflops: this key is missing" not in told
+    assert all(part in told for part in ("tflops.bfloat16: given", "memory_gb = -1", "per_host: this key is missing")), told
+    assert refused(tmp_path, "device = 3\n").count("repair:") == 1
+
+
 def test_keys_that_are_needed_are_named(tmp_path: Path):
     told = refused(tmp_path, '[device]\nname = "X9"\n')
     assert all(f"device.{key}: this key is missing" in told for key in ("tflops", "memory_gb", "link_gb_s", "per_host"))

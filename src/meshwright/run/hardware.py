@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from meshwright.core.errors import Fault, PlanError, nearest, raise_faults
 from meshwright.core.hardware import DTYPES, Device, devices, find_device
@@ -111,8 +112,10 @@ def machine_of(word: str, count: int) -> Machine:
         raise PlanError("this file has no [device] table, nor did `bench device` write it", fix=FIX, where=word)
     faults: list[Fault] = []
     said = Check(str(path), tables={"device": Described}, faults=faults).fit(document, _File, ())
-    raise_faults(faults)
-    return _described(said, document["device"], path, count)
+    if said is None:  # what fits may have faults of its own, which are told with these
+        document = _fitting(document)
+        said = Check(str(path)).fit(document, _File, ())
+    return _described(said, document["device"], path, count, faults)
 
 
 def linked(given: Machine, word: str) -> Machine:
@@ -143,10 +146,25 @@ def profile_in(word: str) -> Profile | None:
     return read_profile(path.parent / said) if isinstance(said, str) and said else None
 
 
-def _described(said: _File, keys: Iterable[str], path: Path, count: int) -> Machine:
-    """The machine of a [device] table in which these `keys` are written."""
-    table = said.device
-    faults = [replace(fault, where=f"{path}: {fault.where}") for fault in _faults(said, keys)]
+def _fitting(document: dict[str, Any]) -> dict[str, Any]:
+    """What of the document is of the right type, key by key."""
+    tables = {name: table for name in ("device", "rates") if isinstance(table := document.get(name), dict)}
+    kept: dict[str, Any] = {"device": {}, "rates": {}}
+    for name, table in tables.items():
+        for key, value in table.items():
+            if Check("").fit({"device": {}, name: {key: value}}, _File, ()) is not None:
+                kept[name][key] = value
+    return kept
+
+
+def _described(said: _File, keys: Iterable[str], path: Path, count: int, before: Iterable[Fault]) -> Machine:
+    """The machine of a [device] table in which these `keys` are written. Of what has a fault `before`, no other one is told."""
+    table, faults = said.device, list(before)
+    places = [fault.where for fault in faults]
+    for fault in _faults(said, keys):
+        where = f"{path}: {fault.where}"
+        if not any(f"{where}.".startswith(f"{each}.") or f"{each}.".startswith(f"{where}.") for each in places):
+            faults.append(replace(fault, where=where))
     profile, base = None, None
     if table.measured:
         try:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from meshwright.core.errors import Fault, PlanError
+from meshwright.core.errors import Fault, PlanError, gathered
 from meshwright.core.hardware import Device, find_device
 from meshwright.core.mesh import Mesh
 from meshwright.core.program import Transfer
@@ -45,9 +45,16 @@ def machine_for(
     `cluster` and `run` are paths of a cluster.toml and of a run, "": none. `shapes` gives the sizes of a model by its source and
     the tokens of a row. Raises PlanError for what is not known, or does not fit.
     """
-    found, notes = machine_of(hardware, MOST_DEVICES if more else count), []
-    if cluster:
-        found, said = with_cluster(found, read_cluster(Path(cluster)))
+    faults: list[Fault] = []
+    found = gathered(faults, machine_of, hardware, MOST_DEVICES if more else count)
+    links = gathered(faults, read_cluster, Path(cluster)) if cluster else None
+    if run:
+        gathered(faults, past, Path(run))
+    if found is None or faults:
+        raise PlanError.of(faults)
+    notes: list[str] = []
+    if links is not None:
+        found, said = with_cluster(found, links)
         notes += said
     found = linked(found, hardware)
     profile = profile_in(hardware)
