@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from meshwright.core.errors import Fault, PlanError, nearest, raise_faults
+from meshwright.core.errors import Fault, PlanError, gathered, nearest, raise_faults
 
 
 def test_a_fault_says_where_what_and_how_to_repair_it():
@@ -33,3 +33,14 @@ def test_without_a_fault_nothing_is_raised():
 def test_the_nearest_word_is_offered_or_else_all_words():
     assert nearest("replicte", ["batch", "replicate"]) == "did you mean 'replicate'?"
     assert nearest("xyz", ["replicate", "batch"]) == "choose one of: batch, replicate"
+
+
+def test_what_is_refused_is_gathered_and_what_is_made_is_handed_on():
+    def half(number: int) -> int:
+        raise_faults(Fault(f"{number} is odd", "take an even one") for _ in range(number % 2))
+        return number // 2
+
+    faults = [Fault("before", "that")]
+    assert gathered(faults, half, 4) == 2
+    assert gathered(faults, half, 3) is None
+    assert [fault.what for fault in faults] == ["before", "3 is odd"]

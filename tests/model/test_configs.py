@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from meshwright.core.errors import PlanError
-from meshwright.model.configs import config_factory
+from meshwright.model.configs import config_factory, read_config
 
 LLAMA = {
     "model_type": "llama",
@@ -38,6 +38,15 @@ def test_parameters_are_float32_and_no_cache_is_kept(tmp_path: Path):
     assert type(module).__name__ == "LlamaForCausalLM"
     assert {p.dtype for p in module.parameters()} == {torch.float32}
     assert module.config.use_cache is False
+
+
+def test_a_config_is_read_without_a_model(tmp_path: Path):
+    folder = written(tmp_path, LLAMA | {"architectures": ["NoSuchModel"], "auto_map": {"AutoConfig": "code.Config"}})
+    assert read_config(folder).num_hidden_layers == 3
+    with pytest.raises(PlanError, match="the architecture 'NoSuchModel' is not known"):
+        config_factory(folder, {})
+    with pytest.raises(PlanError, match="the model type 'lama' is not known"):
+        read_config(written(tmp_path, LLAMA | {"model_type": "lama"}))
 
 
 def test_without_an_architecture_it_is_the_causal_language_model(tmp_path: Path):

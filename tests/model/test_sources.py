@@ -11,7 +11,7 @@ from torch import nn
 from meshwright.core.errors import PlanError
 from meshwright.core.sources import ModelSource
 from meshwright.model.recorder import is_meta
-from meshwright.model.sources import Loaded, Model, load_factory, load_model
+from meshwright.model.sources import Loaded, Model, config_behind, load_factory, load_model
 
 NET = """
 from dataclasses import dataclass
@@ -90,6 +90,12 @@ def test_a_function_of_this_program_is_a_factory_too():
     assert not torch.equal(
         loaded.blueprint.value("weight"), load_factory(lambda: nn.Linear(2, 3), 2, "mine").blueprint.value("weight")
     )
+
+
+def test_a_config_is_looked_at_and_a_factory_is_not(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 3}))
+    assert config_behind(ModelSource(str(tmp_path))).num_hidden_layers == 3
+    assert config_behind(ModelSource("none.py:build")) is None
 
 
 def test_a_config_is_named_after_its_folder(tmp_path: Path):

@@ -38,6 +38,18 @@ def test_one_step_more_fits_nowhere(what: str, step: int):
         assert bool(search(asked, 1).best) == (not more)
 
 
+def test_rows_go_as_far_as_positions_were_learnt_and_memory_before_them():
+    far = limit(WISH, "sequence")
+    assert far is not None
+    near = limit(replace(WISH, longest=1000), "sequence")
+    assert near is not None
+    assert (near.value, near.beyond, near.learnt, near.stopped) == (1000, 1001, True, None)
+    assert near.found.best
+    between = limit(replace(WISH, longest=far.value + 1024), "sequence")
+    assert between is not None
+    assert (between.value, between.learnt, far.learnt) == (far.value, False, False)
+
+
 def test_the_largest_batch_is_that_of_no_other_layout_at_once():
     found = limit(replace(WISH, machine=machine("A100", 4)), "batch")
     assert found is not None

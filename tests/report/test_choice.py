@@ -62,3 +62,23 @@ def test_the_scenario_is_one_of_three_by_the_smallest_and_the_largest_device():
     assert scenario(WISH, [small]).startswith("The model does not fit on a device")
     huge = replace(WISH, shape=parse_shape("odd: layers 4 hidden 81920 heads 640"))
     assert "fits on the largest device" in scenario(huge, [large, small])
+
+
+@pytest.mark.parametrize(
+    ("words", "divided"),
+    [
+        ("odd: layers 4 hidden 81920 heads 640 vocab 1000", "the layer (matrices among tensor ranks"),
+        ("long: layers 32 hidden 4096 heads 32 gated vocab 32000 sequence 131072", "the row (its tokens along cp"),
+        ("words: layers 4 hidden 8192 heads 64 vocab 1000000", "embedding and head (matrices among tensor ranks"),
+    ],
+)
+def test_what_is_too_much_of_a_layer_is_what_has_to_be_divided(words: str, divided: str):
+    told = scenario(replace(WISH, shape=parse_shape(words)))
+    assert told.startswith("Not even a layer with its output and its optimizer's states fits on a device")
+    assert f"To be divided: {divided}" in told
+    assert told.count("To be divided: the row") == (divided in told and "the row" in divided)
+
+
+def test_a_layer_of_which_nothing_is_too_much_alone_says_so():
+    told = scenario(replace(WISH, shape=parse_shape("both: layers 4 hidden 16384 heads 128 vocab 50000 sequence 4096")))
+    assert told.endswith("To be divided: any of these, as none is too much alone.")

@@ -38,3 +38,12 @@ def test_a_limit_beyond_which_nothing_comes_out_even_says_so():
     assert found is not None
     assert stop(replace(found, stopped=None)) == f"No layout of {found.beyond} layers comes out even."
     assert stop(replace(found, beyond=0)) == "There is nothing less."
+
+
+def test_positions_that_were_learnt_are_told_as_what_stops():
+    found = limit(replace(WISH, longest=1024), "sequence")
+    assert found is not None
+    text = limit_view(found).plain
+    assert "The longest rows are of 1,024 tokens" in text
+    assert "The model has learnt 1,024 positions, and none for token 1,025" in text
+    assert limit_dict(found)["words"] in text

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.core.errors import PlanError
+from meshwright.core.hardware import devices
 from meshwright.planner.rates import rates_of
 from meshwright.run.hardware import linked, machine_of, profile_in
 from meshwright.run.profile import write_profile
@@ -74,9 +75,35 @@ def test_all_that_is_wrong_with_a_file_is_told_at_once(tmp_path: Path):
     told = refused(
         tmp_path, '[device]\nlike = "h1000"\ntflops = {bf16 = 5, float8 = 5e15}\nnic_gb_s = -1\n[rates]\nproducts = 1.0\n'
     )
-    wanted = ["'h1000' is no device", "did you mean 'H100'?", "no dtype 'bf16'", "nic_gb_s = -1", "no rate 'products'"]
-    wanted += ["did you mean 'product'?", "more than 1e6", "989 for an H100"]
+    wanted = [
+        "'h1000' is no device",
+        "did you mean 'H100'?",
+        "no dtype 'bf16' in plans",
+        "did you mean 'bfloat16'?",
+        "nic_gb_s = -1",
+        "no rate 'products'",
+    ]
+    wanted += ["did you mean 'bfloat16'?", "did you mean 'product'?", "more than 1e6", "989 for an H100"]
     assert all(part in told for part in wanted), told
+
+
+def test_figures_are_judged_beside_values_of_another_type(tmp_path: Path):
+    text = '[device]\nlike = "h1000"\nper_host = 2.5\nunits = -3\nfoo = 1\n[rates]\nproduct = "x"\nattention = 2\n'
+    told = refused(tmp_path, text)
+    wanted = [
+        "'h1000' is no device",
+        "device.per_host: given is 2.5",
+        "units = -3",
+        "no key 'foo'",
+        "rates.product: given",
+        "attention = 2",
+    ]
+    assert all(part in told for part in wanted), told
+    assert told.count("repair:") == len(wanted)
+    told = refused(tmp_path, '[device]\nname = "X"\ntflops = {bfloat16 = "many"}\nmemory_gb = -1\n')
+    assert "tflops: this key is missing" not in told
+    assert all(part in told for part in ("tflops.bfloat16: given", "memory_gb = -1", "per_host: this key is missing")), told
+    assert refused(tmp_path, "device = 3\n").count("repair:") == 1
 
 
 def test_keys_that_are_needed_are_named(tmp_path: Path):
@@ -134,3 +161,44 @@ def test_shares_above_all_and_peaks_that_no_plan_uses_are_refused(tmp_path: Path
     assert "write a share, 1 at most" in told
     told = refused(tmp_path, OWN.replace("bfloat16 = 500", "float8 = 1000"))
     assert "tflops of float8 alone, and plans are chosen in 16 bits" in told
+
+
+def test_a_figure_of_nothing_is_refused_and_not_taken_for_one_that_is_not_said(tmp_path: Path):
+    zeros = "".join(f"{key} = 0\n" for key in ("memory_gb", "memory_gb_s", "link_gb_s", "nic_gb_s", "per_host", "units"))
+    told = refused(tmp_path, f'[device]\nlike = "h100"\n{zeros}')
+    assert told.count("write a number above 0, or leave the key out") == 6
+    told = refused(tmp_path, OWN.replace("link_gb_s = 200", "link_gb_s = 0"))
+    assert "link_gb_s = 0.0" in told
+    assert "missing" not in told
+
+
+def test_a_figure_in_another_unit_is_refused_with_the_unit(tmp_path: Path):
+    told = refused(tmp_path, '[device]\nlike = "h100"\nmemory_gb = 85899345920\nlink_gb_s = 450e9\n')
+    assert "memory_gb = 8.58993e+10, more than 100000" in told
+    assert "write GiB: 80 for an H100" in told
+    assert "link_gb_s = 4.5e+11" in told
+
+
+def test_rates_that_no_device_has_are_refused(tmp_path: Path):
+    told = refused(tmp_path, '[device]\nlike = "h100"\n[rates]\nattention_back = 100\ncrowd = 1e-9\nlatency_s = 30\nloss = 5e9\n')
+    wanted = [
+        "attention_back = 100",
+        "write 0.01 to 5",
+        "crowd = 1e-09; needed is a number of hosts",
+        "latency_s = 30",
+        "loss = 5e+09",
+    ]
+    assert all(part in told for part in wanted), told
+
+
+def test_rates_that_are_shipped_are_none_that_are_refused(tmp_path: Path):
+    for kind in ("", *(each.name for each in devices())):
+        rates = "".join(f"{name} = {value}\n" for name, value in vars(rates_of(kind)).items())
+        assert machine_of(written(tmp_path, f'[device]\nlike = "h100"\n[rates]\n{rates}'), 8).rates == rates_of(kind)
+
+
+def test_a_dtype_that_plans_do_not_have_is_not_taken_for_a_narrower_one(tmp_path: Path):
+    told = refused(tmp_path, '[device]\nlike = "h100"\ntflops = {float64 = 60}\n')
+    assert "there is no dtype 'float64' in plans" in told
+    assert "float4'?" not in told
+    assert "choose one of: float16, bfloat16" in told

@@ -118,6 +118,22 @@ def test_all_that_contradicts_itself_is_told_at_once():
     assert "pp 3 on 8 devices" in str(raised.value)
 
 
+def test_model_hardware_links_and_words_are_refused_together():
+    with pytest.raises(PlanError) as raised:
+        choose(Asked("nosuch", 8, "foo", 64, fixed=("tp=x",), fit="foo", cluster="nope.toml", run="nowhere"))
+    places = " ".join(fault.where for fault in raised.value.faults)
+    assert all(place in places for place in ("--hardware", "nope.toml", "nowhere", "--fix", "--fit")), places
+    assert "nosuch" in raised.value.faults[0].what
+    assert len(raised.value.faults) == 6
+
+
+def test_every_kind_that_is_not_known_is_told():
+    with pytest.raises(PlanError) as raised:
+        choose(Asked(SMALL, 9, "foo:4,bar:4", 64))
+    text = str(raised.value)
+    assert all(part in text for part in ("'foo' is no device", "'bar' is no device", "--devices 9"))
+
+
 def test_a_batch_that_no_copies_can_share_is_told():
     with pytest.raises(PlanError, match="a batch of 7 rows on dp 8 copies"):
         choose(Asked(SMALL, 8, "a100", 7, fixed=("dp=8",)))

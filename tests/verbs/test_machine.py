@@ -97,6 +97,34 @@ def test_a_gpu_is_known_by_what_its_driver_calls_it(tmp_path: Path):
     assert found.rates.nic == plain.rates.nic  # two ranks of one host have taught nothing of it
 
 
+@pytest.mark.parametrize(
+    ("hardware", "ran"),
+    [("gh200", "NVIDIA H200"), ("h100 pcie", "NVIDIA H100 80GB HBM3"), ("a100 40gb", "NVIDIA A100-SXM4-80GB")],
+)
+def test_a_kind_whose_name_is_part_of_another_one_is_not_that_kind(tmp_path: Path, hardware: str, ran: str):
+    run = run_folder(tmp_path / "run", device=ran)
+    with pytest.raises(PlanError, match=f"the run computed on {ran}, and the plan is for"):
+        machine_for(hardware, 2, "", str(run), shapes)
+
+
+@pytest.mark.parametrize(
+    ("said", "ran"),
+    [
+        ('name = "mybox"\nmeasured = "device.toml"\nlink_gb_s = 2\nper_host = 4', "Abacus 7"),
+        ('name = "mybox"\nlike = "a100"', "NVIDIA A100-SXM4-80GB"),
+        ('name = "a100"\ntflops = {bfloat16 = 300, float32 = 19}\nmemory_gb = 80\nmemory_gb_s = 2000', "NVIDIA A100-SXM4-80GB"),
+    ],
+)
+def test_a_device_with_a_name_of_its_own_is_known_by_what_it_is_like(files: tuple[str, str], tmp_path: Path, said: str, ran: str):
+    links = "" if "like" in said or "measured" in said else "\nlink_gb_s = 300\nnic_gb_s = 25\nper_host = 8"
+    (tmp_path / "my.toml").write_text(f"[device]\n{said}{links}\n")
+    _, notes = machine_for(str(tmp_path / "my.toml"), 2, "", str(run_folder(tmp_path / "run", device=ran)), shapes)
+    assert any("learnt from" in note for note in notes)
+    other = run_folder(tmp_path / "other", device="NVIDIA H200")
+    with pytest.raises(PlanError, match="says with `like` or `measured` which kind it is"):
+        machine_for(str(tmp_path / "my.toml"), 2, "", str(other), shapes)
+
+
 def test_a_plan_is_laid_out_as_a_search_would(tmp_path: Path):
     text = PLAN.format(micro=2, store="replicate", more="")
     text = text.replace(

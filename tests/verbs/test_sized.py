@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, MixtralConfig, OPTConfig, T5Config, ViTConfig
+from transformers import GPT2Config, Llama4Config, LlamaConfig, MixtralConfig, OPTConfig, T5Config, ViTConfig
 
 from meshwright.core.errors import PlanError
-from meshwright.verbs.sized import is_shape, shape_of
+from meshwright.verbs.choose import Asked, choose
+from meshwright.verbs.sized import is_shape, shape_of, sized
 
 
 def test_a_config_is_read_and_its_model_counted(tmp_path: Path):
@@ -42,6 +43,16 @@ def test_a_model_with_experts_is_refused(tmp_path: Path):
         shape_of(str(tmp_path), 0)
 
 
+def test_a_model_with_experts_in_one_of_its_parts_is_refused_before_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "num_local_experts": 4}
+    config = Llama4Config(text_config=text)
+    config.architectures = ["Llama4ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    monkeypatch.setattr("meshwright.verbs.sized.load_model", lambda *_, **__: pytest.fail("the model was made"))
+    with pytest.raises(PlanError, match="has 4 experts in a layer, which are not searched yet"):
+        shape_of(str(tmp_path), 0)
+
+
 def test_a_model_whose_sizes_are_not_those_of_a_text_model_is_refused(tmp_path: Path):
     config = ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
     config.architectures = ["ViTForImageClassification"]
@@ -71,6 +82,16 @@ def test_rows_with_more_tokens_than_positions_were_learnt_are_refused(tmp_path: 
     assert shape_of(str(tmp_path), 64).sequence == 64
     with pytest.raises(PlanError, match=r"has learnt 64 positions, and rows of 65 tokens are asked for\n.*--sequence 64 at most"):
         shape_of(str(tmp_path), 65)
+
+
+def test_the_positions_that_were_learnt_are_told_and_end_the_longest_rows(tmp_path: Path):
+    config = GPT2Config(n_embd=48, n_head=4, n_layer=2, vocab_size=77, n_positions=64)
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(tmp_path)
+    assert sized(str(tmp_path), 0).positions == 64
+    found = choose(Asked(str(tmp_path), 1, "h100", 4, fit="sequence"))
+    assert found.limit is not None
+    assert (found.limit.value, found.wish.shape.sequence) == (64, 64)
 
 
 def test_rotary_positions_go_on_for_ever(tmp_path: Path):

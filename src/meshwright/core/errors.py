@@ -6,13 +6,16 @@ mistakes reads three messages, once, before any process starts.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import TypeVar
 
 PEER_WORDS = re.compile(  # what gloo says in a plain RuntimeError when a peer is gone
     r"connection (closed|reset|refused)|closed by peer|socket closed|broken pipe|timed out|timeout", re.IGNORECASE
 )
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,15 @@ def raise_faults(faults: Iterable[Fault]) -> None:
     found = tuple(faults)
     if found:
         raise PlanError.of(found)
+
+
+def gathered(faults: list[Fault], make: Callable[..., Made], *args: object) -> Made | None:
+    """What `make` makes of `args`; None where it refuses them with a `PlanError`, whose faults are added to `faults`."""
+    try:
+        return make(*args)
+    except PlanError as error:
+        faults += error.faults
+    return None
 
 
 def nearest(given: str, known: Iterable[str]) -> str:

@@ -48,20 +48,7 @@ def config_factory(source: str, overrides: Mapping[str, Any], *, trusted: bool =
     foreign = raw.pop("auto_map", None)
     if trusted and isinstance(foreign, dict):
         return repository_factory(Path(source), raw, foreign, overrides)
-    model_type = raw.get("model_type")
-    if not isinstance(model_type, str):
-        raise PlanError(f"{source} has no model_type", fix='add the field model_type, for example "llama"', where=WHERE)
-    if model_type not in transformers.CONFIG_MAPPING and foreign:
-        text = f"the model type '{model_type}' is not known to transformers; its repository brings code for it, which is not run"
-        fix = "look at it, then set model.trust_remote_code = true and model.revision to its commit, or use file.py:factory"
-        raise PlanError(text, fix=fix, where=WHERE)
-    if model_type not in transformers.CONFIG_MAPPING:
-        fix = nearest(model_type, transformers.CONFIG_MAPPING)
-        raise PlanError(f"the model type '{model_type}' is not known to transformers", fix=fix, where=WHERE)
-    config_class = transformers.CONFIG_MAPPING[model_type]
-    config = _config(config_class, raw, {})
-    if overrides:
-        config = _config(config_class, raw, _known(overrides, config))
+    config = _stated(source, raw, foreign, overrides)
     for part in (config, config.get_text_config()):
         if "use_cache" in part.to_dict():
             part.use_cache = False
@@ -70,8 +57,14 @@ def config_factory(source: str, overrides: Mapping[str, Any], *, trusted: bool =
         return lambda: transformers.AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=torch.float32, trust_remote_code=False
         )
-    architecture = _architecture(names[0], model_type)
+    architecture = _architecture(names[0], raw["model_type"])
     return lambda: architecture(copy.deepcopy(config))
+
+
+def read_config(source: str) -> Any:
+    """The config at `source`, of which no model is made, nor code from its folder run. Raises PlanError as `config_factory`."""
+    raw = _read(Path(source))
+    return _stated(source, raw, raw.pop("auto_map", None), {})
 
 
 def text_limits(module: nn.Module) -> TextLimits:
@@ -101,6 +94,23 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path} holds a {type(raw).__name__}; a config is an object", fix="give a transformers config.json", where=WHERE
         )
     return {name: value for name, value in raw.items() if name not in ("dtype", "torch_dtype")}
+
+
+def _stated(source: str, raw: dict[str, Any], foreign: object, overrides: Mapping[str, Any]) -> Any:
+    """The config that `raw` and `overrides` say; `foreign` is the code that its repository brings."""
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        raise PlanError(f"{source} has no model_type", fix='add the field model_type, for example "llama"', where=WHERE)
+    if model_type not in transformers.CONFIG_MAPPING and foreign:
+        text = f"the model type '{model_type}' is not known to transformers; its repository brings code for it, which is not run"
+        fix = "look at it, then set model.trust_remote_code = true and model.revision to its commit, or use file.py:factory"
+        raise PlanError(text, fix=fix, where=WHERE)
+    if model_type not in transformers.CONFIG_MAPPING:
+        fix = nearest(model_type, transformers.CONFIG_MAPPING)
+        raise PlanError(f"the model type '{model_type}' is not known to transformers", fix=fix, where=WHERE)
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    config = _config(config_class, raw, {})
+    return _config(config_class, raw, _known(overrides, config)) if overrides else config
 
 
 def _known(overrides: Mapping[str, Any], config: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from hashlib import blake2b
 from inspect import isfunction
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ from meshwright.core.errors import Fault, PlanError, nearest, raise_faults
 from meshwright.core.sources import ModelSource
 from meshwright.model.adapters import base_of, is_adapted, repair
 from meshwright.model.blueprint import Blueprint, blueprint, logical_names
-from meshwright.model.configs import config_factory, is_quantised, text_limits
+from meshwright.model.configs import config_factory, is_quantised, read_config, text_limits
 from meshwright.model.hub import is_hub_id, located
 from meshwright.model.sockets import check_roles, find_sockets
 from meshwright.model.vocabulary import check_vocabulary
@@ -76,6 +77,16 @@ def load_model(source: ModelSource, seed: int) -> Loaded:
     if not source.weights:
         return loaded
     return with_weights(loaded, located(source.weights, source, "model.weights"), source.skip)
+
+
+def config_behind(source: ModelSource) -> Any:
+    """The transformers config that `source` names, of which no model is made: a quick look; None for a file with a factory.
+
+    Raises PlanError for one that is missing or cannot be read.
+    """
+    if source.source.endswith(".py") or source.source.rpartition(":")[0].endswith(".py"):
+        return None
+    return read_config(str(located(source.source, source, WHERE)))
 
 
 def with_weights(loaded: Loaded, path: Path, skip: Sequence[str] = ()) -> Loaded:

@@ -2,7 +2,7 @@
 
     batch       rows that go through at once: one micro-batch per copy, and along pp as many as ranks. More rows go through one
                 behind the other, and no memory limits them
-    sequence    tokens of a row, at the given batch, in steps of 1,024 (below that, of 64)
+    sequence    tokens of a row, at the given batch, in steps of 1,024 (below that, of 64); no more than positions were learnt
     layers      of the same hidden size
     devices     whole hosts, or parts of one, at the given batch
 
@@ -43,7 +43,7 @@ class Limit:
     """How far it goes: `value` of `what` fits, and `beyond` does not (`stopped`; None: no layout comes out even there).
 
     `wish` is what was searched at the limit, and `found` the best layouts there; `apart` is the best one whose rows need not go
-    through at once, where that is the limit.
+    through at once, where that is the limit. `learnt`: not memory stops it, but the positions that the model has learnt.
     """
 
     what: str
@@ -53,6 +53,7 @@ class Limit:
     beyond: int
     stopped: Stopped | None
     apart: Candidate | None = None
+    learnt: bool = False
 
 
 def limit(wish: Wish, what: str, keep: int = 3) -> Limit | None:
@@ -92,8 +93,11 @@ def _sequence(wish: Wish, keep: int) -> Limit | None:
     def of(tokens: int) -> Wish:
         return replace(wish, shape=replace(wish.shape, sequence=tokens), least=1)
 
-    unit = next((unit for unit in (1024, 64) if fits(of(unit))), 0)
-    return _found("sequence", of, unit, keep) if unit else None
+    longest = wish.longest
+    if longest and fits(of(longest)):
+        return Limit("sequence", longest, of(longest), search(of(longest), keep), longest + 1, None, learnt=True)
+    unit = next((unit for unit in (1024, 64) if unit < (longest or MOST) and fits(of(unit))), 0)
+    return _found("sequence", of, unit, keep, most=longest or MOST) if unit else None
 
 
 def _layers(wish: Wish, keep: int) -> Limit | None:
@@ -104,14 +108,14 @@ def _layers(wish: Wish, keep: int) -> Limit | None:
     return _found("layers", of, 1, keep, least) if least else None
 
 
-def _found(what: str, of: Callable[[int], Wish], unit: int, keep: int, least: int = 1) -> Limit | None:
-    """The most units that fit; `least` of them do."""
+def _found(what: str, of: Callable[[int], Wish], unit: int, keep: int, least: int = 1, most: int = MOST) -> Limit | None:
+    """The most units that fit, of less than `most` in all; `least` of them do."""
     low, high = least, 2 * least
-    while high * unit < MOST and fits(of(high * unit)):
+    while high * unit < most and fits(of(high * unit)):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(of(middle * unit)) else (low, middle)
+        low, high = (middle, high) if middle * unit < most and fits(of(middle * unit)) else (low, middle)
     wish, beyond = of(low * unit), (low + 1) * unit
     return Limit(what, low * unit, wish, search(wish, keep), beyond, stopped(of(beyond)))
 

@@ -31,7 +31,8 @@ class Wish:
     `orders` are those that ranks along pp may take turns in, by name, with the chunks each needs (0: any). `fixed` says what is
     given (see the module), `divided` along which of pp and cp there must be several ranks, `exchange` how many of those along cp
     swap tokens for heads ("": any number), `reruns` what may be computed again. With `at_once` no more micro-batches go through
-    than ranks along pp take at once. A row is divided while `least` tokens are left on a rank. Of devices of several
+    than ranks along pp take at once. A row is divided while `least` tokens are left on a rank; it has `longest` at most (0: any
+    number), where a model has learnt its positions. Of devices of several
     `kinds`, said by their numbers, each copy takes one. `base` is what every layout has (its dtype, its kernels, where ranks
     stand).
     """
@@ -46,6 +47,7 @@ class Wish:
     reruns: tuple[Rerun, ...] = RERUNS
     at_once: bool = False
     least: int = LONG
+    longest: int = 0
     kinds: tuple[int, ...] = ()
     base: Layout = field(default_factory=Layout)
 

@@ -14,6 +14,7 @@ from meshwright.planner.footprint import Footprint, footprint
 from meshwright.planner.hardware import Machine
 from meshwright.planner.layout import Layout
 from meshwright.planner.search import Candidate, Found
+from meshwright.planner.shapes import Shape
 from meshwright.planner.wish import SHARE, Wish
 
 # of a step, by what a reader can change
@@ -112,13 +113,32 @@ def scenario(wish: Wish, kinds: Sequence[Machine] = ()) -> str:
     if whole <= most:
         text = f"Everything fits on at least one device ({whole:.1f} of {most:.1f} GiB), and not on each ({least:.1f})"
         return f"{text}: layers dealt by memory, shares of states, or copies on the large ones alone."
-    single = gib(footprint(replace(wish.shape, layers=1), one).total)
+    shape = replace(wish.shape, layers=1)
+    held = footprint(shape, one)
+    single = gib(held.total)
     if single <= most:
         text = f"The model does not fit on a device ({whole:.0f} GiB of {most:.1f}), a layer of it does ({single:.1f})"
         return f"{text}: layers on several devices, or shares of states."
     largest = "the largest device" if most > least else "a device"
     text = f"Not even a layer with its output and its optimizer's states fits on {largest} ({single:.0f} GiB of {most:.1f})"
-    return f"{text}: its matrices have to be divided."
+    return f"{text}. {_too_much(shape, held, most)}"
+
+
+def _too_much(shape: Shape, held: Footprint, most: float) -> str:
+    """What of a layer, `held` with its tables and a row, is more than `most` GiB and has to be divided, and how."""
+    layer = gib(held.states) * shape.layer_numel / shape.numel
+    tables, row = gib(held.states) - layer, gib(held.total - held.states)
+    rest = _most(replace(held, weights=0.0, gradients=0.0, moments=0.0))
+    text = f"Its states are {layer:.1f} GiB, those of embedding and head {tables:.1f}; with a row of {shape.sequence:,} tokens"
+    text += f" come {row:.1f}, the most of them for {rest}"
+    states = "matrices among tensor ranks, or shares of their states among copies"
+    ways = {
+        "the layer": (layer, states),
+        "embedding and head": (tables, states),
+        "the row": (row, "its tokens along cp, or what is computed of them among tensor ranks"),
+    }
+    over = [f"{part} ({way})" for part, (nbytes, way) in ways.items() if nbytes > most]
+    return f"{text}. To be divided: {' and '.join(over) or 'any of these, as none is too much alone'}."
 
 
 def reasons(wish: Wish, found: Found, beside: Beside = ALONE) -> Iterator[str]:

@@ -28,6 +28,8 @@ def limit_view(found: Limit) -> Text:
 
 def stop(found: Limit) -> str:
     """What stops one step beyond the limit: how much of what on which rank."""
+    if found.learnt:
+        return f"The model has learnt {found.value:,} positions, and none for token {found.beyond:,}: not memory stops it."
     beyond = BEYOND[found.what].format(found.beyond)
     beyond = beyond.removesuffix("s") if found.beyond == 1 else beyond
     if not found.beyond:

@@ -22,10 +22,11 @@ Without `like` and `measured` all up to per_host are needed, units are those of 
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from meshwright.core.errors import Fault, PlanError, nearest, raise_faults
 from meshwright.core.hardware import DTYPES, Device, devices, find_device
@@ -42,6 +43,25 @@ LINKS = "measure links: meshwright bench comm, then --cluster cluster.toml; or s
 FIX = "write a [device] table (docs/planning.md), or measure: meshwright bench device --out device.toml"
 SHARES = ("product", "product_float8", "product_blocks", "product_float4", "attention", "memory", "link", "nic")
 SHARES += ("tail", "tensor_hidden", "sums_hidden")  # of which none is more than 1
+OFTEN = 1000.0  # times, at most, of a rate that is no share
+BETWEEN = {  # of rates that are neither shares nor times, or of which less is known to be wrong
+    "attention_back": (0.01, 5.0, "a share of what attention reaches"),
+    "attention_old": (0.01, 5.0, "a share of what attention reaches"),
+    "attention_new": (0.01, 5.0, "times what attention reaches"),
+    "side": (1.0, 1e5, "the size of an inner dim"),
+    "crowd": (1.0, 1e6, "a number of hosts"),
+    "crowding": (0.1, 20.0, "an exponent"),
+    **dict.fromkeys(("start_s", "launch_s", "latency_s"), (0.0, 1.0, "seconds: 3e-5 are 30 us")),
+    **dict.fromkeys(("turn_s", "fixed_s"), (0.0, 3600.0, "seconds")),
+}
+MOST = {  # beyond which a figure is in another unit
+    "memory_gb": (1e5, "GiB: 80 for an H100"),
+    "memory_gb_s": (1e6, "1e9 bytes per second: 3350 for an H100"),
+    "link_gb_s": (1e6, "1e9 bytes per second: 450 for an H100"),
+    "nic_gb_s": (1e6, "1e9 bytes per second: 50 for an H100"),
+    "per_host": (1e6, "the devices of one host: 8"),
+    "units": (1e7, "multiprocessors, compute units or cores: 132 for an H100"),
+}
 GIGA = {"memory_gb": 2**30, "memory_gb_s": 1e9, "link_gb_s": 1e9, "nic_gb_s": 1e9}
 OF_DEVICE = {"memory_gb": "memory", "memory_gb_s": "memory_rate", "link_gb_s": "link_rate", "nic_gb_s": "nic_rate"}
 
@@ -92,8 +112,10 @@ def machine_of(word: str, count: int) -> Machine:
         raise PlanError("this file has no [device] table, nor did `bench device` write it", fix=FIX, where=word)
     faults: list[Fault] = []
     said = Check(str(path), tables={"device": Described}, faults=faults).fit(document, _File, ())
-    raise_faults(faults)
-    return _described(said, path, count)
+    if said is None:  # what fits may have faults of its own, which are told with these
+        document = _fitting(document)
+        said = Check(str(path)).fit(document, _File, ())
+    return _described(said, document["device"], path, count, faults)
 
 
 def linked(given: Machine, word: str) -> Machine:
@@ -124,10 +146,25 @@ def profile_in(word: str) -> Profile | None:
     return read_profile(path.parent / said) if isinstance(said, str) and said else None
 
 
-def _described(said: _File, path: Path, count: int) -> Machine:
-    """The machine of a [device] table."""
-    table = said.device
-    faults = [replace(fault, where=f"{path}: {fault.where}") for fault in _faults(said)]
+def _fitting(document: dict[str, Any]) -> dict[str, Any]:
+    """What of the document is of the right type, key by key."""
+    tables = {name: table for name in ("device", "rates") if isinstance(table := document.get(name), dict)}
+    kept: dict[str, Any] = {"device": {}, "rates": {}}
+    for name, table in tables.items():
+        for key, value in table.items():
+            if Check("").fit({"device": {}, name: {key: value}}, _File, ()) is not None:
+                kept[name][key] = value
+    return kept
+
+
+def _described(said: _File, keys: Iterable[str], path: Path, count: int, before: Iterable[Fault]) -> Machine:
+    """The machine of a [device] table in which these `keys` are written. Of what has a fault `before`, no other one is told."""
+    table, faults = said.device, list(before)
+    places = [fault.where for fault in faults]
+    for fault in _faults(said, keys):
+        where = f"{path}: {fault.where}"
+        if not any(f"{where}.".startswith(f"{each}.") or f"{each}.".startswith(f"{where}.") for each in places):
+            faults.append(replace(fault, where=where))
     profile, base = None, None
     if table.measured:
         try:
@@ -156,7 +193,8 @@ def _device(table: Described, base: Device, path: Path) -> Device:
     if "float32" in flops and not {"bfloat16", "float16"} & set(flops):
         flops["bfloat16"] = flops["float32"]  # without units for 16 bits they are computed as 32
     name = table.name or (f"{base.name} of {path.name}" if table.like else base.name or path.stem)
-    given = replace(base, name=name, pattern=re.escape(name), flops=flops, source=str(path), **figures)
+    pattern = base.pattern or re.escape(name)  # a name of one's own changes nothing of what a driver calls the device
+    given = replace(base, name=name, pattern=pattern, flops=flops, source=str(path), **figures)
     return replace(given, per_host=table.per_host or given.per_host, units=table.units or given.units)
 
 
@@ -164,20 +202,40 @@ def _bare() -> Device:
     return Device("", "", {}, 0.0, 0.0, 0.0, 0.0, 0, UNITS, "")
 
 
-def _faults(said: _File) -> Iterator[Fault]:
-    """All that is wrong with the figures of a [device] table, and what is missing."""
+def _faults(said: _File, keys: Iterable[str]) -> Iterator[Fault]:
+    """All that is wrong with the figures of a [device] table in which these `keys` are written, and what is missing."""
     table = said.device
     if not table.like and not table.measured:
         lacking = [each.name for each in fields(Described) if each.name not in ("like", "measured", "units")]
         for key in lacking:
-            if not vars(table)[key]:
+            if not vars(table)[key] and (key not in keys or key in ("name", "tflops")):
                 yield Fault("this key is missing", 'write it, or a kind that is most like yours: like = "h100"', f"device.{key}")
-    for key in (*GIGA, "per_host", "units"):
-        if not 0 <= vars(table)[key] < inf:
-            yield Fault(f"{key} = {vars(table)[key]}", "write a number above 0", f"device.{key}")
+    for key, (most, unit) in MOST.items():
+        value = vars(table)[key]
+        if key in keys and not 0 < value < inf:  # a 0 that is written is no word for "not said"
+            yield Fault(f"{key} = {value}", "write a number above 0, or leave the key out", f"device.{key}")
+        elif value > most:
+            yield Fault(f"{key} = {value:g}, more than {most:g}", f"write {unit}", f"device.{key}")
+    yield from _peak_faults(table)
+    for name, value in said.rates.items():
+        least, most, unit = BETWEEN.get(name, (0.0, 1.0 if name in SHARES else OFTEN, "a number of times"))
+        if name not in NAMES:
+            yield Fault(f"there is no rate '{name}'", nearest(name, NAMES), f"rates.{name}")
+        elif not 0 < value < inf:
+            yield Fault(f"{name} = {value}", "write a number above 0", f"rates.{name}")
+        elif value > most and name in SHARES:
+            yield Fault(f"{name} = {value}, more than all", "write a share, 1 at most", f"rates.{name}")
+        elif not least <= value <= most:
+            yield Fault(f"{name} = {value:g}; needed is {unit}", f"write {least:g} to {most:g}", f"rates.{name}")
+
+
+def _peak_faults(table: Described) -> Iterator[Fault]:
+    """What is wrong with the peaks of products."""
     for dtype, value in table.tflops.items():
         if dtype not in DTYPES:
-            yield Fault(f"there is no dtype '{dtype}'", nearest(dtype, DTYPES), f"device.tflops.{dtype}")
+            alike = [each for each in DTYPES if each.endswith(re.sub(r"\D", "", dtype))]  # float64 is no float4 misspelt
+            fix = nearest(dtype, alike) if alike else f"leave it out, or choose one of: {', '.join(DTYPES)}"
+            yield Fault(f"there is no dtype '{dtype}' in plans", fix, f"device.tflops.{dtype}")
         elif not 0 < value < inf:
             yield Fault(f"{value} TFLOP/s", "write a number above 0", f"device.tflops.{dtype}")
         elif value > 1e6:
@@ -185,10 +243,3 @@ def _faults(said: _File) -> Iterator[Fault]:
     if table.tflops and not table.like and not table.measured and not {"bfloat16", "float16", "float32"} & set(table.tflops):
         text = f"tflops of {', '.join(table.tflops)} alone, and plans are chosen in 16 bits"
         yield Fault(text, "add those of bfloat16: tflops = {bfloat16 = 500}", "device.tflops")
-    for name, value in said.rates.items():
-        if name not in NAMES:
-            yield Fault(f"there is no rate '{name}'", nearest(name, NAMES), f"rates.{name}")
-        elif not 0 < value < inf:
-            yield Fault(f"{name} = {value}", "write a number above 0", f"rates.{name}")
-        elif value > 1 and name in SHARES:
-            yield Fault(f"{name} = {value}, more than all", "write a share, 1 at most", f"rates.{name}")

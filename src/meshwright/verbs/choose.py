@@ -9,6 +9,7 @@ for: the largest batch, sequence or model, or the fewest devices. The winner is 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from torch import nn
 
-from meshwright.core.errors import Fault, PlanError, nearest, raise_faults
+from meshwright.core.errors import Fault, PlanError, gathered, nearest, raise_faults
 from meshwright.core.sources import ModelSource
 from meshwright.model.sources import load_model
 from meshwright.planner.hardware import Machine
@@ -75,16 +76,18 @@ def choose(asked: Asked) -> Chosen:
     comes nearest.
     """
     faults: list[Fault] = []
+    model = gathered(faults, sized, asked.model, asked.sequence)
+    kinds, notes = machines(asked, faults)
+    known = not faults
     given = fixed(asked.fixed, faults)
     if asked.fit and asked.fit not in LIMITS:
         faults.append(Fault(f"no limit is called '{asked.fit}'", nearest(asked.fit, LIMITS), "--fit"))
-    shape, matrices = sized(asked.model, asked.sequence)
-    clashes: list[Fault] = []
-    kinds, notes = machines(asked, clashes)
-    raise_faults([*faults, *clashes] if clashes else ())
+    if model is None or not known:  # without a model and devices nothing can contradict itself
+        raise PlanError.of(faults)
+    shape, matrices, positions = model
     notes = (*notes, *counted(shape, matrices))
     one = kinds[0] if len(kinds) == 1 else weakest(kinds)
-    wish = given.of(Wish(shape, one, asked.batch, base=base_of(one.device.flops)))
+    wish = given.of(Wish(shape, one, asked.batch, longest=positions, base=base_of(one.device.flops)))
     raise_faults([*faults, *_free(wish, asked.fit).faults()])
     if asked.fit:
         return replace(_limited(asked, wish, kinds), notes=notes)
@@ -97,19 +100,20 @@ def choose(asked: Asked) -> Chosen:
 def machines(asked: Asked, faults: list[Fault]) -> tuple[list[Machine], tuple[str, ...]]:
     """The devices of each kind, "h100" or "h100:32,a100:32", and what was measured or learnt of them, in words.
 
-    `faults` learns of numbers that contradict each other.
+    `faults` learns of all that is not known, and of numbers that contradict each other.
     """
     words = [word.strip().partition(":") for word in asked.hardware.split(",")]
     if len(words) == 1 and not words[0][1]:
-        one, notes = machine_for(words[0][0], asked.devices or 1, asked.cluster, asked.run, shape_of, more=asked.fit == "devices")
-        return [one], tuple(notes)
+        make = partial(machine_for, more=asked.fit == "devices")
+        one = gathered(faults, make, words[0][0], asked.devices or 1, asked.cluster, asked.run, shape_of)
+        return ([one[0]], tuple(one[1])) if one else ([], ())
     lacking = [kind for kind, _, count in words if not count.isdecimal() or int(count) < 1]
     if lacking:
         text = f"how many devices are {' and '.join(lacking)}? '{asked.hardware}' does not say"
         faults.append(Fault(text, "say it of each kind: --hardware h100:32,a100:32", "--hardware"))
-        return [machine_for(kind, 1, "", "", shape_of)[0] for kind, _, _ in words], ()
+        words = [(kind, "", "1") for kind, _, _ in words]
     total = sum(int(count) for _, _, count in words)
-    if asked.devices not in (0, total):
+    if not lacking and asked.devices not in (0, total):
         text = f"--devices {asked.devices}, and {asked.hardware} are {total}"
         faults.append(Fault(text, "leave --devices away, or make the two equal", "--devices"))
     if asked.fit and len(words) > 1:
@@ -119,11 +123,12 @@ def machines(asked: Asked, faults: list[Fault]) -> tuple[list[Machine], tuple[st
             faults.append(
                 Fault(f"{flag} {file} on several kinds of devices", "leave it away: it says one machine's figures", flag)
             )
-    one = len(words) == 1
-    files = (asked.cluster, asked.run) if one else ("", "")
-    more = one and asked.fit == "devices"
-    made = [machine_for(kind, int(count), *files, shape_of, more=more) for kind, _, count in words]
-    return [each for each, _ in made], tuple(note for _, notes in made for note in notes)
+    single = len(words) == 1
+    files = (asked.cluster, asked.run) if single else ("", "")
+    make = partial(machine_for, more=single and asked.fit == "devices")
+    made = [gathered(faults, make, kind, int(count), *files, shape_of) for kind, _, count in words]
+    found = [each for each in made if each is not None]
+    return [each for each, _ in found], tuple(note for _, notes in found for note in notes)
 
 
 def view(chosen: Chosen) -> RenderableType:

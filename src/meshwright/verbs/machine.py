@@ -4,12 +4,13 @@ A run teaches by its own plan: it is sketched as the search sketches plans, on t
 what its steps took is held against that (planner/learnt.py).
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from meshwright.core.errors import Fault, PlanError
-from meshwright.core.hardware import find_device
+from meshwright.core.errors import Fault, PlanError, gathered
+from meshwright.core.hardware import Device, find_device
 from meshwright.core.mesh import Mesh
 from meshwright.core.program import Transfer
 from meshwright.planner.hardware import Machine
@@ -44,9 +45,16 @@ def machine_for(
     `cluster` and `run` are paths of a cluster.toml and of a run, "": none. `shapes` gives the sizes of a model by its source and
     the tokens of a row. Raises PlanError for what is not known, or does not fit.
     """
-    found, notes = machine_of(hardware, MOST_DEVICES if more else count), []
-    if cluster:
-        found, said = with_cluster(found, read_cluster(Path(cluster)))
+    faults: list[Fault] = []
+    found = gathered(faults, machine_of, hardware, MOST_DEVICES if more else count)
+    links = gathered(faults, read_cluster, Path(cluster)) if cluster else None
+    if run:
+        gathered(faults, past, Path(run))
+    if found is None or faults:
+        raise PlanError.of(faults)
+    notes: list[str] = []
+    if links is not None:
+        found, said = with_cluster(found, links)
         notes += said
     found = linked(found, hardware)
     profile = profile_in(hardware)
@@ -71,9 +79,10 @@ def learn(folder: Path, given: Machine, shapes: Shapes) -> Learnt:
     Raises PlanError when it is no run, had too few steps, computed on another device, or has a plan that is not sketched.
     """
     was = past(folder)
-    if was.device not in given.device.name and not _is(given, was.device):
+    if not _is(given.device, was.device):
         text = f"the run computed on {was.device}, and the plan is for {given.device.name}"
-        raise PlanError(text, fix="name a run on such a device, or plan for the device of the run", where=WHERE)
+        fix = "name a run on such a device, or plan for the device of the run; a [device] table says with `like` or `measured`"
+        raise PlanError(text, fix=f"{fix} which kind it is", where=WHERE)
     path = folder / PLAN
     if not path.is_file():
         raise PlanError(f"there is no {PLAN} in {folder}", fix="name the folder of a run of `meshwright train`", where=WHERE)
@@ -126,10 +135,13 @@ def layout_of(request: Request, mesh: Mesh) -> Layout:
     )
 
 
-def _is(given: Machine, device: str) -> bool:
-    """Whether `device` is how a driver calls the kind of `given`."""
-    from_table = find_device(device)
-    return from_table is not None and from_table.name in given.device.name
+def _is(device: Device, called: str) -> bool:
+    """Whether a driver calls the kind of `device` so; names do not tell: H200 is a part of GH200, and people give their own."""
+    known = find_device(called)
+    if known is None:
+        return device.pattern == re.escape(called)
+    bare = device.pattern == re.escape(device.name)  # a table without `like` and `measured`: its name is all that tells
+    return known == find_device(device.name) if bare else known.pattern == device.pattern
 
 
 def _sending(was: Past, mesh: Mesh, machine: Machine) -> float | None:

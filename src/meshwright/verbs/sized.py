@@ -4,18 +4,18 @@ The model of a config is made without weights, so that they can be counted: what
 model with other weights than its sizes say is told as one. A gated MLP is not in configs; the count of weights tells.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from meshwright.core.errors import Fault, PlanError, raise_faults
 from meshwright.core.sources import ModelSource
 from meshwright.model.declared import config_of
-from meshwright.model.sources import load_model
+from meshwright.model.sources import config_behind, load_model
 from meshwright.planner.shapes import FORM, Shape, parse_shape
 
 # what configs of transformers call sizes; those of families with other names say which theirs are (attribute_map)
@@ -32,15 +32,28 @@ PADDED = 2  # rows that some families put before the first position
 OFF = 0.1  # of its weights: a model that has so many more or fewer than its sizes say is no decoder of equal layers
 
 
+class Sized(NamedTuple):
+    """The sizes of a model; of a config the weights that its model has as matrices, and the `positions` it has learnt (0: none).
+
+    0 matrices: sizes are all that is known.
+    """
+
+    shape: Shape
+    matrices: int = 0
+    positions: int = 0
+
+
 def shape_of(model: str, sequence: int) -> Shape:
     """The sizes of `model`; `sequence` 0: what it says itself."""
-    return sized(model, sequence)[0]
+    return sized(model, sequence).shape
 
 
-def sized(model: str, sequence: int) -> tuple[Shape, int]:
-    """The sizes of `model`, and of a config the weights that its model has as matrices; 0: sizes are all that is known."""
-    shape, matrices = (parse_shape(model), 0) if is_shape(model) else _of_config(model, sequence)
-    return replace(shape, sequence=sequence) if sequence else shape, matrices
+def sized(model: str, sequence: int) -> Sized:
+    """What is known of `model`, with rows of `sequence` tokens (0: what it says itself)."""
+    if not is_shape(model):
+        return _of_config(model, sequence)
+    shape = parse_shape(model)
+    return Sized(replace(shape, sequence=sequence) if sequence else shape)
 
 
 def counted(shape: Shape, matrices: int) -> Iterator[str]:
@@ -56,42 +69,33 @@ def is_shape(model: str) -> bool:
     return "layers" in words and len(words) > 1 and not Path(model).exists()
 
 
-def _too_long(source: str, module: Any, positions: object, sequence: int) -> list[Fault]:
-    """That a `module` of transformers which learns its positions has too few of them."""
+def _learnt(module: Any, positions: object) -> int:
+    """The `positions` of a config, where a `module` of transformers has learnt each by itself; 0: it goes on beyond them."""
     words = module.get_input_embeddings()
     tables = [each.num_embeddings for each in module.modules() if isinstance(each, nn.Embedding) and each is not words]
-    if not isinstance(positions, int) or sequence <= positions or not any(0 <= size - positions <= PADDED for size in tables):
-        return []
-    fix = f"--sequence {positions} at most, or say more in the config: max_position_embeddings"
-    return [Fault(f"{source} has learnt {positions} positions, and rows of {sequence} tokens are asked for", fix, "--sequence")]
+    return positions if isinstance(positions, int) and any(0 <= size - positions <= PADDED for size in tables) else 0
 
 
-def _of_config(source: str, sequence: int) -> tuple[Shape, int]:
-    """The sizes of a config, and the weights that its model has as matrices."""
+def _of_config(source: str, sequence: int) -> Sized:
+    """What is known of the model of a config."""
+    config = config_behind(ModelSource(source))
+    if config is not None:
+        raise_faults(_unsearched(source, config))  # to make a model of many experts, which is refused, takes minutes
     loaded = load_model(ModelSource(source), seed=0)
     module = loaded.blueprint.instance()
     config = config_of(module)
     if config is None:
         text = f"{source} makes a model without a config: its sizes are not known"
         raise PlanError(text, fix=f"say them: {FORM}", where="MODEL")
-    said = config.to_dict()
-    sizes = {ours: said.get(config.attribute_map.get(theirs, theirs)) for ours, theirs in THEIRS.items()}
+    raise_faults([*_unsearched(source, config), *_unsized(source, config, sequence)])
+    said, sizes = config.to_dict(), _sizes(config)
+    positions = _learnt(module, sizes["sequence"])
+    if 0 < positions < sequence:
+        text = f"{source} has learnt {positions} positions, and rows of {sequence} tokens are asked for"
+        fix = f"--sequence {positions} at most, or say more in the config: max_position_embeddings"
+        raise PlanError(text, fix=fix, where="--sequence")
     if sequence:
-        raise_faults(_too_long(source, module, sizes["sequence"], sequence))
         sizes["sequence"] = sequence
-    if config.is_encoder_decoder:
-        text = f"{source} is an encoder and a decoder, which are not searched yet"
-        raise PlanError(text, fix="take a decoder; a plan that exists is counted from its own program", where="MODEL")
-    experts = max((said.get(name) or 0 for name in EXPERTS), default=0)
-    if experts > 1:
-        text = f"{source} has {experts} experts in a layer, which are not searched yet"
-        raise PlanError(
-            text, fix="take a model without experts; a plan that exists is counted from its own program", where="MODEL"
-        )
-    lacking = [theirs for ours, theirs in THEIRS.items() if not isinstance(sizes[ours], int)]
-    if lacking:
-        text = f"the config of {source} does not say {', '.join(lacking)}"
-        raise PlanError(text, fix=f"say the sizes in words: {FORM}", where="MODEL")
     plain = Shape(
         Path(source).stem,
         **sizes,
@@ -100,4 +104,36 @@ def _of_config(source: str, sequence: int) -> tuple[Shape, int]:
         tied=bool(said.get("tie_word_embeddings")),
     )
     matrices = sum(prod(entry.shape) for entry in loaded.blueprint.logical.values() if len(entry.shape) > 1)
-    return min((plain, replace(plain, gated=True)), key=lambda shape: abs(shape.numel - matrices)), matrices
+    shape = min((plain, replace(plain, gated=True)), key=lambda shape: abs(shape.numel - matrices))
+    return Sized(shape, matrices, positions)
+
+
+def _unsearched(source: str, config: Any) -> Iterator[Fault]:
+    """That a config is of a model that is no decoder of equal layers."""
+    exists = "a plan that exists is counted from its own program"
+    if config.is_encoder_decoder:
+        yield Fault(f"{source} is an encoder and a decoder, which are not searched yet", f"take a decoder; {exists}", "MODEL")
+    experts = _experts(config.to_dict())
+    if experts > 1:
+        text = f"{source} has {experts} experts in a layer, which are not searched yet"
+        yield Fault(text, f"take a model without experts; {exists}", "MODEL")
+
+
+def _unsized(source: str, config: Any, sequence: int) -> Iterator[Fault]:
+    """The sizes that a config does not say, where they are not given."""
+    sizes = _sizes(config) | ({"sequence": sequence} if sequence else {})
+    lacking = [theirs for ours, theirs in THEIRS.items() if not isinstance(sizes[ours], int)]
+    if lacking:
+        yield Fault(f"the config of {source} does not say {', '.join(lacking)}", f"say the sizes in words: {FORM}", "MODEL")
+
+
+def _sizes(config: Any) -> dict[str, Any]:
+    """The sizes in our words; None where the config does not say one."""
+    said = config.to_dict()
+    return {ours: said.get(config.attribute_map.get(theirs, theirs)) for ours, theirs in THEIRS.items()}
+
+
+def _experts(said: Mapping[str, Any]) -> int:
+    """The most experts that a config, or one that lies in it (text_config, ffn_config), has in a layer."""
+    own = [said[name] for name in EXPERTS if isinstance(said.get(name), int)]
+    return max([0, *own, *(_experts(each) for each in said.values() if isinstance(each, dict))])
