@@ -76,3 +76,11 @@ def test_a_size_that_is_no_number_or_is_said_twice_is_refused(text: str, said: s
     with pytest.raises(PlanError) as raised:
         parse_shape(text)
     assert raised.value.faults[0].what == said
+
+
+@pytest.mark.parametrize(
+    "text", ["x: LAYERS 32 Hidden 4096 heads 32", "x: layers 32, hidden 4,096, heads=32", "x: layers 32,hidden 4_096 heads 32"]
+)
+def test_capitals_and_commas_are_read(text: str):
+    assert parse_shape(text) == Shape("x", 32, 4096, 32)
+    assert parse_shape(f"{text} sequence 1,048,576").sequence == 1 << 20

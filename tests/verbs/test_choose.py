@@ -94,7 +94,7 @@ def test_numbers_that_no_machine_has_are_refused_at_once(asked: Asked):
         choose(asked)
 
 
-@pytest.mark.parametrize("text", ["layers 12 hidden 768 heads 12", "s: Layers 12 Hidden 768 Heads 12"])
+@pytest.mark.parametrize("text", ["layers 12 hidden 768 heads 12", "s= layers 12 hidden 768 heads 12"])
 def test_sizes_that_are_badly_written_are_not_taken_for_a_file(text: str):
     with pytest.raises(PlanError, match="nothing is said of layers"):
         choose(Asked(text, 8, "h100", 8))

@@ -51,6 +51,12 @@ def test_a_plot_is_written_and_what_is_fixed_is_heard(tmp_path: Path, capsys: py
     assert "of it waiting" in text
 
 
+def test_sizes_alone_are_a_plan_to_be_chosen(capsys: pytest.CaptureFixture[str]):
+    code, _, err = said(capsys, "plan", SMALL)
+    assert code == 2
+    assert "a plan is to be chosen, and --devices and --hardware and --batch are not said" in err
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -3,7 +3,19 @@
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config, Llama4Config, LlamaConfig, MixtralConfig, OPTConfig, T5Config, ViTConfig
+from transformers import (
+    BloomConfig,
+    CLIPConfig,
+    CLIPTextConfig,
+    CLIPVisionConfig,
+    GPT2Config,
+    Llama4Config,
+    LlamaConfig,
+    MixtralConfig,
+    OPTConfig,
+    T5Config,
+    ViTConfig,
+)
 
 from meshwright.core.errors import PlanError
 from meshwright.verbs.choose import Asked, choose
@@ -106,3 +118,34 @@ def test_a_table_of_words_is_none_of_positions(tmp_path: Path):
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
     assert shape_of(str(tmp_path), 128).sequence == 128
+
+
+def test_a_config_without_the_length_of_rows_asks_for_it(tmp_path: Path):
+    config = BloomConfig(hidden_size=48, n_head=4, n_layer=2, vocab_size=77)
+    config.architectures = ["BloomForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(
+        PlanError, match=r"--sequence: .* does not say how long rows are \(max_position_embeddings\)\n.*--sequence 2048"
+    ):
+        shape_of(str(tmp_path), 0)
+    assert shape_of(str(tmp_path), 2048).sequence == 2048
+
+
+def test_a_model_of_several_parts_is_told_as_one_with_the_sizes_of_its_text(tmp_path: Path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    text = CLIPTextConfig(**sizes, vocab_size=77, max_position_embeddings=64)
+    config = CLIPConfig(text_config=text.to_dict(), vision_config=CLIPVisionConfig(**sizes).to_dict())
+    config.architectures = ["CLIPModel"]
+    config.save_pretrained(tmp_path / "clip")
+    with pytest.raises(PlanError) as raised:
+        shape_of(str(tmp_path / "clip"), 0)
+    assert "is a model of several parts (text_config, vision_config)" in str(raised.value)
+    assert '"clip: layers 2 hidden 32 heads 2 vocab 77 sequence 64 ffn 64"' in str(raised.value)
+
+
+@pytest.mark.parametrize("model", ["7b", "llama3-8b"])
+def test_a_name_of_nothing_is_told_what_may_stand_there(model: str):
+    with pytest.raises(PlanError, match=f"MODEL: there is no file or folder '{model}'") as raised:
+        shape_of(model, 0)
+    assert "say sizes in words" in str(raised.value)
+    assert "hub id (ORG/NAME)" in str(raised.value)

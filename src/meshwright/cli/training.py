@@ -63,7 +63,8 @@ def plan(
     ("175b: layers 96 hidden 12288 heads 96").
     """
     with said(OWN):
-        if devices or (hardware and config.suffix != ".toml"):  # a config is a plan that exists: it is priced
+        plan = config.suffix == ".toml"  # a config is a plan that exists: it is priced
+        if devices or (not plan and (hardware or behind("sized").is_shape(str(config)))):
             _refuse_idle(context.args, {"--world": world, "--all": every, "--explain-model": explain})
             told = partial(behind("choose").Asked, cluster=cluster, run=learn, fit=fit)
             files = {"out": out, "as_json": as_json, "plot": plot}

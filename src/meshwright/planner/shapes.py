@@ -11,6 +11,7 @@ Shapes are a coarser source than a model's own trace: no convolutions, no expert
 so.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from math import inf
@@ -95,7 +96,8 @@ def parse_shape(text: str) -> Shape:
     Raises PlanError with every word that is not understood and every size that is missing or wrong.
     """
     name, _, rest = text.partition(":")
-    words = rest.replace("=", " ").replace(",", " ").split()
+    rest = re.sub(r"(?<=\d),(?=\d{3}\b)", "", rest)  # 4,096 is a number
+    words = rest.lower().replace("=", " ").replace(",", " ").split()
     known = [field.name for field in fields(Shape) if field.name != "name"]
     faults, said = [], {}
     while words:

@@ -15,6 +15,7 @@ from torch import nn
 from meshwright.core.errors import Fault, PlanError, raise_faults
 from meshwright.core.sources import ModelSource
 from meshwright.model.declared import config_of
+from meshwright.model.hub import is_hub_id
 from meshwright.model.sources import config_behind, load_model
 from meshwright.planner.shapes import FORM, Shape, parse_shape
 
@@ -78,6 +79,7 @@ def _learnt(module: Any, positions: object) -> int:
 
 def _of_config(source: str, sequence: int) -> Sized:
     """What is known of the model of a config."""
+    raise_faults(_nowhere(source))
     config = config_behind(ModelSource(source))
     if config is not None:
         raise_faults(_unsearched(source, config))  # to make a model of many experts, which is refused, takes minutes
@@ -99,8 +101,7 @@ def _of_config(source: str, sequence: int) -> Sized:
     plain = Shape(
         Path(source).stem,
         **sizes,
-        kv_heads=said.get("num_key_value_heads") or 0,
-        ffn=said.get("intermediate_size") or said.get("n_inner") or said.get("ffn_dim") or 0,
+        **_beside(said),
         tied=bool(said.get("tie_word_embeddings")),
     )
     matrices = sum(prod(entry.shape) for entry in loaded.blueprint.logical.values() if len(entry.shape) > 1)
@@ -123,14 +124,38 @@ def _unsized(source: str, config: Any, sequence: int) -> Iterator[Fault]:
     """The sizes that a config does not say, where they are not given."""
     sizes = _sizes(config) | ({"sequence": sequence} if sequence else {})
     lacking = [theirs for ours, theirs in THEIRS.items() if not isinstance(sizes[ours], int)]
-    if lacking:
+    text = config.get_text_config()
+    if lacking and text is not config:
+        parts = ", ".join(name for name, part in config.to_dict().items() if isinstance(part, dict) and "model_type" in part)
+        told = f"{source} is a model of several parts ({parts}), which are not searched yet"
+        inner = _sizes(text) | _beside(text.to_dict()) | ({"sequence": sequence} if sequence else {})
+        said = " ".join(f"{name} {size}" for name, size in inner.items() if isinstance(size, int) and size)
+        yield Fault(told, f'plan the one that reads text alone, by its sizes: "{Path(source).stem}: {said}"', "MODEL")
+    elif lacking == [THEIRS["sequence"]]:
+        told = f"the config of {source} does not say how long rows are ({lacking[0]})"
+        yield Fault(told, "say it: --sequence 2048", "--sequence")
+    elif lacking:
         yield Fault(f"the config of {source} does not say {', '.join(lacking)}", f"say the sizes in words: {FORM}", "MODEL")
+
+
+def _nowhere(source: str) -> Iterator[Fault]:
+    """That nothing is called `source`: no path, no factory in a file, and no repository."""
+    if not Path(source).exists() and ".py" not in source and not is_hub_id(source):
+        text = f"there is no file or folder '{source}', and no sizes are said"
+        fix = f"say sizes in words: {FORM}; or name a folder with config.json, a .json file, file.py:factory"
+        yield Fault(text, f"{fix}, or a hub id (ORG/NAME)", "MODEL")
 
 
 def _sizes(config: Any) -> dict[str, Any]:
     """The sizes in our words; None where the config does not say one."""
     said = config.to_dict()
     return {ours: said.get(config.attribute_map.get(theirs, theirs)) for ours, theirs in THEIRS.items()}
+
+
+def _beside(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes that need not be said; 0: the usual."""
+    ffn = said.get("intermediate_size") or said.get("n_inner") or said.get("ffn_dim") or 0
+    return {"kv_heads": said.get("num_key_value_heads") or 0, "ffn": ffn}
 
 
 def _experts(said: Mapping[str, Any]) -> int:
