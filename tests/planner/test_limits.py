@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.planner.choices import over
 from meshwright.planner.footprint import footprint
 from meshwright.planner.hardware import machine
 from meshwright.planner.layout import FOLDED, Order
 from meshwright.planner.limits import LIMITS, fits, limit, stopped
-from meshwright.planner.search import over, search
+from meshwright.planner.search import search
 from meshwright.planner.shapes import parse_shape
 from meshwright.planner.wish import Wish
 

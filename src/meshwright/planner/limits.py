@@ -13,9 +13,10 @@ the layouts of the search; so at the limit there is a layout that fits, and one 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from meshwright.planner.choices import batches, may_fit, meshes, over
 from meshwright.planner.footprint import Footprint, by_rank, footprint
 from meshwright.planner.layout import Layout
-from meshwright.planner.search import Candidate, Found, batches, may_fit, meshes, over, search
+from meshwright.planner.search import Candidate, Found, search
 from meshwright.planner.wish import Wish
 
 LIMITS = ("batch", "sequence", "layers", "devices")

@@ -94,7 +94,7 @@ def step(shape: Shape, layout: Layout, machine: Machine, known: Parts | None = N
         met += Both(0.0, layout.rerun_share * met.forward)
     gathers = _gathers(shape, layout, machine, computed + met)
     layers, per_rank = layout.layers(shape), shape.layers / layout.pp
-    one = _paced(computed + met + gathers, layout, machine)
+    one = paced(computed + met + gathers, layout, machine)
     if layout.pp == 1:
         slowest, waiting, handed = one.all * shape.layers + first.all + last.all, 0.0, 0.0
     else:
@@ -118,8 +118,8 @@ def step(shape: Shape, layout: Layout, machine: Machine, known: Parts | None = N
         compute=busy - tensor,
         tensor=tensor,
         waiting=waiting + between,
-        copies=_sums(shape, layout, machine, Both(layers * one.forward, layers * one.backward)),
-        optimizer=_stepped(shape, layout) / (machine.device.memory_rate * machine.rates.memory),
+        copies=summed(shape, layout, machine, Both(layers * one.forward, layers * one.backward)),
+        optimizer=stepped(shape, layout, machine),
         fixed=machine.rates.fixed_s,
     )
 
@@ -129,7 +129,8 @@ def waited(layout: Layout, whole: Both, others: float) -> float:
     order = layout.order
     share = (order.f * whole.forward + order.b * whole.backward + order.w * whole.late) / whole.all
     share *= (layout.pp / 2 - 1) / (layout.pp - 1) if order.both else 1.0
-    return max(share * others / layout.chunks, unfilled(layout, whole, others))
+    # a W longer than what there is to wait fills no more than that
+    return max(0.0, share * others / layout.chunks, unfilled(layout, whole, others))
 
 
 def unfilled(layout: Layout, whole: Both, others: float) -> float:
@@ -145,7 +146,7 @@ def unfilled(layout: Layout, whole: Both, others: float) -> float:
     return others * (whole.forward + rest) / whole.all - (layout.micros - 1) * half + more
 
 
-def _paced(one: Both, layout: Layout, machine: Machine) -> Both:
+def paced(one: Both, layout: Layout, machine: Machine) -> Both:
     """A layer is not faster than its host asks for its kernels."""
     asked = LAUNCHES * machine.rates.launch_s * (0.5 if layout.compiled else 1.0)
     again = layout.rerun_share if layout.reruns == "layers" else 0.0
@@ -264,7 +265,7 @@ def _own(shape: Shape, layout: Layout) -> float:
     return (layers * shape.layer_numel + tables * shape.table_numel) / layout.tp
 
 
-def _sums(shape: Shape, layout: Layout, machine: Machine, beside: Both) -> float:
+def summed(shape: Shape, layout: Layout, machine: Machine, beside: Both) -> float:
     """The sums over copies, and the shares of weights brought together again, as far as nothing hides them.
 
     Shares of gradients are summed behind every micro-batch, whole ones once; where groups of copies hold the same shares, these
@@ -291,7 +292,8 @@ def _sums(shape: Shape, layout: Layout, machine: Machine, beside: Both) -> float
     return summed + max(last * back, back - hidden * beside.forward) + across
 
 
-def _stepped(shape: Shape, layout: Layout) -> float:
-    """Bytes that the optimizer reads and writes."""
+def stepped(shape: Shape, layout: Layout, machine: Machine) -> float:
+    """Seconds in which the optimizer reads and writes what it steps."""
     own = _own(shape, layout)
-    return own * STEPPED if layout.shards == 0 else own * (STEPPED / layout.holders + 4)
+    nbytes = own * STEPPED if layout.shards == 0 else own * (STEPPED / layout.holders + 4)
+    return nbytes / (machine.device.memory_rate * machine.rates.memory)

@@ -194,13 +194,14 @@ def _beside(wish: Wish, kinds: Sequence[Machine], found: Found) -> Beside:
     """What the winner is compared with: the fastest if memory were no limit, copies inside hosts, each kind of device alone."""
     best = found.best[0]
     endless = replace(wish.machine, device=replace(wish.machine.device, memory=inf))
-    roomy = next(iter(search(replace(wish, machine=endless), 1).best), None) if len(kinds) == 1 else None
+    faster = 0.999 * best.seconds
+    roomy = next(iter(search(replace(wish, machine=endless), 1, below=faster).best), None) if len(kinds) == 1 else None
     turned: float | None = None
     if best.layout.tp > 1 and best.layout.sharers > 1 and wish.machine.count > wish.machine.host and not best.dealt:
         other = replace(best.layout, outside=not best.layout.outside)
         turned = step(wish.shape, other, wish.machine).seconds
     each = tuple(alone(wish, kinds)) if len(kinds) > 1 else ()
-    return Beside(tuple(kinds), roomy if roomy and roomy.seconds < 0.999 * best.seconds else None, turned, each)
+    return Beside(tuple(kinds), roomy, turned, each)
 
 
 def _blocks(chosen: Chosen) -> list[str]:
