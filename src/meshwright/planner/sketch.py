@@ -161,7 +161,7 @@ def _longer(one: float, other: float) -> float:
 def layer(shape: Shape, layout: Layout, machine: Machine) -> Both:
     """What a layer computes for one micro-batch on one rank."""
     tokens, tp, h, f = layout.tokens(shape), layout.tp, shape.hidden, shape.inner / layout.tp
-    heads = h / tp
+    heads = shape.attended / tp
     groups = max(shape.groups / tp, 1) * shape.width
     made = [(heads + 2 * groups, h), (h, heads), (shape.inward * f, h), (h, f)]
     forward = sum(product(machine, tokens, out, into, layout.dtype) for out, into in made)
@@ -183,7 +183,7 @@ def _cast(shape: Shape, layout: Layout, machine: Machine) -> float:
     """What goes into products of few bits is read in 16 and written in 8, as it is and turned round."""
     if layout.dtype in (SIXTEEN, "float16", "float32"):
         return 0.0
-    elements = layout.tokens(shape) * (2 * shape.hidden + (shape.hidden + shape.inner) / layout.tp)
+    elements = layout.tokens(shape) * (2 * shape.hidden + (shape.attended + shape.inner) / layout.tp)
     times = machine.rates.casts * (machine.rates.casts_rows if layout.dtype == "float8_rowwise" else 1.0)
     return times * 4 * elements / (machine.device.memory_rate * machine.rates.memory)
 
@@ -224,11 +224,11 @@ def meetings(shape: Shape, layout: Layout, machine: Machine) -> Both:
     one = seen * gathered(machine, HALF * tokens * h, tp, layout.apart, layout.ranks)
     forward, backward = 4 * one, (5 if layout.sequence else 4) * one
     if layout.cp > 1:
-        beside = _attended(shape, layout, machine, h / tp)
+        beside = _attended(shape, layout, machine, shape.attended / tp)
         groups, swaps = max(shape.groups / tp, 1), layout.swaps
         travels = 2 * HALF * layout.micro_batch * shape.sequence * groups * shape.width / swaps
         seconds = gathered(machine, travels, layout.cp / swaps, layout.beside * swaps, layout.ranks)
-        exchanged = 2 * HALF * tokens * (h / tp + max(groups, swaps) * shape.width)  # q and o; k and v
+        exchanged = 2 * HALF * tokens * (shape.attended / tp + max(groups, swaps) * shape.width)  # q and o; k and v
         swapped = gathered(machine, exchanged, swaps, layout.beside, layout.ranks)
         forward += max(0.0, seconds - beside.forward) / 2 + swapped
         backward += max(0.0, 2 * seconds - beside.backward) / 2 + swapped

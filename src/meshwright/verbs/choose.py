@@ -32,7 +32,7 @@ from meshwright.report.limit import limit_dict, limit_view
 from meshwright.verbs.fixing import base_of, fixed
 from meshwright.verbs.machine import machine_for
 from meshwright.verbs.refusing import nothing
-from meshwright.verbs.sized import counted, is_shape, shape_of, sized
+from meshwright.verbs.sized import is_shape, shape_of, sized, unlike
 from meshwright.verbs.winner import config_tables, unwritten
 
 
@@ -78,13 +78,13 @@ def choose(asked: Asked) -> Chosen:
     given = fixed(asked.fixed, faults)
     if asked.fit and asked.fit not in LIMITS:
         faults.append(Fault(f"no limit is called '{asked.fit}'", nearest(asked.fit, LIMITS), "--fit"))
-    shape, matrices = sized(asked.model, asked.sequence)
+    known = sized(asked.model, asked.sequence)
     clashes: list[Fault] = []
     kinds, notes = machines(asked, clashes)
     raise_faults([*faults, *clashes] if clashes else ())
-    notes = (*notes, *counted(shape, matrices))
+    notes = (*notes, *unlike(known))
     one = kinds[0] if len(kinds) == 1 else weakest(kinds)
-    wish = given.of(Wish(shape, one, asked.batch, base=base_of(one.device.flops)))
+    wish = given.of(Wish(known.shape, one, asked.batch, base=base_of(one.device.flops)))
     raise_faults([*faults, *_free(wish, asked.fit).faults()])
     if asked.fit:
         return replace(_limited(asked, wish, kinds), notes=notes)
