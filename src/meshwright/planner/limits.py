@@ -6,12 +6,14 @@
     layers      of the same hidden size
     devices     whole hosts, or parts of one, at the given batch
 
-Each is found by bisection, or by going through all where more of something may fit less well (devices that come out odd), over
-the layouts of the search; so at the limit there is a layout that fits, and one step further none.
+Each is found by bisection (of rows, on each mesh by itself: tensor ranks divide tokens only where these come out even), or by
+going through all where more of something may fit less well (devices that come out odd), over the layouts of the search; so at the
+limit there is a layout that fits, and one step further none.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import lcm
 
 from meshwright.planner.choices import batches, may_fit, meshes, over
 from meshwright.planner.footprint import Footprint, by_rank, footprint
@@ -80,21 +82,56 @@ def _stopped(wish: Wish, layout: Layout) -> Stopped:
 def _leanest(wish: Wish, *, fitting: bool = False) -> Iterator[Layout]:
     """All layouts with the fewest rows at once; with `fitting` those on meshes where any may fit."""
     for mesh in meshes(wish):
-        if fitting and not may_fit(wish, mesh):
-            continue
-        for sized in batches(wish, mesh):
-            lean = [layout for layout, _ in over(wish, sized)]
-            yield from lean
-            if lean:
-                break
+        if not fitting or may_fit(wish, mesh):
+            yield from _fewest(wish, mesh)
+
+
+def _fewest(wish: Wish, mesh: Layout) -> Iterator[Layout]:
+    """All layouts over a mesh with the fewest rows at once."""
+    for sized in batches(wish, mesh):
+        lean = [layout for layout, _ in over(wish, sized)]
+        yield from lean
+        if lean:
+            break
 
 
 def _sequence(wish: Wish, keep: int) -> Limit | None:
     def of(tokens: int) -> Wish:
         return replace(wish, shape=replace(wish.shape, sequence=tokens), least=1)
 
-    unit = next((unit for unit in (1024, 64) if fits(of(unit))), 0)
-    return _found("sequence", of, unit, keep) if unit else None
+    for unit in (1024, 64):
+        longest = 0
+        for mesh in meshes(of(MOST)):  # every number of ranks divides some row
+            for step in {unit, lcm(unit, mesh.tp * mesh.cp)}:
+                longest = max(longest, _longest(of, mesh, step, longest))
+        if longest:
+            there, beyond = of(longest), longest + unit
+            return Limit("sequence", longest, there, search(there, keep), beyond, stopped(of(beyond)))
+    return None
+
+
+def _longest(of: Callable[[int], Wish], mesh: Layout, step: int, beyond: int) -> int:
+    """The longest row over a mesh that is longer than `beyond` and comes in steps of `step`; 0: none fits.
+
+    Tensor ranks divide tokens where these come out even: such rows hold less than shorter ones that do not, so that each kind is
+    bisected by itself. A row of the other kind that happens to come out even fits all the more.
+    """
+    divided = replace(mesh, sequence=mesh.tp > 1 and step % (mesh.tp * mesh.cp) == 0)
+
+    def enough(steps: int) -> bool:
+        asked = of(steps * step)
+        return may_fit(asked, divided) and any(_room(asked, layout) for layout in _fewest(asked, divided))
+
+    low = max(beyond, 2 * mesh.cp - 1) // step + 1
+    if not enough(low):
+        return 0
+    high = 2 * low
+    while high * step < MOST and enough(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if enough(middle) else (low, middle)
+    return low * step
 
 
 def _layers(wish: Wish, keep: int) -> Limit | None:
@@ -137,8 +174,9 @@ def _batch(wish: Wish, keep: int) -> Limit | None:
     return Limit("batch", best[0], there, search(there, keep), best[1], _stopped(wish, best[2]), freely)
 
 
-def _room(wish: Wish, layout: Layout, rows: int) -> bool:
-    return footprint(wish.shape, replace(layout, micro_batch=rows)).total <= wish.memory
+def _room(wish: Wish, layout: Layout, rows: float = 0) -> bool:
+    """Whether it fits, with so many `rows` at once (0: its own)."""
+    return footprint(wish.shape, replace(layout, micro_batch=rows or layout.micro_batch)).total <= wish.memory
 
 
 def _most(wish: Wish, layout: Layout, low: int) -> int:
