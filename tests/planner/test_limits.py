@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.planner.choices import over
 from meshwright.planner.footprint import footprint
 from meshwright.planner.hardware import machine
 from meshwright.planner.layout import FOLDED, Order
 from meshwright.planner.limits import LIMITS, fits, limit, stopped
-from meshwright.planner.search import over, search
+from meshwright.planner.search import search
 from meshwright.planner.shapes import parse_shape
 from meshwright.planner.wish import Wish
 
@@ -99,3 +100,16 @@ def test_what_stops_is_the_leanest_layout_and_its_fullest_rank():
     assert found.held.total == footprint(tight.shape, found.layout).total
     sized = replace(found.layout, shards=0, reruns="none", order=Order(), chunks=1)
     assert all(footprint(tight.shape, layout).total >= found.held.total for layout, _ in over(tight, sized))
+
+
+@pytest.mark.parametrize(("kind", "devices", "batch", "heads"), [("H100", 12, 24, 16), ("A100", 12, 12, 12)])
+def test_no_longer_row_fits_though_what_fits_does_not_fall_evenly(kind: str, devices: int, batch: int, heads: int):
+    """Of 12 devices 3 divide a row: lengths of which tensor ranks have equal parts fit where shorter ones do not."""
+    shape = parse_shape(f"r: layers 24 hidden {256 * heads} heads {heads} gated vocab 128256")
+    asked = replace(WISH, shape=shape, machine=machine(kind, devices), batch=batch)
+    found = limit(asked, "sequence", 1)
+    assert found is not None
+    assert found.found.best
+    for more in (*range(1, 40), 64, 128, 256):
+        longer = replace(asked, shape=replace(asked.shape, sequence=found.value + more * 1024), least=1)
+        assert not fits(longer), more

@@ -1,11 +1,17 @@
 """Shapes: their weights against real models, their FLOPs against the paper's, and what is wrong with them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from meshwright.core.errors import PlanError
+from meshwright.planner.footprint import footprint
+from meshwright.planner.hardware import machine
+from meshwright.planner.layout import Layout
 from meshwright.planner.shapes import Shape, parse_shape
+from meshwright.planner.sketch import layer, meetings
 
 
 def matrices(model: torch.nn.Module) -> int:
@@ -84,3 +90,22 @@ def test_a_size_that_is_no_number_or_is_said_twice_is_refused(text: str, said: s
 def test_capitals_and_commas_are_read(text: str):
     assert parse_shape(text) == Shape("x", 32, 4096, 32)
     assert parse_shape(f"{text} sequence 1,048,576").sequence == 1 << 20
+
+
+def test_a_head_that_is_wider_than_its_share_counts_as_wide_as_it_is():
+    usual = parse_shape("a: layers 4 hidden 2560 heads 32 kv_heads 8")
+    same, wide = replace(usual, head=80), parse_shape("a: layers 4 hidden 2560 heads 32 kv_heads 8 head 128")
+    assert (same.layer_numel, same.flops(8)) == (usual.layer_numel, usual.flops(8))
+    assert wide.layer_numel - usual.layer_numel == 2560 * 32 * 48 * 2.5
+    given, layout = machine("H100", 8), Layout(tp=2, cp=2, swaps=2)
+    for long in (2048, 40_960):
+        less, more = (replace(each, sequence=long) for each in (usual, wide))
+        assert layer(more, layout, given).all > layer(less, layout, given).all
+        assert meetings(more, layout, given).all > meetings(less, layout, given).all
+        assert footprint(more, layout).activations > footprint(less, layout).activations
+    scores = [layer(replace(each, sequence=1 << 24), layout, given).all for each in (usual, wide)]  # attention alone counts
+    assert scores[1] / scores[0] == pytest.approx(1.6, rel=0.01)
+
+
+def test_heads_of_a_said_width_need_not_divide_the_hidden_size():
+    assert parse_shape("a: layers 4 hidden 100 heads 8 head 16").attended == 128

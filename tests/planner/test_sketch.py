@@ -243,3 +243,13 @@ def test_a_head_heavier_than_layers_is_waited_for_where_parts_are_uneven(pp: int
     one = layer(shape, layout, FREE)
     assert last.all > 2 * one.all
     assert found.compute >= 16 * ((26 // pp) * one.all + last.all)
+
+
+def test_ranks_along_pp_never_wait_less_than_not_at_all():
+    """Where small products make W long, it fills all that there is to wait, and gives nobody time back."""
+    shape, given = Shape("thin", 4, 256, 4, vocab=512, sequence=64), machine("V100", 8)
+    layout = Layout(pp=2, tp=4, micros=16, order=HALVES, sequence=True)
+    one = layer(shape, layout, given) + meetings(shape, layout, given)
+    long = replace(one, weights=one.all)
+    assert waits(layout, one, one.all) >= 0.0
+    assert waits(layout, long, long.all) == 0.0

@@ -1,15 +1,18 @@
 """Unlike devices: who does how much, that everybody waits for the slowest, and that no group mixes kinds."""
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
+from meshwright.planner.choices import batches
 from meshwright.planner.hardware import Machine, machine
 from meshwright.planner.layout import FOLDED, HALVES, Layout, Order
-from meshwright.planner.search import search
+from meshwright.planner.least import EXACT
+from meshwright.planner.search import Best, search
 from meshwright.planner.shapes import Shape
 from meshwright.planner.sketch import step
-from meshwright.planner.unlike import Kind, alone, deal, search_unlike, weakest
+from meshwright.planner.unlike import Apart, Kind, alone, deal, search_unlike, weakest
 from meshwright.planner.wish import SHARE, Wish
 
 SHAPE = Shape("7b", 32, 4096, 32, vocab=32_000)
@@ -78,3 +81,42 @@ def test_each_kind_alone_is_told():
     fast, slow = found["H100"], found["V100"]
     assert fast is not None
     assert slow is None or fast.seconds < slow.seconds
+
+
+@pytest.mark.parametrize("sequence", [2048, 131_072])
+@pytest.mark.parametrize("counts", [(8, 8), (4, 8), (6, 12)])
+def test_the_winner_on_unlike_devices_is_that_of_all_layouts(sequence: int, counts: tuple[int, int]):
+    kinds = [machine("H100", counts[0]), machine("A100 40GB", counts[1])]
+    shape = Shape("3b", 13, 2048, 16, vocab=32_000, sequence=sequence)
+    asked = replace(wish(kinds), shape=shape, kinds=counts, batch=24)
+    short, whole = search_unlike(asked, kinds), search_unlike(asked, kinds, prune=False)
+    assert [(each.layout, each.dealt) for each in short.best] == [(each.layout, each.dealt) for each in whole.best]
+    assert short.best
+    assert short.seen < whole.seen * 0.75
+
+
+def test_no_deal_takes_less_than_is_said_of_its_mesh():
+    kinds = [machine("H100", 4), machine("V100", 8), machine("A100", 4)]
+    shape = Shape("1b", 9, 1024, 8, vocab=32_000, sequence=16_384)
+    ground, dealt = Apart(replace(wish(kinds), shape=shape, kinds=(4, 8, 4), batch=16), kinds), 0
+    for mesh in ground.meshes():
+        for sized in batches(ground.wish, mesh):
+            best = Best(1000)
+            ground.price(sized, best, inf)
+            dealt += len(best.kept)
+            for each in best.kept:
+                order, chunks = ground.wish.orders[each.schedule]
+                assert ground.floor(mesh) <= ground.least(sized) / EXACT
+                assert ground.least(sized) <= ground.turn(sized, order, chunks) <= each.seconds
+                assert ground.may_fit(sized)
+    assert dealt > 50
+
+
+def test_thousands_of_unlike_devices_take_few_layouts():
+    """Of 82,000 layouts with long rows, 2 in a hundred are priced."""
+    kinds = [machine("H100", 2048), machine("H200", 2048)]
+    shape = Shape("8b", 32, 4096, 32, kv_heads=8, ffn=14_336, gated=True, sequence=131_072)
+    asked = replace(wish(kinds), shape=shape, kinds=(2048, 2048), batch=4096)
+    found = search_unlike(asked, kinds, 8)
+    assert len(found.best) == 8
+    assert found.seen < 4000

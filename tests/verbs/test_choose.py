@@ -7,7 +7,7 @@ from re import findall
 
 import pytest
 from rich.console import Console
-from transformers import GemmaConfig
+from transformers import OPTConfig
 
 from meshwright.core.errors import PlanError
 from meshwright.report.choice import Budget
@@ -101,11 +101,10 @@ def test_sizes_that_are_badly_written_are_not_taken_for_a_file(text: str):
 
 
 def test_a_model_with_other_weights_than_its_sizes_say_is_told(tmp_path: Path):
-    config = GemmaConfig(
-        hidden_size=64, head_dim=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, vocab_size=50
-    )
-    config.intermediate_size = 64
-    config.architectures = ["GemmaForCausalLM"]
+    """Words of another width than the hidden states."""
+    sizes = {"hidden_size": 64, "ffn_dim": 64, "word_embed_proj_dim": 512, "max_position_embeddings": 64}
+    config = OPTConfig(num_hidden_layers=2, num_attention_heads=2, vocab_size=500, **sizes)
+    config.architectures = ["OPTForCausalLM"]
     config.save_pretrained(tmp_path)
     assert "expect seconds and bytes to be off by as much" in shown(Asked(str(tmp_path), 2, "a100", 4, sequence=32))
 

@@ -4,22 +4,25 @@ from pathlib import Path
 
 import pytest
 from transformers import (
+    BertConfig,
     BloomConfig,
     CLIPConfig,
     CLIPTextConfig,
     CLIPVisionConfig,
+    Gemma2Config,
     GPT2Config,
     Llama4Config,
     LlamaConfig,
     MixtralConfig,
     OPTConfig,
+    Qwen3Config,
     T5Config,
     ViTConfig,
 )
 
 from meshwright.core.errors import PlanError
 from meshwright.verbs.choose import Asked, choose
-from meshwright.verbs.sized import is_shape, shape_of, sized
+from meshwright.verbs.sized import is_shape, shape_of, sized, unlike
 
 
 def test_a_config_is_read_and_its_model_counted(tmp_path: Path):
@@ -149,3 +152,38 @@ def test_a_name_of_nothing_is_told_what_may_stand_there(model: str):
         shape_of(model, 0)
     assert "say sizes in words" in str(raised.value)
     assert "hub id (ORG/NAME)" in str(raised.value)
+
+
+def test_heads_may_be_wider_than_their_share_of_the_hidden_size(tmp_path: Path):
+    config = Qwen3Config(
+        hidden_size=80, intermediate_size=304, num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=3, vocab_size=130
+    )
+    config.head_dim = 16
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    known = sized(str(tmp_path), 512)
+    assert (known.shape.head, known.shape.width, known.shape.attended) == (16, 16, 128)
+    assert known.matrices == known.shape.numel
+    assert not list(unlike(known))
+
+
+def test_a_window_of_attention_is_told_where_rows_are_longer(tmp_path: Path):
+    config = Gemma2Config(
+        hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4, vocab_size=130
+    )
+    config.head_dim, config.sliding_window = 16, 32
+    config.architectures = ["Gemma2ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    said = [line for line in unlike(sized(str(tmp_path), 512)) if "attend" in line]
+    assert said == [
+        "2 of 4 layers attend to 32 tokens of rows of 512: it is priced as if each token saw all before it, so expect less than"
+        " these seconds."
+    ]
+    assert not [line for line in unlike(sized(str(tmp_path), 32)) if "attend" in line]
+
+
+def test_attention_both_ways_is_told(tmp_path: Path):
+    config = BertConfig(hidden_size=64, intermediate_size=256, num_attention_heads=4, num_hidden_layers=2, vocab_size=130)
+    config.architectures = ["BertForMaskedLM"]
+    config.save_pretrained(tmp_path)
+    assert any("Attention goes both ways" in line for line in unlike(sized(str(tmp_path), 64)))

@@ -118,7 +118,7 @@ def _layer(shape: Shape, layout: Layout, habits: Habits) -> _Layer:
     stream = habits.stream + (0 if layout.fused else habits.unfused)
     plain = layout.kernel in BACK
     groups = (1 + shape.groups / shape.heads) / 2
-    within = unit * groups * (habits.inner + (0 if plain else habits.flash))
+    within = tokens * shape.attended * groups * (habits.inner + (0 if plain else habits.flash))
     within += tokens * shape.inner * _mlp(shape, layout, habits)
     whole = stream * unit / over + habits.whole * unit / (1 if habits.gathered else over) + within / tp
     each = habits.eager if layout.kernel == "eager" else habits.softmax
@@ -132,7 +132,7 @@ def _layer(shape: Shape, layout: Layout, habits: Habits) -> _Layer:
         return _Layer(kept, whole + scores + parts, handed)
     if layout.reruns == "operators" or (layout.reruns == "attention" and habits.opwise):
         # q, v, two of the MLP's, what attention gives out
-        products = HALF * (unit * (3 + shape.groups / shape.heads) + tokens * shape.inner) / tp
+        products = HALF * tokens * (shape.attended * (2 + shape.groups / shape.heads) + h + shape.inner) / tp
         return _Layer(entered + products, whole + parts, handed)
     if layout.reruns == "attention":
         return _Layer(whole, scores + parts, handed)

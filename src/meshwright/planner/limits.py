@@ -6,16 +6,19 @@
     layers      of the same hidden size
     devices     whole hosts, or parts of one, at the given batch
 
-Each is found by bisection, or by going through all where more of something may fit less well (devices that come out odd), over
-the layouts of the search; so at the limit there is a layout that fits, and one step further none.
+Each is found by bisection (of rows, on each mesh by itself: tensor ranks divide tokens only where these come out even), or by
+going through all where more of something may fit less well (devices that come out odd), over the layouts of the search; so at the
+limit there is a layout that fits, and one step further none.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import lcm
 
+from meshwright.planner.choices import batches, may_fit, meshes, over
 from meshwright.planner.footprint import Footprint, by_rank, footprint
 from meshwright.planner.layout import Layout
-from meshwright.planner.search import Candidate, Found, batches, may_fit, meshes, over, search
+from meshwright.planner.search import Candidate, Found, search
 from meshwright.planner.wish import Wish
 
 LIMITS = ("batch", "sequence", "layers", "devices")
@@ -80,24 +83,59 @@ def _stopped(wish: Wish, layout: Layout) -> Stopped:
 def _leanest(wish: Wish, *, fitting: bool = False) -> Iterator[Layout]:
     """All layouts with the fewest rows at once; with `fitting` those on meshes where any may fit."""
     for mesh in meshes(wish):
-        if fitting and not may_fit(wish, mesh):
-            continue
-        for sized in batches(wish, mesh):
-            lean = [layout for layout, _ in over(wish, sized)]
-            yield from lean
-            if lean:
-                break
+        if not fitting or may_fit(wish, mesh):
+            yield from _fewest(wish, mesh)
+
+
+def _fewest(wish: Wish, mesh: Layout) -> Iterator[Layout]:
+    """All layouts over a mesh with the fewest rows at once."""
+    for sized in batches(wish, mesh):
+        lean = [layout for layout, _ in over(wish, sized)]
+        yield from lean
+        if lean:
+            break
 
 
 def _sequence(wish: Wish, keep: int) -> Limit | None:
     def of(tokens: int) -> Wish:
         return replace(wish, shape=replace(wish.shape, sequence=tokens), least=1)
 
-    longest = wish.longest
-    if longest and fits(of(longest)):
-        return Limit("sequence", longest, of(longest), search(of(longest), keep), longest + 1, None, learnt=True)
-    unit = next((unit for unit in (1024, 64) if unit < (longest or MOST) and fits(of(unit))), 0)
-    return _found("sequence", of, unit, keep, most=longest or MOST) if unit else None
+    most = wish.longest
+    if most and fits(of(most)):
+        return Limit("sequence", most, of(most), search(of(most), keep), most + 1, None, learnt=True)
+    for unit in (1024, 64):
+        longest = 0
+        for mesh in meshes(of(MOST)):  # every number of ranks divides some row
+            for step in {unit, lcm(unit, mesh.tp * mesh.cp)}:
+                longest = max(longest, _longest(of, mesh, step, longest, most or MOST))
+        if longest:
+            there, beyond = of(longest), longest + unit
+            return Limit("sequence", longest, there, search(there, keep), beyond, stopped(of(beyond)))
+    return None
+
+
+def _longest(of: Callable[[int], Wish], mesh: Layout, step: int, beyond: int, most: int) -> int:
+    """The longest row over a mesh that is longer than `beyond`, shorter than `most`, and comes in steps of `step`; 0: none fits.
+
+    Tensor ranks divide tokens where these come out even: such rows hold less than shorter ones that do not, so that each kind is
+    bisected by itself. A row of the other kind that happens to come out even fits all the more.
+    """
+    divided = replace(mesh, sequence=mesh.tp > 1 and step % (mesh.tp * mesh.cp) == 0)
+
+    def enough(steps: int) -> bool:
+        asked = of(steps * step)
+        return steps * step < most and may_fit(asked, divided) and any(_room(asked, layout) for layout in _fewest(asked, divided))
+
+    low = max(beyond, 2 * mesh.cp - 1) // step + 1
+    if not enough(low):
+        return 0
+    high = 2 * low
+    while enough(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if enough(middle) else (low, middle)
+    return low * step
 
 
 def _layers(wish: Wish, keep: int) -> Limit | None:
@@ -108,14 +146,14 @@ def _layers(wish: Wish, keep: int) -> Limit | None:
     return _found("layers", of, 1, keep, least) if least else None
 
 
-def _found(what: str, of: Callable[[int], Wish], unit: int, keep: int, least: int = 1, most: int = MOST) -> Limit | None:
-    """The most units that fit, of less than `most` in all; `least` of them do."""
+def _found(what: str, of: Callable[[int], Wish], unit: int, keep: int, least: int = 1) -> Limit | None:
+    """The most units that fit; `least` of them do."""
     low, high = least, 2 * least
-    while high * unit < most and fits(of(high * unit)):
+    while high * unit < MOST and fits(of(high * unit)):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if middle * unit < most and fits(of(middle * unit)) else (low, middle)
+        low, high = (middle, high) if fits(of(middle * unit)) else (low, middle)
     wish, beyond = of(low * unit), (low + 1) * unit
     return Limit(what, low * unit, wish, search(wish, keep), beyond, stopped(of(beyond)))
 
@@ -140,8 +178,9 @@ def _batch(wish: Wish, keep: int) -> Limit | None:
     return Limit("batch", best[0], there, search(there, keep), best[1], _stopped(wish, best[2]), freely)
 
 
-def _room(wish: Wish, layout: Layout, rows: int) -> bool:
-    return footprint(wish.shape, replace(layout, micro_batch=rows)).total <= wish.memory
+def _room(wish: Wish, layout: Layout, rows: float = 0) -> bool:
+    """Whether it fits, with so many `rows` at once (0: its own)."""
+    return footprint(wish.shape, replace(layout, micro_batch=rows or layout.micro_batch)).total <= wish.memory
 
 
 def _most(wish: Wish, layout: Layout, low: int) -> int:

@@ -5,7 +5,9 @@
 
 Weights of a layer, h the hidden size, k / a the share of heads that keys and values have, f the inner size of the MLP:
 
-    attention   h h (2 + 2 k / a)          MLP   2 h f,  or 3 h f where a gate stands beside it (SwiGLU)
+    attention   h w (2 + 2 k / a)          MLP   2 h f,  or 3 h f where a gate stands beside it (SwiGLU)
+
+where w is what all heads have together: h, unless a `head` is said to be wider or narrower than h / a.
 
 Shapes are a coarser source than a model's own trace: no convolutions, no experts, layers all alike. A plan made from them says
 so.
@@ -18,12 +20,15 @@ from math import inf
 
 from meshwright.core.errors import Fault, PlanError, nearest
 
-FORM = '"NAME: layers 96 hidden 12288 heads 96", and where you know them kv_heads, ffn, vocab, sequence, gated, tied'
+FORM = '"NAME: layers 96 hidden 12288 heads 96", and where you know them kv_heads, head, ffn, vocab, sequence, gated, tied'
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder's sizes. `gated`: the MLP has a gate; `tied`: the head is the embedding; `ffn` and `kv_heads` 0: the usual."""
+    """A decoder's sizes. `gated`: the MLP has a gate; `tied`: the last matrix is the embedding; `ffn`, `kv_heads` 0: the usual.
+
+    `head`: the width of one head of attention; 0: its share of the hidden size.
+    """
 
     name: str
     layers: int
@@ -35,11 +40,17 @@ class Shape:
     sequence: int = 2048
     gated: bool = False
     tied: bool = False
+    head: int = 0
 
     @property
     def width(self) -> float:
         """Of one head."""
-        return self.hidden / self.heads
+        return self.head or self.hidden / self.heads
+
+    @property
+    def attended(self) -> float:
+        """Of all heads together: what queries have, and what attention gives out."""
+        return self.heads * self.width
 
     @property
     def groups(self) -> int:
@@ -59,7 +70,7 @@ class Shape:
     @property
     def layer_numel(self) -> float:
         """The weights of a layer that are matrices."""
-        attention = self.hidden * self.hidden * (2 + 2 * self.groups / self.heads)
+        attention = self.hidden * self.attended * (2 + 2 * self.groups / self.heads)
         return attention + (self.inward + 1) * self.hidden * self.inner
 
     @property
@@ -75,16 +86,16 @@ class Shape:
     def flops(self, tokens: float) -> float:
         """Of a step on so many tokens, forward and backward, as mfu counts them: 6 per weight and token, and attention uncut."""
         weights = self.layers * self.layer_numel + self.table_numel
-        return tokens * (6 * weights + 12 * self.layers * self.hidden * self.sequence)
+        return tokens * (6 * weights + 12 * self.layers * self.attended * self.sequence)
 
     def faults(self) -> Iterator[Fault]:
         """Sizes that no model has."""
         for name in ("layers", "hidden", "heads", "vocab", "sequence"):
             if not 0 < vars(self)[name] < inf:
                 yield Fault(f"{name} {vars(self)[name]}; needed is a whole number above 0", f"write it: {FORM}", self.name)
-        if self.heads > 0 and self.hidden % self.heads:
+        if self.heads > 0 and not self.head and self.hidden % self.heads:
             text = f"hidden {self.hidden} is no multiple of heads {self.heads}"
-            yield Fault(text, "every head has the same width: change one of the two", self.name)
+            yield Fault(text, "every head has the same width: change one of the two, or say it: head", self.name)
         if self.heads > 0 and self.kv_heads and (self.kv_heads > self.heads or self.heads % self.kv_heads):
             text = f"kv_heads {self.kv_heads} do not divide heads {self.heads}"
             yield Fault(text, "as many heads share each head of keys and values: change one of the two", self.name)

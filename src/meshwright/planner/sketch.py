@@ -94,7 +94,7 @@ def step(shape: Shape, layout: Layout, machine: Machine, known: Parts | None = N
         met += Both(0.0, layout.rerun_share * met.forward)
     gathers = _gathers(shape, layout, machine, computed + met)
     layers, per_rank = layout.layers(shape), shape.layers / layout.pp
-    one = _paced(computed + met + gathers, layout, machine)
+    one = paced(computed + met + gathers, layout, machine)
     if layout.pp == 1:
         slowest, waiting, handed = one.all * shape.layers + first.all + last.all, 0.0, 0.0
     else:
@@ -118,8 +118,8 @@ def step(shape: Shape, layout: Layout, machine: Machine, known: Parts | None = N
         compute=busy - tensor,
         tensor=tensor,
         waiting=waiting + between,
-        copies=_sums(shape, layout, machine, Both(layers * one.forward, layers * one.backward)),
-        optimizer=_stepped(shape, layout) / (machine.device.memory_rate * machine.rates.memory),
+        copies=summed(shape, layout, machine, Both(layers * one.forward, layers * one.backward)),
+        optimizer=stepped(shape, layout, machine),
         fixed=machine.rates.fixed_s,
     )
 
@@ -129,7 +129,8 @@ def waited(layout: Layout, whole: Both, others: float) -> float:
     order = layout.order
     share = (order.f * whole.forward + order.b * whole.backward + order.w * whole.late) / whole.all
     share *= (layout.pp / 2 - 1) / (layout.pp - 1) if order.both else 1.0
-    return max(share * others / layout.chunks, unfilled(layout, whole, others))
+    # a W longer than what there is to wait fills no more than that
+    return max(0.0, share * others / layout.chunks, unfilled(layout, whole, others))
 
 
 def unfilled(layout: Layout, whole: Both, others: float) -> float:
@@ -145,7 +146,7 @@ def unfilled(layout: Layout, whole: Both, others: float) -> float:
     return others * (whole.forward + rest) / whole.all - (layout.micros - 1) * half + more
 
 
-def _paced(one: Both, layout: Layout, machine: Machine) -> Both:
+def paced(one: Both, layout: Layout, machine: Machine) -> Both:
     """A layer is not faster than its host asks for its kernels."""
     asked = LAUNCHES * machine.rates.launch_s * (0.5 if layout.compiled else 1.0)
     again = layout.rerun_share if layout.reruns == "layers" else 0.0
@@ -160,7 +161,7 @@ def _longer(one: float, other: float) -> float:
 def layer(shape: Shape, layout: Layout, machine: Machine) -> Both:
     """What a layer computes for one micro-batch on one rank."""
     tokens, tp, h, f = layout.tokens(shape), layout.tp, shape.hidden, shape.inner / layout.tp
-    heads = h / tp
+    heads = shape.attended / tp
     groups = max(shape.groups / tp, 1) * shape.width
     made = [(heads + 2 * groups, h), (h, heads), (shape.inward * f, h), (h, f)]
     forward = sum(product(machine, tokens, out, into, layout.dtype) for out, into in made)
@@ -182,7 +183,7 @@ def _cast(shape: Shape, layout: Layout, machine: Machine) -> float:
     """What goes into products of few bits is read in 16 and written in 8, as it is and turned round."""
     if layout.dtype in (SIXTEEN, "float16", "float32"):
         return 0.0
-    elements = layout.tokens(shape) * (2 * shape.hidden + (shape.hidden + shape.inner) / layout.tp)
+    elements = layout.tokens(shape) * (2 * shape.hidden + (shape.attended + shape.inner) / layout.tp)
     times = machine.rates.casts * (machine.rates.casts_rows if layout.dtype == "float8_rowwise" else 1.0)
     return times * 4 * elements / (machine.device.memory_rate * machine.rates.memory)
 
@@ -223,11 +224,11 @@ def meetings(shape: Shape, layout: Layout, machine: Machine) -> Both:
     one = seen * gathered(machine, HALF * tokens * h, tp, layout.apart, layout.ranks)
     forward, backward = 4 * one, (5 if layout.sequence else 4) * one
     if layout.cp > 1:
-        beside = _attended(shape, layout, machine, h / tp)
+        beside = _attended(shape, layout, machine, shape.attended / tp)
         groups, swaps = max(shape.groups / tp, 1), layout.swaps
         travels = 2 * HALF * layout.micro_batch * shape.sequence * groups * shape.width / swaps
         seconds = gathered(machine, travels, layout.cp / swaps, layout.beside * swaps, layout.ranks)
-        exchanged = 2 * HALF * tokens * (h / tp + max(groups, swaps) * shape.width)  # q and o; k and v
+        exchanged = 2 * HALF * tokens * (shape.attended / tp + max(groups, swaps) * shape.width)  # q and o; k and v
         swapped = gathered(machine, exchanged, swaps, layout.beside, layout.ranks)
         forward += max(0.0, seconds - beside.forward) / 2 + swapped
         backward += max(0.0, 2 * seconds - beside.backward) / 2 + swapped
@@ -264,7 +265,7 @@ def _own(shape: Shape, layout: Layout) -> float:
     return (layers * shape.layer_numel + tables * shape.table_numel) / layout.tp
 
 
-def _sums(shape: Shape, layout: Layout, machine: Machine, beside: Both) -> float:
+def summed(shape: Shape, layout: Layout, machine: Machine, beside: Both) -> float:
     """The sums over copies, and the shares of weights brought together again, as far as nothing hides them.
 
     Shares of gradients are summed behind every micro-batch, whole ones once; where groups of copies hold the same shares, these
@@ -291,7 +292,8 @@ def _sums(shape: Shape, layout: Layout, machine: Machine, beside: Both) -> float
     return summed + max(last * back, back - hidden * beside.forward) + across
 
 
-def _stepped(shape: Shape, layout: Layout) -> float:
-    """Bytes that the optimizer reads and writes."""
+def stepped(shape: Shape, layout: Layout, machine: Machine) -> float:
+    """Seconds in which the optimizer reads and writes what it steps."""
     own = _own(shape, layout)
-    return own * STEPPED if layout.shards == 0 else own * (STEPPED / layout.holders + 4)
+    nbytes = own * STEPPED if layout.shards == 0 else own * (STEPPED / layout.holders + 4)
+    return nbytes / (machine.device.memory_rate * machine.rates.memory)

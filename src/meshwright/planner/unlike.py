@@ -18,24 +18,31 @@ whose parts go there and back, or lie twice, are not laid on unlike devices.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
+from meshwright.planner.choices import lean, meshes, over, shares, turns
 from meshwright.planner.footprint import Footprint, by_rank
 from meshwright.planner.hardware import Machine, with_nic
-from meshwright.planner.layout import Layout
-from meshwright.planner.search import Best, Candidate, Found, batches, meshes, over, search
+from meshwright.planner.layout import Layout, Order
+from meshwright.planner.least import EXACT, Rows, a_layer, a_row, behind, between, waits
+from meshwright.planner.search import Best, Candidate, Found, search, sift
 from meshwright.planner.shapes import Shape
-from meshwright.planner.sketch import step
+from meshwright.planner.sketch import Parts, parts, step
 from meshwright.planner.wish import SHARE, Wish
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The devices of one kind: the `first` of the ranks along pp that it has, how many these are, and the layers of each."""
+    """The devices of one kind: the `first` of the ranks along pp that it has, how many these are, and the layers of each.
+
+    `made`: what a micro-batch takes them, where that is counted already.
+    """
 
     machine: Machine
     first: int
     ranks: int
     dealt: tuple[int, ...] = ()
+    made: Parts | None = None
 
     @property
     def layers(self) -> int:
@@ -61,19 +68,15 @@ def weakest(machines: Sequence[Machine]) -> Machine:
     return replace(slow, device=device, count=sum(each.count for each in machines), per_host=min(each.host for each in machines))
 
 
-def search_unlike(wish: Wish, machines: Sequence[Machine], keep: int = 10) -> Found:
-    """The best layouts on all of `machines`; `wish` says all but the devices."""
+def search_unlike(wish: Wish, machines: Sequence[Machine], keep: int = 10, *, prune: bool = True) -> Found:
+    """The best layouts on all of `machines`; `wish` says all but the devices. Without `prune` all are priced: the same."""
     together = replace(wish, machine=weakest(machines), kinds=tuple(each.count for each in machines))
-    found = search(together, keep)
-    best, seen = Best(keep), found.seen
+    found = search(together, keep, prune=prune)
+    best = Best(keep)
     for each in found.best:
         best.add(each)
-    for layout, schedule, kinds in _laid(together, machines):
-        seen += 1
-        dealt = deal(wish.shape, layout, kinds)
-        candidate = None if dealt is None else _priced(wish.shape, layout, schedule, dealt)
-        if candidate is not None and candidate.seconds < best.worst:
-            best.add(candidate)
+    apart = Apart(together, machines)
+    seen = found.seen + sift(apart.wish, apart.meshes(), apart, best, prune=prune)
     return Found(tuple(best.kept), seen, None if best.kept else found.nearest)
 
 
@@ -85,19 +88,90 @@ def alone(wish: Wish, machines: Sequence[Machine]) -> Iterator[tuple[Machine, Ca
         yield each, next(iter(found.best), None)
 
 
-def _laid(wish: Wish, machines: Sequence[Machine]) -> Iterator[tuple[Layout, str, tuple[Kind, ...]]]:
-    """Layouts whose ranks along pp lie on unlike kinds, each rank on one, those with most memory first."""
-    plain = {name: each for name, each in wish.orders.items() if each[1] == 1 and not (each[0].folded or each[0].both)}
-    free = replace(wish, kinds=(), divided=(*wish.divided, "pp"), orders=plain)
-    ordered = sorted(machines, key=lambda each: -each.device.memory)
-    for mesh in meshes(free):
-        beside = mesh.tp * mesh.sharers
-        if not plain or any(each.count % beside for each in ordered):
-            continue
-        ranks = [each.count // beside for each in ordered]
-        kinds = tuple(Kind(_joined(each, wish.machine), sum(ranks[:at]), ranks[at]) for at, each in enumerate(ordered))
-        for sized in batches(free, mesh):
-            yield from ((layout, schedule, kinds) for layout, schedule in over(free, sized))
+class Apart:
+    """Ranks along pp on unlike kinds, each rank on one, those with most memory first."""
+
+    def __init__(self, together: Wish, machines: Sequence[Machine]) -> None:
+        plain = {name: each for name, each in together.orders.items() if each[1] == 1 and not (each[0].folded or each[0].both)}
+        self.wish = replace(together, kinds=(), divided=(*together.divided, "pp"), orders=plain)
+        ordered = sorted(machines, key=lambda each: -each.device.memory)
+        self._counts = [each.count for each in ordered]
+        self._machines = [_joined(each, together.machine) for each in ordered]
+        self._rows, self._parts = dict[tuple[float, ...], list[Rows]](), dict[tuple[float, ...], list[Parts]]()
+
+    def meshes(self) -> Iterator[Layout]:
+        """Those on which no group but that of ranks along pp mixes kinds."""
+        for mesh in meshes(self.wish) if self.wish.orders else ():
+            if not any(count % (mesh.tp * mesh.sharers) for count in self._counts):
+                yield mesh
+
+    def floor(self, mesh: Layout) -> float:
+        """Its rows, with layers dealt as if they could be cut, and what comes behind them."""
+        key = mesh.tp, mesh.cp, mesh.swaps, mesh.apart
+        if key not in self._rows:
+            self._rows[key] = [a_row(self.wish.shape, mesh, machine) for machine in self._machines]
+        rows = self._rows[key]
+        most = min(max(row.first, row.last) for row in rows)
+        return EXACT * (mesh.micros * (self._shared(mesh, [row.layer for row in rows]) + most) + self._behind(mesh))
+
+    def may_fit(self, sized: Layout) -> bool:
+        """Whether all kinds together have room for all layers where these hold least."""
+        kinds, shape = self._kinds(sized), self.wish.shape
+        for layout in lean(self.wish, sized):
+            rooms = [_room(shape, layout, kind) for kind in kinds]
+            if all(rooms) and sum(room * kind.ranks for room, kind in zip(rooms, kinds, strict=True)) >= shape.layers:
+                return True
+        return False
+
+    def least(self, sized: Layout) -> float:
+        """Its layers, and the order in which ranks along pp wait least."""
+        return min((self.turn(sized, order, chunks) for _, order, chunks in turns(self.wish, sized)), default=inf)
+
+    def price(self, sized: Layout, best: Best, below: float) -> int:
+        """Layers dealt, step and memory of each."""
+        seen, kinds = 0, self._kinds(sized)
+        allowed = [turn for turn in turns(self.wish, sized) if self.turn(sized, *turn[1:]) <= below]
+        for layout, schedule in over(self.wish, sized, allowed):
+            seen += 1
+            dealt = deal(self.wish.shape, layout, kinds)
+            candidate = None if dealt is None else _priced(self.wish.shape, layout, schedule, dealt)
+            if candidate is not None and candidate.seconds <= best.worst:
+                best.add(candidate)
+        return seen
+
+    def turn(self, sized: Layout, order: Order, chunks: int) -> float:
+        """Seconds that a step takes at least in which ranks along pp take turns in this `order`."""
+        shape, made, ranks = self.wish.shape, self._made(sized), self._ranks(sized)
+        layers = [a_layer(sized, machine, each) for machine, each in zip(self._machines, made, strict=True)]
+        found = sized.micros * self._shared(sized, [each.all for each in layers])
+        found += sized.micros * min(max(each.first.all, each.last.all) for each in made) + self._behind(sized)
+        one = min(waits(sized, order, chunks, each) for each in layers)  # for each layer of a rank
+        found += one * shape.layers / sized.pp
+        sent = [between(shape, sized, machine, chunks) for machine in self._machines]
+        return EXACT * (found + sum(count * each for count, each in zip(ranks, sent, strict=True)) / sized.pp)
+
+    def _shared(self, mesh: Layout, layers: Sequence[float]) -> float:
+        """Seconds of the slowest rank where a layer takes each kind as long as `layers` says."""
+        return self.wish.shape.layers / sum(count / each for count, each in zip(self._ranks(mesh), layers, strict=True))
+
+    def _behind(self, mesh: Layout) -> float:
+        wish = self.wish
+        return min(behind(wish.shape, mesh, machine, shares(wish, mesh)) for machine in self._machines)
+
+    def _made(self, sized: Layout) -> list[Parts]:
+        key = sized.tp, sized.cp, sized.swaps, sized.apart, sized.micro_batch
+        if key not in self._parts:
+            self._parts[key] = [parts(self.wish.shape, sized, machine) for machine in self._machines]
+        return self._parts[key]
+
+    def _ranks(self, mesh: Layout) -> list[int]:
+        return [count // (mesh.tp * mesh.sharers) for count in self._counts]
+
+    def _kinds(self, sized: Layout) -> tuple[Kind, ...]:
+        """The kinds with the ranks along pp that each has."""
+        ranks, made = self._ranks(sized), self._made(sized)
+        each = enumerate(zip(self._machines, ranks, made, strict=True))
+        return tuple(Kind(machine, sum(ranks[:at]), count, made=known) for at, (machine, count, known) in each)
 
 
 def _joined(kind: Machine, together: Machine) -> Machine:
@@ -143,13 +217,13 @@ def _held(shape: Shape, layout: Layout, kind: Kind) -> Footprint:
 
 def _pace(shape: Shape, layout: Layout, kind: Kind) -> float:
     """Seconds that a rank of a kind is busy for each of its layers, without embedding and head."""
-    less, more = (step(replace(shape, layers=layers * layout.pp), layout, kind.machine) for layers in (1, 2))
+    less, more = (step(replace(shape, layers=layers * layout.pp), layout, kind.machine, kind.made) for layers in (1, 2))
     return more.compute + more.tensor - less.compute - less.tensor
 
 
 def _priced(shape: Shape, layout: Layout, schedule: str, kinds: Sequence[Kind]) -> Candidate:
     """The step that everybody waits for: computed by the slowest, waited for by the mean."""
-    steps = [step(replace(shape, layers=kind.layers * layout.pp), layout, kind.machine) for kind in kinds]
+    steps = [step(replace(shape, layers=kind.layers * layout.pp), layout, kind.machine, kind.made) for kind in kinds]
     slowest = max(steps, key=lambda each: each.compute + each.tensor)
     waiting = sum(kind.ranks * each.waiting for kind, each in zip(kinds, steps, strict=True)) / layout.pp
     taken = replace(

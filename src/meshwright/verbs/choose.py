@@ -33,7 +33,7 @@ from meshwright.report.limit import limit_dict, limit_view
 from meshwright.verbs.fixing import base_of, fixed
 from meshwright.verbs.machine import machine_for
 from meshwright.verbs.refusing import nothing
-from meshwright.verbs.sized import counted, is_shape, shape_of, sized
+from meshwright.verbs.sized import is_shape, shape_of, sized, unlike
 from meshwright.verbs.winner import config_tables, unwritten
 
 
@@ -84,10 +84,9 @@ def choose(asked: Asked) -> Chosen:
         faults.append(Fault(f"no limit is called '{asked.fit}'", nearest(asked.fit, LIMITS), "--fit"))
     if model is None or not known:  # without a model and devices nothing can contradict itself
         raise PlanError.of(faults)
-    shape, matrices, positions = model
-    notes = (*notes, *counted(shape, matrices))
+    notes = (*notes, *unlike(model))
     one = kinds[0] if len(kinds) == 1 else weakest(kinds)
-    wish = given.of(Wish(shape, one, asked.batch, longest=positions, base=base_of(one.device.flops)))
+    wish = given.of(Wish(model.shape, one, asked.batch, longest=model.positions, base=base_of(one.device.flops)))
     raise_faults([*faults, *_free(wish, asked.fit).faults()])
     if asked.fit:
         return replace(_limited(asked, wish, kinds), notes=notes)
@@ -199,13 +198,14 @@ def _beside(wish: Wish, kinds: Sequence[Machine], found: Found) -> Beside:
     """What the winner is compared with: the fastest if memory were no limit, copies inside hosts, each kind of device alone."""
     best = found.best[0]
     endless = replace(wish.machine, device=replace(wish.machine.device, memory=inf))
-    roomy = next(iter(search(replace(wish, machine=endless), 1).best), None) if len(kinds) == 1 else None
+    faster = 0.999 * best.seconds
+    roomy = next(iter(search(replace(wish, machine=endless), 1, below=faster).best), None) if len(kinds) == 1 else None
     turned: float | None = None
     if best.layout.tp > 1 and best.layout.sharers > 1 and wish.machine.count > wish.machine.host and not best.dealt:
         other = replace(best.layout, outside=not best.layout.outside)
         turned = step(wish.shape, other, wish.machine).seconds
     each = tuple(alone(wish, kinds)) if len(kinds) > 1 else ()
-    return Beside(tuple(kinds), roomy if roomy and roomy.seconds < 0.999 * best.seconds else None, turned, each)
+    return Beside(tuple(kinds), roomy, turned, each)
 
 
 def _blocks(chosen: Chosen) -> list[str]:

@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from meshwright.core.errors import Fault, PlanError
+from meshwright.planner.choices import meshes, refused
 from meshwright.planner.limits import fits
-from meshwright.planner.search import Found, meshes, refused
+from meshwright.planner.search import Found
 from meshwright.planner.wish import Wish
 from meshwright.report.choice import axes, gib
 

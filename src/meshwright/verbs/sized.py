@@ -5,10 +5,10 @@ model with other weights than its sizes say is told as one. A gated MLP is not i
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -33,15 +33,20 @@ PADDED = 2  # rows that some families put before the first position
 OFF = 0.1  # of its weights: a model that has so many more or fewer than its sizes say is no decoder of equal layers
 
 
-class Sized(NamedTuple):
-    """The sizes of a model; of a config the weights that its model has as matrices, and the `positions` it has learnt (0: none).
+@dataclass(frozen=True)
+class Sized:
+    """The sizes of a model; of a config also the weights that it has as `matrices` (0: not known), and how it attends.
 
-    0 matrices: sizes are all that is known.
+    `positions` are those it has learnt (0: none), `windowed` of its layers see `window` tokens; `both`: each token sees those
+    behind it too.
     """
 
     shape: Shape
     matrices: int = 0
     positions: int = 0
+    window: int = 0
+    windowed: int = 0
+    both: bool = False
 
 
 def shape_of(model: str, sequence: int) -> Shape:
@@ -50,15 +55,19 @@ def shape_of(model: str, sequence: int) -> Shape:
 
 
 def sized(model: str, sequence: int) -> Sized:
-    """What is known of `model`, with rows of `sequence` tokens (0: what it says itself)."""
-    if not is_shape(model):
-        return _of_config(model, sequence)
-    shape = parse_shape(model)
-    return Sized(replace(shape, sequence=sequence) if sequence else shape)
+    """What is known of `model`: its sizes, of a config more; with rows of `sequence` tokens (0: what it says itself)."""
+    known = Sized(parse_shape(model)) if is_shape(model) else _of_config(model, sequence)
+    return replace(known, shape=replace(known.shape, sequence=sequence)) if sequence else known
 
 
-def counted(shape: Shape, matrices: int) -> Iterator[str]:
-    """That a model has other weights than its sizes say, where it has."""
+def unlike(known: Sized) -> Iterator[str]:
+    """In what a model differs from the decoder that it is priced as, where it does."""
+    shape, matrices, full = known.shape, known.matrices, "it is priced as if each token saw all before it"
+    if known.windowed and known.window < shape.sequence:
+        text = f"{known.windowed} of {shape.layers} layers attend to {known.window:,} tokens of rows of {shape.sequence:,}"
+        yield f"{text}: {full}, so expect less than these seconds."
+    if known.both:
+        yield f"Attention goes both ways: {full}, so expect attention to take up to twice as long."
     if matrices and abs(shape.numel / matrices - 1) > OFF:
         text = f"The model has {matrices / 1e9:.3g} B weights, and a decoder of its sizes {shape.numel / 1e9:.3g} B"
         yield f"{text}: it is priced as the latter, so expect seconds and bytes to be off by as much."
@@ -105,8 +114,26 @@ def _of_config(source: str, sequence: int) -> Sized:
         tied=bool(said.get("tie_word_embeddings")),
     )
     matrices = sum(prod(entry.shape) for entry in loaded.blueprint.logical.values() if len(entry.shape) > 1)
-    shape = min((plain, replace(plain, gated=True)), key=lambda shape: abs(shape.numel - matrices))
-    return Sized(shape, matrices, positions)
+    head = said.get("head_dim") if plain.heads > 0 else 0
+    wide = [plain, replace(plain, head=head)] if isinstance(head, int) and head != plain.width else [plain]
+    both = [replace(each, gated=gated) for each in wide for gated in (False, True)]
+    shape = min(both, key=lambda shape: abs(shape.numel - matrices))
+    return Sized(shape, matrices, positions, *_windows(said, shape.layers), _both_ways(module, said))
+
+
+def _windows(said: Mapping[str, Any], layers: int) -> tuple[int, int]:
+    """How many tokens a window of attention has, and how many layers have one."""
+    window = said.get("sliding_window")
+    if not isinstance(window, int) or window < 1 or said.get("use_sliding_window") is False:
+        return 0, 0
+    kinds = said.get("layer_types")
+    return window, kinds.count("sliding_attention") if kinds else layers
+
+
+def _both_ways(module: nn.Module, said: Mapping[str, Any]) -> bool:
+    """Whether tokens see those behind them: models that fill in masked words, and those whose attention says so."""
+    masked = "ForMaskedLM" in type(module).__name__ or bool(said.get("use_bidirectional_attention"))
+    return masked or any(vars(each).get("is_causal") is False for each in module.modules())
 
 
 def _unsearched(source: str, config: Any) -> Iterator[Fault]:
