@@ -90,6 +90,17 @@ def test_layouts_that_nobody_could_tell_apart_are_shown_once():
     assert len({each.seen for each in found}) == len(found) > 1
 
 
+def test_fewer_copies_of_rows_that_are_cut_finer_are_shown_once():
+    """4 copies x 16 ranks of a row and 2 x 32 with 2 rows at once: the same tokens on a rank, in the same seconds."""
+    shape = parse_shape("8b: layers 32 hidden 4096 heads 32 gated ffn 14336 kv_heads 8 vocab 128256 sequence 131072")
+    best = search(Wish(shape, machine("GB200", 4608), 46_080, ORDERS), 8).best
+    ranks = [(each.layout.tp, each.layout.pp, each.layout.swaps, each.schedule, each.layout.reruns) for each in best]
+    tokens = [each.layout.tokens(shape) for each in best]
+    told = [(f"{each.seconds:.3g}", f"{each.footprint.total / 2**30:.1f}") for each in best]
+    assert len(set(zip(ranks, tokens, told, strict=True))) == len(best) == 8
+    assert best[0].layout.micro_batch == 1
+
+
 def test_a_search_that_counted_parts_of_another_micro_batch_would_be_noticed(monkeypatch: pytest.MonkeyPatch):
     """What a layer takes is counted once for all that lies over it: a key that forgets something gives other winners."""
     asked = wish(replace(SMALL, hidden=6144), devices=12, batch=24)

@@ -4,9 +4,10 @@ Two bounds keep this short, and neither can lose the best. A mesh of which nothi
 And no step takes less than what is told of its mesh before anything over it is priced (planner/least.py): meshes are looked at in
 that order, best first, so that where one takes more than the worst that is kept, it is the last one.
 
-Layouts that differ in nothing that anybody would see (shares of other states, in as many seconds and as much memory) are kept
-once. What a layer takes is counted once for all that lies over a mesh. Layouts are sketched (planner/sketch.py); the one that is
-chosen is made a plan, whose program is priced action by action.
+Layouts that differ in nothing that anybody would feel (shares of other states, or half the copies of rows cut twice as often with
+twice as many at once, in as many seconds and as much memory) are kept once, the plainest of equals. What a layer takes is counted
+once for all that lies over a mesh. Layouts are sketched (planner/sketch.py); the one that is chosen is made a plan, whose program
+is priced action by action.
 """
 
 from bisect import bisect_left, insort
@@ -51,7 +52,9 @@ class Candidate:
     @property
     def seen(self) -> tuple[object, ...]:
         """What anybody sees of it: two that are alike in this are shown once."""
-        alike = replace(self.layout, shards=0, within=0)
+        laid = self.layout
+        # fewer copies of rows cut finer, with as many more rows at once: a rank has the same tokens and shares
+        alike = replace(laid, shards=0, within=0, dp=laid.sharers, cp=1, micro_batch=laid.micro_batch / laid.cp)
         return alike, self.schedule, self.dealt, f"{self.seconds:.3g}", f"{self.footprint.total / 2**30:.1f}"
 
 
