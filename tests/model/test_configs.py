@@ -45,8 +45,8 @@ def test_a_config_is_read_without_a_model(tmp_path: Path):
     assert read_config(folder).num_hidden_layers == 3
     with pytest.raises(PlanError, match="the architecture 'NoSuchModel' is not known"):
         config_factory(folder, {})
-    with pytest.raises(PlanError, match="the model type 'lama' is not known"):
-        read_config(written(tmp_path, LLAMA | {"model_type": "lama"}))
+    with pytest.raises(PlanError, match="the model type 'lllama' is not known"):
+        read_config(written(tmp_path, LLAMA | {"model_type": "lllama"}))
 
 
 def test_without_an_architecture_it_is_the_causal_language_model(tmp_path: Path):
