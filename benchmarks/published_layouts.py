@@ -95,7 +95,7 @@ def layout_of(source: str, row: Mapping[str, str], shape: Shape, said: Mapping[s
         pp=pp,
         cp=cp,
         shards=max(habits.shards, _shards(states)),
-        within=_within(states, dp, max(1, host // tp)),
+        within=_within(states, dp, max(1, host // (tp * cp))),
         chunks=_chunks(source, habits, row.get("schedule", "").lower(), said.get("virtual_stages"), shape, pp),
         micro_batch=micro,
         micros=batch / (micro * dp),

@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import peft
@@ -167,7 +168,7 @@ def test_an_adapter_that_is_summed_on_one_rank_only_is_noticed():
                 subject.parameters[adapter].register_hook(lambda grad: grad * 1.01)
                 return subject
 
-            return type(case)(case.plan, case.alone, case.loss, spoiled, case.make_dice, case.rows)
+            return replace(case, make_subject=spoiled)
         return case
 
     verdict = verdict_of(case_of(reading, plan), steps=1, on_rank=apart)

@@ -94,6 +94,18 @@ def test_a_slice_that_is_scaled_in_place_is_one_writing_and_not_two():
     assert [len(names) for names in live(exact(glue)).values()] == [1, 1, 1]
 
 
+def test_two_values_that_are_written_at_once_are_two():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        for layer in model.layers:
+            y = layer(x)
+            one, other = y * 2, y * 3
+            torch._foreach_mul_([one, other], 0.5)
+            x = one - other
+        return model.head(x)
+
+    exact(glue)
+
+
 def test_a_sum_that_begins_with_zeros():
     def glue(model: Chain, x: torch.Tensor) -> object:
         total = torch.zeros_like(x)
@@ -223,6 +235,39 @@ def test_a_gradient_that_is_given_behind_a_value_closes_the_border_directly_behi
     assert one.borders.open() == ("layers.2", "head")
     assert "'layers.0+1' (mul at test_crossing.py:" in one.borders.closed[0].why
     assert one.course.seen["layers.0+1"].needed
+
+
+def test_a_value_that_a_function_makes_and_a_later_line_hooks_closes_all_behind_it():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        first = Flip.apply(model.layers[0](x))
+        second = model.layers[1](x)
+        first.register_hook(lambda grad: grad * 0.5)
+        return model.head(model.layers[2](second) + first)
+
+    assert refused(glue).borders.open() == ()
+
+
+def test_a_hook_within_a_block_on_what_it_is_given_closes_all_borders():
+    def block(block: Block, x: torch.Tensor) -> torch.Tensor:
+        if block.linear.in_features == 6 and x.requires_grad:
+            x.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+        return block.linear(x).tanh()
+
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        for layer in model.layers:
+            x = layer(x) + x
+        return model.head(x)
+
+    assert chained(glue, block).borders.open() == ()
+
+
+def test_a_gradient_that_glue_asks_for_by_itself_closes_nothing():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        first = model.layers[0](x)
+        apart = first.detach().requires_grad_()
+        return model.head(model.layers[2](model.layers[1](first)) + apart)
+
+    exact(glue)
 
 
 def test_a_hook_on_a_gradient_closes_the_borders_up_to_its_line():

@@ -5,9 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from meshwright.core.errors import PlanError
-from tests.model.test_dropout import learnt, on, run
+from meshwright.api import read
+from tests.model.test_dropout import on, run
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,16 @@ def test_draws_into_a_tensor_are_the_numbers_of_their_site(draw: Callable[..., t
     assert len(one.unique()) > 1
 
 
-def test_draws_by_numpy_are_refused_and_not_taken_for_a_fault_of_the_plan():
-    with pytest.raises(PlanError, match=r"draws random numbers with numpy\.random.*\n.*apply_spec_augment=False"):
-        learnt(lambda batch: torch.ones(batch, 3) * np.random.rand())
+class ByNumpy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * (2 if np.random.rand() < 2 else 1)
+
+
+def test_draws_by_numpy_are_told_and_not_refused_as_they_may_do_nothing():
+    notes = read(ByNumpy(), {"x": torch.ones(2, 3)}).anatomy.notes
+    assert any("the forward draws numbers with numpy.random" in note for note in notes)
+    assert not any("numpy" in note for note in read(nn.Linear(3, 3), {"input": torch.ones(2, 3)}).anatomy.notes)

@@ -69,6 +69,31 @@ def test_a_model_that_remembers_tables_equals_one_device(mesh: Mesh):
     assert verdict.passed, verdict
 
 
+class Within(nn.Module):
+    """Each of its layers asks the same cache."""
+
+    class Layer(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + Tabled.table(x.shape[1])[0].unsqueeze(-1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(67, 8), nn.Linear(8, 67)
+        self.layers = nn.ModuleList(self.Layer(8, 8) for _ in range(4))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_a_table_that_all_layers_ask_a_cache_for_closes_no_border():
+    reading, plan = planned(Within(), Mesh(pp=2), (Pipeline(cuts=("layers.2",)),))
+    verdict = verify(reading, plan, batches(2))
+    assert verdict.passed, verdict
+
+
 def test_what_is_no_fake_is_remembered_on():
     places.cache_clear()
     places(3)

@@ -16,6 +16,7 @@ from transformers import (
     MixtralConfig,
     OPTConfig,
     Qwen3Config,
+    RobertaConfig,
     T5Config,
     ViTConfig,
 )
@@ -107,6 +108,20 @@ def test_the_positions_that_were_learnt_are_told_and_end_the_longest_rows(tmp_pa
     found = choose(Asked(str(tmp_path), 1, "h100", 4, fit="sequence"))
     assert found.limit is not None
     assert (found.limit.value, found.wish.shape.sequence) == (64, 64)
+
+
+def test_rows_of_padding_in_a_table_are_no_positions(tmp_path: Path):
+    config = RobertaConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        vocab_size=77,
+        max_position_embeddings=66,
+    )
+    config.architectures = ["RobertaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    assert sized(str(tmp_path), 32).positions == 64
 
 
 def test_rotary_positions_go_on_for_ever(tmp_path: Path):

@@ -34,6 +34,7 @@ from meshwright.model.captured import marks
 from meshwright.model.course import Place
 from meshwright.model.drive import Drive
 from meshwright.model.glue import is_plain
+from meshwright.model.remembered import forget_fakes
 from meshwright.model.trial import depends_on_values
 from meshwright.model.values import leaves, mapped, swap, tensors
 
@@ -119,6 +120,7 @@ class Abreast:
             return self._foretold(name, swap(given, back), why, error)
         finally:
             swap(given, back)
+            forget_fakes(self._state.subject.module)
 
     @contextmanager
     def _blank(self, name: str) -> Iterator[None]:

@@ -135,11 +135,13 @@ def _record(
     casting = torch.autocast("cpu", dtype=compute, enabled=compute not in (None, dtype), cache_enabled=False)
     dice = Dice(seed=0)
     used = {place for place, column in enumerate(reading.anatomy.outputs) if column.used}
-    with fakes, trial(dice, rows), torch.set_grad_enabled(training), casting:
-        call, drawn = partial(module, **some), lambda: dice.count
-        before = {key: value._version for key, value in some.items()}
-        found = record(module if training else module.eval(), blocks, call, dice.enter, drawn, used, dealt)
-    forget_fakes(module)
+    try:
+        with fakes, trial(dice, rows), torch.set_grad_enabled(training), casting:
+            call, drawn = partial(module, **some), lambda: dice.count
+            before = {key: value._version for key, value in some.items()}
+            found = record(module if training else module.eval(), blocks, call, dice.enter, drawn, used, dealt)
+    finally:
+        forget_fakes(module)
     for key, value in some.items():
         if value._version != before[key]:
             text = f"the forward writes into its input '{key}', and every part that a rank runs would do so again"

@@ -25,17 +25,16 @@ from meshwright.model.apart import Apart
 from meshwright.model.captured import marks
 from meshwright.model.course import Op, Place, Record, Seen, Stub, template
 from meshwright.model.drive import LARGER, Drive
-from meshwright.model.glue import BY_SHAPE, READS, SHAPED_AS, Reads, is_plain, title, where
+from meshwright.model.glue import BY_SHAPE, DRAW, READS, SHAPED_AS, Reads, is_plain, title, where
 from meshwright.model.handed import distinct
-from meshwright.model.late import HOOKS, Late
+from meshwright.model.late import HOOKS, INSIDE, Late
 from meshwright.model.only import Dealt
 from meshwright.model.paths import leaf_names
+from meshwright.model.remembered import forget_fakes
 from meshwright.model.values import leaves, storage_of, tensors
 
 REPAIR = f"compute with tensors there, or {LARGER}"
 ALIASES = "write x = x + y for x += y"
-DRAW = "set the layer drop to 0 where it is one (in transformers' configs: layerdrop, encoder_layerdrop, decoder_layerdrop)"
-DRAW += ", or draw them in front of the first block, or inside one"
 
 
 def record(
@@ -68,16 +67,14 @@ class _Following(TorchFunctionMode):
 
     def __init__(self, module: nn.Module, enter: Callable[[str], None], drawn: Callable[[], int], dealt: Dealt | None) -> None:
         super().__init__()
-        self.record = Record()
+        self.record, self._module = Record(), module
         self._late = Late(self.record)
         self._parameters = {id(parameter): name for name, parameter in module.named_parameters()}
         self._buffers = {id(buffer): name for name, buffer in module.named_buffers()}
         self._enter, self._drawn, self._dealt = enter, drawn, dealt
         self._drew = "", ""  # the visit that drew random numbers last, or behind which glue drew them for values; and who did
         self._grad = torch.is_grad_enabled()
-        self._calls: dict[str, int] = {}
-        self._busy = False
-        self._visit = ""  # the one that was called last
+        self._calls, self._busy, self._visit = dict[str, int](), False, ""  # the visit that was called last
         self._given: set[int] | None = None  # tensors that the visit was given; None: it has ended
         self._names = WeakIdKeyDictionary()  # the value that a tensor is
         self._home = WeakIdKeyDictionary()  # the visit within which a tensor was made
@@ -89,6 +86,7 @@ class _Following(TorchFunctionMode):
         if torch.is_grad_enabled() != self._grad:
             return run(*args, **kwargs)
         self._busy = True
+        forget_fakes(self._module)  # a table that blocks ask a cache for is made by each of them
         self._calls[name] = self._calls.get(name, 0) + 1
         self._visit = visit = visit_of(name, self._calls[name])
         self.record.visits.append(visit)
@@ -97,9 +95,8 @@ class _Following(TorchFunctionMode):
         if self._dealt is not None:
             args, kwargs = self._dealt.enter(visit, (args, kwargs))
         given = tensors((args, kwargs))
-        everything = leaves((args, kwargs))
+        everything, capturing = leaves((args, kwargs)), marks()
         versions = [tensor._version for tensor in given]
-        capturing = marks()
         self._given, self._busy = {id(tensor) for tensor in given}, False
         self._enter(visit)
         outputs = run(*args, **kwargs)
@@ -125,8 +122,7 @@ class _Following(TorchFunctionMode):
     def _gives(self, visit: str, outputs: Any, given: Sequence[Any], captured: list[tuple[str, list[Any]]]) -> None:
         """Name what a visit gives out, and note what will stand for it."""
         places = {id(leaf): Place(given=number) for number, leaf in enumerate(given) if not is_plain(leaf)}
-        number = 0
-        found = tensors([outputs, *(added for _, added in captured)])
+        found, number = tensors([outputs, *(added for _, added in captured)]), 0
         for tensor in found:
             if tensor in self._names:
                 places[id(tensor)] = Place(self._names[tensor])
@@ -152,6 +148,8 @@ class _Following(TorchFunctionMode):
             return func(*args, **kwargs)
         if self._given is None:
             return self._glue(func, args, kwargs)
+        if func.__name__ in HOOKS and id(args[0]) in self._given:
+            self._spoil(self.record.visits[0], None, f"'{self._visit}' hangs a hook on the gradient of what it is given", INSIDE)
         for tensor in tensors((args, kwargs)):
             if id(tensor) not in self._given:
                 self._busy = True
@@ -209,7 +207,9 @@ class _Following(TorchFunctionMode):
                 self._note_roots(leaf)
         here = f"{visit}+{len(ops)}"
         first = {storage_of(tensor): tensor for tensor in reversed(written.values()) if tensor in self._names}  # of each storage
-        renamed = [entry for tensor in first.values() for entry in self._rewritten(tensor, here, func, line)]
+        renamed: list[tuple[str, str]] = []
+        for tensor in first.values():
+            renamed += self._rewritten(tensor, here, len(renamed), func, line)
         became = []
         for number, leaf in enumerate(everything):
             if id(leaf) in written and leaf not in self._names:
@@ -231,25 +231,26 @@ class _Following(TorchFunctionMode):
         )
         return outcome
 
-    def _rewritten(self, tensor: torch.Tensor, name: str, func: str, line: str) -> list[tuple[str, str]]:
-        """New names for all values that lie in the storage that was written by way of `tensor`."""
+    def _rewritten(self, tensor: torch.Tensor, name: str, count: int, func: str, line: str) -> list[tuple[str, str]]:
+        """New names for all values that lie in the storage that was written by way of `tensor`; `count` are named."""
         place = {visit: number for number, visit in enumerate(self.record.visits)}
         storage = storage_of(tensor)
         self._written.add(storage)
         sharing = [t for t in self._names if storage_of(t) == storage]
         made = {id(t): self.record.seen[self._names[t]].made for t in sharing}
         renamed = []
-        for number, other in enumerate([tensor, *(t for t in sharing if t is not tensor)]):
+        for number, other in enumerate([tensor, *(t for t in sharing if t is not tensor)], count):
             old, new = self._names[other], f"{name}~{number}" if number else f"{name}~"
             self._name(other, new, func, line)
             renamed.append((old, new))
-            if number:
+            if other is not tensor:
                 since = max(made[id(other)], made.get(id(tensor), ""), key=lambda visit: place.get(visit, -1))
                 self._torn[new] = since, self._visit, line
         return renamed
 
     def _name(self, tensor: torch.Tensor, name: str, op: str = "", line: str = "", base: str = "") -> None:
         self._names[tensor] = name
+        self._late.named(name, op)
         needed = tensor.requires_grad and torch.is_grad_enabled()
         along = tensor.along if type(tensor) is Apart else None
         self.record.seen[name] = Seen(self._visit, tuple(tensor.shape), tensor.dtype, needed, op, line, base, along)
@@ -277,8 +278,7 @@ class _Following(TorchFunctionMode):
         elif home is not None and (glue or home != self._visit):
             who = f"the glue behind '{self._visit}'" if glue else f"'{self._visit}'"
             buffer = self._buffers.get(id(tensor))
-            what = f"{who} uses a tensor that '{home}' made and did not give out"
-            fix = "return it among the outputs"
+            what, fix = f"{who} uses a tensor that '{home}' made and did not give out", "return it among the outputs"
             if buffer is not None:
                 what, fix = f"{who} uses the buffer '{buffer}', which '{home}' writes", "give each block a buffer of its own"
             self._spoil(home, None if glue else self._visit, what, f"{fix}, or {LARGER}")

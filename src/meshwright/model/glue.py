@@ -15,6 +15,8 @@ READS = frozenset((*TO_PYTHON, "item", "tolist", "numpy", "is_nonzero", "equal",
 BY_SHAPE = frozenset(
     ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
 )
+DRAW = "set the layer drop to 0 where it is one (in transformers' configs: layerdrop, encoder_layerdrop, decoder_layerdrop)"
+DRAW += ", or draw them in front of the first block, or inside one"
 SHAPED_AS = frozenset(("expand_as", "view_as", "reshape_as"))  # of their second argument, they look at nothing but the shape
 
 

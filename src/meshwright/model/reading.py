@@ -6,11 +6,13 @@ forward looks at values is made once, whole, on the CPU.
 A model is run in training mode. One that comes in training mode keeps what it set itself: a part in eval mode stays so.
 """
 
+import pickle
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 Example = Mapping[str, torch.Tensor]
 OTHER_BATCH = 5
 Shown = tuple[Findings, Sites, tuple[Column, ...]]  # what a trial shows; the columns are what is handed to the loss
+NUMPYS = "the forward draws numbers with numpy.random: where they reach its outputs, another plan trains another model; draw with"
+NUMPYS += " torch.rand, or turn off what draws (in transformers' models of speech apply_spec_augment, or a layer drop)"
 Look = Callable[[Any, Any], tuple[Column, ...]]
 
 
@@ -180,7 +184,7 @@ def read(loaded: Loaded, example: Example, targets: tuple[str, ...], judge: Judg
         for name, entry in plan.logical.items()
     )
     numel, flops = tuple(found.stream_numel), tuple(found.flops)
-    notes = tuple(_notes(names == (WHOLE,) and not loaded.blocks, weights, found.stateful)) + shown.notes
+    notes = tuple(_notes(names == (WHOLE,) and not loaded.blocks, weights, found)) + shown.notes
     anatomy = Anatomy(loaded.name, tuple(found.visits), weights, numel, flops, bool(sites.allowed), found.in_place, notes)
     targeted = {key: value for key, value in example.items() if key in targets}
     batch = columns(inputs), columns(targeted)
@@ -229,8 +233,11 @@ def _forwards(
     dice, blocks = Dice(seed=0), blocks_of(module, names)
 
     def forward(batch: int) -> Findings:
+        before = pickle.dumps(np.random.get_state(legacy=False))
         with trial(dice, batch):
-            return observe(module, blocks, dice.enter, lambda: module(**rows[batch]), layers, lambda: dice.count)
+            found = observe(module, blocks, dice.enter, lambda: module(**rows[batch]), layers, lambda: dice.count)
+        found.elsewhere = pickle.dumps(np.random.get_state(legacy=False)) != before
+        return found
 
     found = forward(PROBE_BATCH)
     wider = None
@@ -267,14 +274,16 @@ def _failed(error: Exception, inputs: Example) -> PlanError:
     return PlanError(text, fix=fix, where="model")
 
 
-def _notes(unbroken: bool, weights: tuple[Weight, ...], stateful: list[str]) -> Iterator[str]:
+def _notes(unbroken: bool, weights: tuple[Weight, ...], found: Findings) -> Iterator[str]:
     if unbroken:
         yield "no chain of blocks was found: the model runs as one block, so nothing overlaps with its backward"
     in_glue = [weight.name for weight in weights if ROOT in weight.visits]
     if in_glue:
         yield f"{len(in_glue)} parameters are used outside blocks ({in_glue[0]}...): complete after the last backward"
-    if stateful:
-        yield f"{len(stateful)} buffers are written by the forward ({stateful[0]}...): every rank writes its own"
+    if found.stateful:
+        yield f"{len(found.stateful)} buffers are written by the forward ({found.stateful[0]}...): every rank writes its own"
+    if found.elsewhere:
+        yield NUMPYS
 
 
 def _any_loss(outputs: Any, batch: Example) -> torch.Tensor:

@@ -63,7 +63,7 @@ class Findings:
     by each side channel; `drawn`, for each use of a layer, the draws of its visit before it; `followed` what became of the
     weights and outputs of tables and heads; `stretches` when layers ran, and `saved` what was kept meanwhile. `reruns` are the
     visits that the model itself runs again in backward, `tables` those of embeddings that look at all rows of a batch, and
-    `unseen` the lines of code in which glue writes with nobody told.
+    `unseen` the lines of code in which glue writes with nobody told. `elsewhere`: numpy's own generator was drawn from meanwhile.
     """
 
     visits: list[str] = field(default_factory=list)
@@ -73,6 +73,7 @@ class Findings:
     users: dict[str, set[str]] = field(default_factory=dict)
     stateful: list[str] = field(default_factory=list)
     in_place: bool = False
+    elsewhere: bool = False
     outputs: Any = None
     attends: list[str] = field(default_factory=list)
     captured: dict[str, int] = field(default_factory=dict)

@@ -109,7 +109,7 @@ def _sequence(wish: Wish, keep: int) -> Limit | None:
             for step in {unit, lcm(unit, mesh.tp * mesh.cp)}:
                 longest = max(longest, _longest(of, mesh, step, longest, most or MOST))
         if longest:
-            there, beyond = of(longest), longest + unit
+            there, beyond = of(longest), min(longest + unit, most or MOST)
             return Limit("sequence", longest, there, search(there, keep), beyond, stopped(of(beyond)))
     return None
 

@@ -55,10 +55,10 @@ BETWEEN = {  # of rates that are neither shares nor times, or of which less is k
     **dict.fromkeys(("turn_s", "fixed_s"), (0.0, 3600.0, "seconds")),
 }
 MOST = {  # beyond which a figure is in another unit
-    "memory_gb": (1e5, "GiB: 80 for an H100"),
+    "memory_gb": (1e4, "GiB: 80 for an H100"),
     "memory_gb_s": (1e6, "1e9 bytes per second: 3350 for an H100"),
-    "link_gb_s": (1e6, "1e9 bytes per second: 450 for an H100"),
-    "nic_gb_s": (1e6, "1e9 bytes per second: 50 for an H100"),
+    "link_gb_s": (1e5, "1e9 bytes per second: 450 for an H100"),
+    "nic_gb_s": (1e4, "1e9 bytes per second: 50 for an H100"),
     "per_host": (1e6, "the devices of one host: 8"),
     "units": (1e7, "multiprocessors, compute units or cores: 132 for an H100"),
 }
@@ -213,7 +213,8 @@ def _faults(said: _File, keys: Iterable[str]) -> Iterator[Fault]:
     for key, (most, unit) in MOST.items():
         value = vars(table)[key]
         if key in keys and not 0 < value < inf:  # a 0 that is written is no word for "not said"
-            yield Fault(f"{key} = {value}", "write a number above 0, or leave the key out", f"device.{key}")
+            fix = "write a number above 0" + (", or leave the key out" if table.like or table.measured else "")
+            yield Fault(f"{key} = {value}", fix, f"device.{key}")
         elif value > most:
             yield Fault(f"{key} = {value:g}, more than {most:g}", f"write {unit}", f"device.{key}")
     yield from _peak_faults(table)
@@ -233,7 +234,8 @@ def _peak_faults(table: Described) -> Iterator[Fault]:
     """What is wrong with the peaks of products."""
     for dtype, value in table.tflops.items():
         if dtype not in DTYPES:
-            alike = [each for each in DTYPES if each.endswith(re.sub(r"\D", "", dtype))]  # float64 is no float4 misspelt
+            bits = re.sub(r"^(float|bfloat|fp|bf|tf)(?=\d)", "", dtype)  # float64 is no float4 misspelt, nor int8 float8
+            alike = [each for each in DTYPES if bits.isdecimal() and each.endswith(bits)]
             fix = nearest(dtype, alike) if alike else f"leave it out, or choose one of: {', '.join(DTYPES)}"
             yield Fault(f"there is no dtype '{dtype}' in plans", fix, f"device.tflops.{dtype}")
         elif not 0 < value < inf:

@@ -82,8 +82,13 @@ def is_shape(model: str) -> bool:
 def _learnt(module: Any, positions: object) -> int:
     """The `positions` of a config, where a `module` of transformers has learnt each by itself; 0: it goes on beyond them."""
     words = module.get_input_embeddings()
-    tables = [each.num_embeddings for each in module.modules() if isinstance(each, nn.Embedding) and each is not words]
-    return positions if isinstance(positions, int) and any(0 <= size - positions <= PADDED for size in tables) else 0
+    if not isinstance(positions, int):
+        return 0
+    for each in module.modules():
+        if isinstance(each, nn.Embedding) and each is not words and 0 <= each.num_embeddings - positions <= PADDED:
+            before = 0 if each.padding_idx is None else each.padding_idx + 1  # rows of the table that stand for no position
+            return min(positions, each.num_embeddings - before)
+    return 0
 
 
 def _of_config(source: str, sequence: int) -> Sized:
@@ -157,6 +162,7 @@ def _unsized(source: str, config: Any, sequence: int) -> Iterator[Fault]:
         told = f"{source} is a model of several parts ({parts}), which are not searched yet"
         inner = _sizes(text) | _beside(text.to_dict()) | ({"sequence": sequence} if sequence else {})
         said = " ".join(f"{name} {size}" for name, size in inner.items() if isinstance(size, int) and size)
+        said += " tied" if text.to_dict().get("tie_word_embeddings") else ""
         yield Fault(told, f'plan the one that reads text alone, by its sizes: "{Path(source).stem}: {said}"', "MODEL")
     elif lacking == [THEIRS["sequence"]]:
         told = f"the config of {source} does not say how long rows are ({lacking[0]})"
@@ -182,7 +188,7 @@ def _sizes(config: Any) -> dict[str, Any]:
 def _beside(said: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes that need not be said; 0: the usual."""
     ffn = said.get("intermediate_size") or said.get("n_inner") or said.get("ffn_dim") or 0
-    return {"kv_heads": said.get("num_key_value_heads") or 0, "ffn": ffn}
+    return {"kv_heads": said.get("num_key_value_heads") or 0, "ffn": ffn, "head": said.get("head_dim") or 0}
 
 
 def _experts(said: Mapping[str, Any]) -> int:

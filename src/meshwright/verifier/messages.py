@@ -41,7 +41,8 @@ class Stated:
         if lengths not in self._plans:
             batch = self._case.rows(self._case.plan, rank)(step)
             self._plans[lengths] = self._case.plan if batch is None else self._case.on(batch)
-        return self._plans[lengths].at(rank).of_rows(rows)
+        there = self._plans[lengths].at(rank)
+        return there if rows == there.micro_batch else there.of_rows(rows)
 
 
 def planned_messages(plan: Plan, micros: Sequence[Plan] = ()) -> list[Message]:

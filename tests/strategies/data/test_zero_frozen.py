@@ -1,5 +1,6 @@
 """ZeRO with frozen weights of any dtype beside trained ones in a block: cut into shards as they are, never summed, exact."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -186,7 +187,7 @@ def test_whole_numbers_do_not_blunt_the_comparison_of_the_floats_beside_them():
                 subject.parameters["layers.0.shift"].add_(2e-10)  # a hundredth of what an int8 of 127 would excuse
             return subject
 
-        return type(case)(case.plan, case.alone, case.loss, spoiled, case.make_dice, case.rows)
+        return replace(case, make_subject=spoiled)
 
     assert not verdict_of(case_of(reading, plan), steps=1, on_rank=off).passed
 
