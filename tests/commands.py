@@ -6,12 +6,14 @@ broken on purpose.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 import psutil
 import pytest
@@ -139,15 +141,19 @@ def lay_out(folder: Path, **tables: object) -> Path:
 Said = tuple[int, str, str]  # exit code, stdout, stderr
 
 
+def _hears_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Command:
     """`meshwright ARGV...` as a process of its own; `close` ends it and everything below it."""
 
     def __init__(self, *argv: object, launcher: tuple[str, ...] = ()) -> None:
         words = [sys.executable, "-m", *launcher, *([] if launcher else ["meshwright"]), *map(str, argv)]
         self._out, self._err = TemporaryFile(), TemporaryFile()  # noqa: SIM115  closed by close()
-        self.process = subprocess.Popen(
-            words, env=ENV, stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._err, start_new_session=True
-        )
+        how: dict[str, Any] = {"env": ENV, "stdin": subprocess.DEVNULL, "stdout": self._out, "stderr": self._err}
+        # what a shell starts in the background ignores Ctrl-C, and so would all below it
+        self.process = subprocess.Popen(words, start_new_session=True, preexec_fn=_hears_ctrl_c, **how)
         self._seen: dict[int, psutil.Process] = {}
 
     def printed(self) -> str:
