@@ -112,7 +112,8 @@ def elsewhere(shipped: Sequence[Run]) -> dict[str, dict[str, object]]:
     unseen, _ = timed(UNSEEN)
     found = scores(unseen, learnt([*unseen, *shipped]))
     show(found, ())
-    off = {run.key: abs(measured(run).predicted(run.machine.rates) / measured(run).seconds - 1) for run in unseen}
+    steps = {run.key: measured(run) for run in unseen}
+    off = {key: abs(each.predicted(each.machine.rates) / each.seconds - 1) for key, each in steps.items()}
     alone = {score.source: fmean(off[run.key] for run in unseen if run.source == score.source) for score in found}
     return {score.source: {**score.as_dict(), "alone": alone[score.source]} for score in found}
 

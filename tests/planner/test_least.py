@@ -8,21 +8,13 @@ import pytest
 
 from meshwright.planner.choices import batches, meshes, over, turns
 from meshwright.planner.hardware import machine
-from meshwright.planner.layout import ALL, BOTH, FOLDED, HALVES, Order
 from meshwright.planner.least import EXACT, a_row
 from meshwright.planner.search import Alike
 from meshwright.planner.shapes import Shape
 from meshwright.planner.sketch import parts, step
 from meshwright.planner.wish import Wish
+from meshwright.verbs.fixing import ORDERS
 
-ORDERS = {
-    "1f1b": (Order(), 1),
-    "interleaved": (Order(), 0),
-    "zb_h1": (HALVES, 1),
-    "zb_v": (FOLDED, 2),
-    "gpipe": (ALL, 1),
-    "dualpipe": (BOTH, 1),
-}
 SMALL = Shape("small", 7, 1536, 12, kv_heads=4, vocab=32_000, sequence=8192)
 
 

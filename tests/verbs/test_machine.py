@@ -8,10 +8,12 @@ import pytest
 from meshwright.core.errors import PlanError
 from meshwright.core.mesh import Mesh
 from meshwright.planner.layout import Layout
+from meshwright.planner.learnt import Learnt
 from meshwright.planner.shapes import Shape
 from meshwright.planner.sketch import step
 from meshwright.run.cluster import write_cluster
 from meshwright.run.config import read_request
+from meshwright.run.past import past
 from meshwright.run.profile import write_profile
 from meshwright.strategies import STRATEGIES
 from meshwright.verbs.choose import Asked, as_dict, choose
@@ -76,17 +78,21 @@ def test_a_faster_run_than_the_hardware_allows_is_doubted(
 
 def test_what_a_run_cannot_teach_is_refused(files: tuple[str, str], tmp_path: Path):
     known, _ = machine_for(files[0], 2, files[1], "", shapes)
+
+    def learned(folder: Path) -> Learnt:
+        return learn(folder, past(folder), known, shapes)
+
     with pytest.raises(PlanError, match="the run computed on NVIDIA A100-SXM4-80GB, and the plan is for Abacus 7"):
-        learn(run_folder(tmp_path / "a", device="NVIDIA A100-SXM4-80GB"), known, shapes)
+        learned(run_folder(tmp_path / "a", device="NVIDIA A100-SXM4-80GB"))
     with pytest.raises(PlanError, match="the run has 'naive', which plans that are chosen do not have"):
-        learn(run_folder(tmp_path / "b", store="naive"), known, shapes)
+        learned(run_folder(tmp_path / "b", store="naive"))
     folder = run_folder(tmp_path / "c")
     (folder / "plan.toml").unlink()
     with pytest.raises(PlanError, match=r"there is no plan.toml in"):
-        learn(folder, known, shapes)
+        learned(folder)
     more = ', { name = "pipeline", schedule = "zb_2p" }'
     with pytest.raises(PlanError, match="the run's schedule is 'zb_2p'"):
-        learn(run_folder(tmp_path / "d", more=more), known, shapes)
+        learned(run_folder(tmp_path / "d", more=more))
 
 
 def test_a_gpu_is_known_by_what_its_driver_calls_it(tmp_path: Path):

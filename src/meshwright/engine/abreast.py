@@ -34,7 +34,7 @@ from meshwright.model.captured import marks
 from meshwright.model.course import Place
 from meshwright.model.drive import Drive
 from meshwright.model.glue import is_plain
-from meshwright.model.remembered import forget_fakes
+from meshwright.model.remembered import caches, forget_in
 from meshwright.model.trial import depends_on_values
 from meshwright.model.values import leaves, mapped, swap, tensors
 
@@ -55,6 +55,7 @@ class Abreast:
         for index, stage in reversed(list(enumerate(plan.space.stages))):  # of several that have a block the first one runs it
             self._owners |= {block_of(visit): index for visit in stage}
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)  # one for good: a cache may live on
+        self._caches = caches(state.subject.module)
         self._blanks: dict[str, list[dict[str, Any]]] = {}
         self._cut = {name: home.weight.shape for home in plan.space.logical if home.cut for name in home.weight.names}
         self._divided = {state.subject.module.get_submodule(call.name) for call in plan.space.anatomy.calls}
@@ -120,7 +121,7 @@ class Abreast:
             return self._foretold(name, swap(given, back), why, error)
         finally:
             swap(given, back)
-            forget_fakes(self._state.subject.module)
+            forget_in(self._caches)
 
     @contextmanager
     def _blank(self, name: str) -> Iterator[None]:

@@ -30,7 +30,7 @@ from meshwright.model.handed import distinct
 from meshwright.model.late import HOOKS, INSIDE, Late
 from meshwright.model.only import Dealt
 from meshwright.model.paths import leaf_names
-from meshwright.model.remembered import forget_fakes
+from meshwright.model.remembered import caches, forget_in
 from meshwright.model.values import leaves, storage_of, tensors
 
 REPAIR = f"compute with tensors there, or {LARGER}"
@@ -67,7 +67,7 @@ class _Following(TorchFunctionMode):
 
     def __init__(self, module: nn.Module, enter: Callable[[str], None], drawn: Callable[[], int], dealt: Dealt | None) -> None:
         super().__init__()
-        self.record, self._module = Record(), module
+        self.record, self._caches = Record(), caches(module)
         self._late = Late(self.record)
         self._parameters = {id(parameter): name for name, parameter in module.named_parameters()}
         self._buffers = {id(buffer): name for name, buffer in module.named_buffers()}
@@ -86,7 +86,7 @@ class _Following(TorchFunctionMode):
         if torch.is_grad_enabled() != self._grad:
             return run(*args, **kwargs)
         self._busy = True
-        forget_fakes(self._module)  # a table that blocks ask a cache for is made by each of them
+        forget_in(self._caches)  # a table that blocks ask a cache for is made by each of them
         self._calls[name] = self._calls.get(name, 0) + 1
         self._visit = visit = visit_of(name, self._calls[name])
         self.record.visits.append(visit)

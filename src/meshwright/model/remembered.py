@@ -10,7 +10,7 @@ A cache may be emptied whenever one likes; so those that hold fakes are.
 import functools
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CellType, FunctionType
 from typing import Any
 
@@ -23,11 +23,21 @@ Cache = functools._lru_cache_wrapper
 
 
 def forget_fakes(module: nn.Module) -> None:
-    """Empty the caches of the code of `module`, its classes and the files where these are written, that hold fake tensors."""
-    for kind in {type(each) for each in module.modules()}:
-        for cache in _caches(kind):
-            if any(isinstance(tensor, FakeTensor) for tensor in tensors(_held(cache))):
-                cache.cache_clear()
+    """Empty the caches of the code of `module` that hold fake tensors."""
+    forget_in(caches(module))
+
+
+def caches(module: nn.Module) -> tuple[Cache, ...]:
+    """Those of the classes of `module`, and of the files where these are written: for who forgets often."""
+    found = {id(cache): cache for kind in {type(each) for each in module.modules()} for cache in _caches(kind)}
+    return tuple(found.values())
+
+
+def forget_in(found: Iterable[Cache]) -> None:
+    """Empty those of the caches that hold fake tensors."""
+    for cache in found:
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors(_held(cache))):
+            cache.cache_clear()
 
 
 def _held(cache: Cache) -> list[Any]:

@@ -13,6 +13,7 @@ limit there is a layout that fits, and one step further none.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from math import lcm
 
 from meshwright.planner.choices import batches, may_fit, meshes, over
@@ -127,15 +128,7 @@ def _longest(of: Callable[[int], Wish], mesh: Layout, step: int, beyond: int, mo
         return steps * step < most and may_fit(asked, divided) and any(_room(asked, layout) for layout in _fewest(asked, divided))
 
     low = max(beyond, 2 * mesh.cp - 1) // step + 1
-    if not enough(low):
-        return 0
-    high = 2 * low
-    while enough(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if enough(middle) else (low, middle)
-    return low * step
+    return _most(enough, low) * step if enough(low) else 0
 
 
 def _layers(wish: Wish, keep: int) -> Limit | None:
@@ -143,19 +136,10 @@ def _layers(wish: Wish, keep: int) -> Limit | None:
         return replace(wish, shape=replace(wish.shape, layers=layers))
 
     least = next((layers for layers in range(1, 1 + max(1, wish.fixed.get("pp", 8))) if fits(of(layers))), 0)
-    return _found("layers", of, 1, keep, least) if least else None
-
-
-def _found(what: str, of: Callable[[int], Wish], unit: int, keep: int, least: int = 1) -> Limit | None:
-    """The most units that fit; `least` of them do."""
-    low, high = least, 2 * least
-    while high * unit < MOST and fits(of(high * unit)):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(of(middle * unit)) else (low, middle)
-    wish, beyond = of(low * unit), (low + 1) * unit
-    return Limit(what, low * unit, wish, search(wish, keep), beyond, stopped(of(beyond)))
+    if not least:
+        return None
+    layers = _most(lambda layers: fits(of(layers)), least)
+    return Limit("layers", layers, of(layers), search(of(layers), keep), layers + 1, stopped(of(layers + 1)))
 
 
 def _batch(wish: Wish, keep: int) -> Limit | None:
@@ -167,7 +151,7 @@ def _batch(wish: Wish, keep: int) -> Limit | None:
             each = mesh.dp * micros
             least = best[0] // each + 1 if best else 1
             if given is None and _room(wish, layout, least):
-                rows = _most(wish, layout, least)
+                rows = _most(partial(_room, wish, layout), least)
                 best = rows * each, (rows + 1) * each, replace(layout, micro_batch=rows + 1)
             elif given is not None and given >= least and _room(wish, layout, given):
                 best = given * each, (given + 1) * each, replace(layout, micro_batch=given + 1)
@@ -183,14 +167,14 @@ def _room(wish: Wish, layout: Layout, rows: float = 0) -> bool:
     return footprint(wish.shape, replace(layout, micro_batch=rows or layout.micro_batch)).total <= wish.memory
 
 
-def _most(wish: Wish, layout: Layout, low: int) -> int:
-    """The most rows that fit at once; `low` of them do."""
+def _most(enough: Callable[[int], bool], low: int) -> int:
+    """The most of which there is `enough`, as there is of `low`: doubled until there is not, and bisected."""
     high = 2 * low
-    while high < MOST and _room(wish, layout, high):
+    while high < MOST and enough(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if _room(wish, layout, middle) else (low, middle)
+        low, high = (middle, high) if enough(middle) else (low, middle)
     return low
 
 

@@ -48,8 +48,7 @@ def machine_for(
     faults: list[Fault] = []
     found = gathered(faults, machine_of, hardware, MOST_DEVICES if more else count)
     links = gathered(faults, read_cluster, Path(cluster)) if cluster else None
-    if run:
-        gathered(faults, past, Path(run))
+    was = gathered(faults, past, Path(run)) if run else None
     if found is None or faults:
         raise PlanError.of(faults)
     notes: list[str] = []
@@ -63,8 +62,8 @@ def machine_for(
         notes.append(
             f"a device is {profile.threads} threads of {profile.device}{beside}: ranks of a host need as many cores each"
         )
-    if run:
-        learnt = learn(Path(run), found, shapes)
+    if was is not None:
+        learnt = learn(Path(run), was, found, shapes)
         notes.append(f"learnt from {learnt}")
         found = taught(found, learnt)
         if found.rates.product > 1:
@@ -73,12 +72,11 @@ def machine_for(
     return replace(found, count=count), notes
 
 
-def learn(folder: Path, given: Machine, shapes: Shapes) -> Learnt:
-    """How much longer than planned on `given` the run in `folder` computed and sent.
+def learn(folder: Path, was: Past, given: Machine, shapes: Shapes) -> Learnt:
+    """How much longer than planned on `given` the run in `folder`, as it `was`, computed and sent.
 
-    Raises PlanError when it is no run, had too few steps, computed on another device, or has a plan that is not sketched.
+    Raises PlanError when it computed on another device, or has a plan that is not sketched.
     """
-    was = past(folder)
     if not _is(given.device, was.device):
         text = f"the run computed on {was.device}, and the plan is for {given.device.name}"
         fix = "name a run on such a device, or plan for the device of the run; a [device] table says with `like` or `measured`"
