@@ -1,231 +1,99 @@
-"""Writes the pages that follow from the source: one per technique and algorithm, indices, tables of kinds and collectives.
+"""Writes the pages that follow from the source, from results and from the schema.
 
-    python -m docs.generate          writes docs/{techniques,algorithms}/*.md, docs/{actions,collectives,models,combinations}.md
+    python -m docs.generate          writes the pages
     python -m docs.generate --check  writes nothing; fails when a page is not up to date
 
-Nothing is imported, only read: a technique's page is the essay at the top of its file. An action kind is whatever stands
-literally in `Action("KIND", ...)`; its meaning is found in the essay of the module that owns it, as a column
-
-    KIND    what it does        OTHER   what that does
-
-or in a sentence as `KIND (what it does)`. The owner is the module that makes actions of this kind, or, when several do,
-the first of them in which the kind is described.
+Techniques, algorithms, action kinds and collectives are read from module docstrings, without importing anything. The config,
+command and API references import the package, but not torch.
 """
 
 import argparse
 import ast
-import json
-import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from docs.algorithm_pages import algorithm_pages
-from docs.combination_page import combination_page
-from docs.essay import NOTE, PACKAGE, Essay, cell, markdown
+from docs.generator.action_page import action_page, described, kinds
+from docs.generator.algorithm_pages import algorithm_pages
+from docs.generator.benchmark_page import benchmark_page
+from docs.generator.combination_page import combination_page
+from docs.generator.essay import NOTE, PACKAGE, Essay, markdown
+from docs.generator.essay import essays as read_essays
+from docs.generator.model_page import model_page
+from docs.generator.technique_pages import SHARED, technique_pages, techniques
 
 ROOT = Path(__file__).parents[1]
-# what the techniques of a family share: no technique itself
-SHARED = (
-    *(f"pipeline/{name}" for name in ("counts", "crossing", "fill", "greedy", "order", "routes", "schedules", "spans")),
-    *(
-        f"sequence/{name}"
-        for name in ("asked", "between", "circle", "dealt", "heads", "kernel", "plain", "regions", "room", "rounds", "seen")
-    ),
-    *(f"tensor/{name}" for name in ("booking", "joined", "overlap", "refusals", "ways")),
-)
-FOLDERS = ("docs/techniques", "docs/algorithms")
-COVERAGE, COVERAGE_SOURCE = "benchmarks/results/model_coverage.json", "benchmarks/model_coverage.py"
+FOLDERS = ("docs/techniques", "docs/algorithms", "docs/reference/api")
+GROUP = f"{PACKAGE}/comm/collectives/group.py"
 
-
-@dataclass(frozen=True)
-class Kind:
-    """An action kind, the module that owns it, and its meaning; empty where no essay describes it."""
-
-    name: str
-    owner: str
-    meaning: str
+__all__ = ["SHARED", "described", "essays", "kinds", "main", "markdown", "pages", "stale", "techniques", "write"]
 
 
 def essays(root: Path = ROOT) -> list[Essay]:
-    """Every module of the package, organ by organ; `core` first, because its words are defined first."""
-    paths = sorted((root / PACKAGE).rglob("*.py"), key=lambda path: ("core" not in path.parts, path.as_posix()))
-    trees = [(path.relative_to(root).as_posix(), ast.parse(path.read_text(encoding="utf-8"))) for path in paths]
-    # Not cleaned: a module's docstring stands at the margin, and cleaning could move an indented picture there.
-    return [Essay(path, tree, (ast.get_docstring(tree, clean=False) or "").strip()) for path, tree in trees]
-
-
-def techniques(modules: Iterable[Essay]) -> list[Essay]:
-    """The modules `strategies/FAMILY/NAME.py`, but for what those of a family share.
-
-    Raises ValueError when two families have a technique of one name, because names stand alone in plan files.
-    """
-    found = [essay for essay in modules if re.fullmatch(rf"{PACKAGE}/strategies/\w+/[a-z]\w*\.py", essay.path)]
-    found = [essay for essay in found if f"{essay.family}/{essay.name}" not in SHARED]
-    names = [essay.name for essay in found]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"techniques of the same name in two families: {', '.join(twice)}; a plan names them alone: rename one")
-    return found
-
-
-def kinds(modules: Iterable[Essay]) -> list[Kind]:
-    """Every action kind that the package makes, with its owner and meaning, in the order of the modules."""
-    modules = list(modules)
-    makers: dict[str, list[Essay]] = {}
-    for essay in modules:
-        for name in _made(essay.tree):
-            makers.setdefault(name, []).append(essay)
-    return [_kind(name, making, modules) for name, making in makers.items()]
-
-
-def _made(tree: ast.Module) -> Iterator[str]:
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    for node in sorted(found, key=lambda call: (call.lineno, call.col_offset)):
-        if isinstance(node.func, ast.Name) and node.func.id == "Action":
-            given = [*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "kind")]
-            yield from (arg.value for arg in given if isinstance(arg, ast.Constant) and isinstance(arg.value, str))
-    for bind in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "bind"):
-        named = (node.value for node in ast.walk(bind) if isinstance(node, ast.Constant))
-        yield from (name for name in named if isinstance(name, str) and name.isupper())
-
-
-def _kind(name: str, making: list[Essay], modules: list[Essay]) -> Kind:
-    owners = [essay for essay in making if described(name, essay.text)] or making[:1]
-    told = [meaning for essay in (*making, *modules) if (meaning := described(name, essay.text))]
-    return Kind(name, owners[0].path, told[0] if told else "")
-
-
-def described(kind: str, text: str) -> str:
-    """The meaning of `kind` in an essay: from a column, else from a sentence; empty when it is not described."""
-    column = re.search(rf"^ +(?:.*\S {{3,}})?{re.escape(kind)} {{2,}}(?=[a-z])(.+?)(?: {{3,}}|$)", text, re.MULTILINE)
-    sentence = re.search(rf"\b{re.escape(kind)} \(([^)]+)\)", text)
-    found = column or sentence
-    return " ".join(found.group(1).split()) if found else ""
+    """Returns every module of the package with its docstring."""
+    return read_essays(root)
 
 
 def pages(root: Path = ROOT) -> dict[str, str]:
-    """The text of every generated page by its path relative to the repository."""
+    """Returns the text of every generated page by its path relative to the repository."""
     modules = essays(root)
-    found = techniques(modules)
-    made = {f"docs/techniques/{essay.name}.md": _technique_page(essay) for essay in found}
-    made["docs/techniques/README.md"] = _index_page(found)
-    made |= algorithm_pages(modules)
-    made["docs/actions.md"] = _actions_page(kinds(modules))
+    made = technique_pages(modules) | algorithm_pages(modules) | action_page(modules) | _collectives_page(modules)
+    made |= model_page(root, modules) | combination_page(root) | benchmark_page(root)
+    return made | (_imported_pages() if root == ROOT else {})
+
+
+def _imported_pages() -> dict[str, str]:
+    """The pages that need the package itself; imported here, so that the others can be made without its dependencies."""
+    from docs.generator.api_pages import api_pages
+    from docs.generator.cli_page import cli_page
+    from docs.generator.config_page import config_page
+
+    return api_pages() | cli_page() | config_page()
+
+
+def _collectives_page(modules: Iterable[Essay]) -> dict[str, str]:
+    """What the class `Group` says: what goes into every collective, what comes out, and what is sent."""
     for essay in modules:
-        if essay.path == f"{PACKAGE}/comm/group.py":
-            made["docs/collectives.md"] = _collectives_page(essay)
-    if (root / COVERAGE).exists():
-        made["docs/models.md"] = _models_page(root, modules)
-    return made | combination_page(root)
-
-
-def _technique_page(essay: Essay) -> str:
-    head = [f"# {essay.name}", "", NOTE.format(origin=essay.path), "", f"Family: {essay.family}. Source: `{essay.path}`.", ""]
-    return "\n".join([*head, markdown(essay.text), ""])
-
-
-def _index_page(found: Iterable[Essay]) -> str:
-    head = [
-        "# Techniques",
-        "",
-        NOTE.format(origin=f"{PACKAGE}/strategies"),
-        "",
-        "| technique | family | idea |",
-        "| --- | --- | --- |",
-    ]
-    rows = [f"| [{essay.name}]({essay.name}.md) | {essay.family} | {cell(essay.idea)} |" for essay in found]
-    return "\n".join([*head, *rows, ""])
-
-
-def _actions_page(found: Iterable[Kind]) -> str:
-    head = ["# Action kinds", "", NOTE.format(origin=PACKAGE), "", "| kind | owner | meaning |", "| --- | --- | --- |"]
-    rows = [f"| `{kind.name}` | `{kind.owner}` | {cell(kind.meaning)} |" for kind in found]
-    return "\n".join([*head, *rows, ""])
-
-
-def _collectives_page(essay: Essay) -> str:
-    """What stands at the class `Group`: what goes into every collective, what comes out, and what is sent."""
-    group = next(node for node in essay.tree.body if isinstance(node, ast.ClassDef) and node.name == "Group")
-    head = ["# Collectives", "", NOTE.format(origin=essay.path), ""]
-    return "\n".join([*head, markdown(ast.get_docstring(group) or ""), ""])
-
-
-def _models_page(root: Path, modules: Iterable[Essay]) -> str:
-    """The essay of the coverage benchmark, its result family by family, and the roles of sockets."""
-    measured = json.loads((root / COVERAGE).read_text(encoding="utf-8"))
-    essay = ast.get_docstring(ast.parse((root / COVERAGE_SOURCE).read_text(encoding="utf-8")), clean=False) or ""
-    roles = next(module.text for module in modules if module.path == f"{PACKAGE}/model/sockets.py")
-    held = "It holds" if measured["holds"] else "It does NOT hold"
-    when = f"{measured['date'][:10]}, commit {_short(measured['commit'])}, {_versions(measured['versions'])}"
-    lines = [
-        *(
-            "# Models",
-            "",
-            NOTE.format(origin=f"{COVERAGE_SOURCE} and its result"),
-            "",
-            markdown(essay.strip()),
-            "",
-            "## Families",
-            "",
-        ),
-        f"Claim: {measured['claim']}. {held}: {measured['median']:.0f} of {len(measured['values'])} families. {when}.",
-        *("", "| family | class | from | blocks in visits | sockets by role | declared | error at 2 | error at 3 | round trip |"),
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-        *map(_family_row, measured["detail"]["families"]),
-        *("", "## Sockets and their roles", "", markdown(roles), ""),
-    ]
-    return "\n".join(lines)
-
-
-def _family_row(row: Mapping[str, Any]) -> str:
-    errors = [f"{error:.1e}" for error in row["errors"].values()]
-    said = (row["family"], f"`{row['class']}`", row["source"], row["blocks"], row["sockets"], row["declared"])
-    trip = row["round_trip"]
-    return "| " + " | ".join([*map(cell, said), *errors, f"{trip['difference']:.1e} ({cell(trip['compared'])})"]) + " |"
-
-
-def _short(commit: str) -> str:
-    return commit[:12] + ("-dirty" if commit.endswith("-dirty") else "")
-
-
-def _versions(found: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {found[name]}" for name in ("torch", "transformers") if name in found)
+        if essay.path == GROUP:
+            group = next(node for node in essay.tree.body if isinstance(node, ast.ClassDef) and node.name == "Group")
+            head = ["# Collectives", "", NOTE.format(origin=essay.path), ""]
+            return {"docs/reference/collectives.md": "\n".join([*head, markdown(ast.get_docstring(group) or ""), ""])}
+    return {}
 
 
 def stale(root: Path = ROOT) -> list[str]:
-    """What is not up to date, one sentence per page: missing, different, or of a technique that is gone."""
+    """Returns what is not up to date, one sentence per page: missing, different, or of something that is gone."""
     made = pages(root)
-    kept = {path.relative_to(root).as_posix() for folder in FOLDERS for path in (root / folder).glob("*.md")}
-    said = [f"{path} is missing" for path in made if not (root / path).exists()]
-    said += [
-        f"{path} is not up to date" for path, text in made.items() if (root / path).exists() and (root / path).read_text() != text
-    ]
-    return said + [f"{path} describes nothing that is there" for path in sorted(kept - set(made))]
+    found = [f"{path} is missing" for path in made if not (root / path).exists()]
+    present = {path: text for path, text in made.items() if (root / path).exists()}
+    found += [f"{path} is not up to date" for path, text in present.items() if (root / path).read_text() != text]
+    return found + [f"{path} describes nothing that is there" for path in sorted(_generated(root) - set(made))]
 
 
 def write(root: Path = ROOT) -> list[str]:
-    """Write every page, remove those of techniques that are gone; return the paths written."""
+    """Writes every page and removes those of techniques that are gone; returns the paths written."""
     made = pages(root)
-    for path in (path for folder in FOLDERS for path in (root / folder).glob("*.md")):
-        if path.relative_to(root).as_posix() not in made:
-            path.unlink()
+    for path in _generated(root) - set(made):
+        (root / path).unlink()
     for name, text in made.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text, encoding="utf-8")
     return sorted(made)
 
 
+def _generated(root: Path) -> set[str]:
+    """The pages in folders that hold generated pages only."""
+    return {path.relative_to(root).as_posix() for folder in FOLDERS for path in (root / folder).rglob("*.md")}
+
+
 def main() -> int:
-    """Write the pages, or with --check say which are not up to date; returns the exit status."""
+    """Writes the pages, or with --check says which are not up to date; returns the exit status."""
     parser = argparse.ArgumentParser(description="Write the documentation pages that follow from the source.")
     parser.add_argument("--check", action="store_true", help="write nothing, fail when a page is not up to date")
     if parser.parse_args().check:
-        said = stale()
-        print("\n".join([*said, "run: make docs"]) if said else "every page is up to date")
-        return 1 if said else 0
+        found = stale()
+        print("\n".join([*found, "run: make docs"]) if found else "every page is up to date")
+        return 1 if found else 0
     print("\n".join(write()))
     return 0
 

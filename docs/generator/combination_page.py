@@ -1,4 +1,4 @@
-"""The page of combinations: which techniques were tried together, with what outcome, and for which reasons plans are refused."""
+"""Makes the page of combinations: which techniques were tried together, with what outcome, and why plans are refused."""
 
 import ast
 import json
@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from docs.essay import NOTE, cell, markdown
+from docs.generator.essay import NOTE, cell, markdown
 
 RESULT, SOURCE = "benchmarks/results/random_plans.json", "benchmarks/random_plans.py"
 REVIEWED = "benchmarks/combinations.toml"
-PAGE = "docs/combinations.md"
+PAGE = "docs/reference/combinations.md"
 
 
 def combination_page(root: Path) -> dict[str, str]:

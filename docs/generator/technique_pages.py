@@ -1,0 +1,79 @@
+"""Makes the pages of the techniques: one per module of `parallel/`, from the essay at its top, and their index."""
+
+from collections.abc import Iterable
+from pathlib import PurePosixPath
+
+from docs.generator.essay import NOTE, PACKAGE, Essay, cell, markdown
+
+SOURCE = f"{PACKAGE}/parallel"
+FOLDER = "docs/techniques"
+# modules of `parallel/` that several techniques share: no technique themselves
+SHARED = (
+    *(
+        f"context/{name}"
+        for name in (
+            "attention_inputs",
+            "attention_kernel",
+            "head_exchange",
+            "mask_blocks",
+            "memory_model",
+            "ring_attention",
+            "sequence_sharding",
+        )
+    ),
+    "pipeline/send_recv",
+    *(f"pipeline/schedules/{name}" for name in ("list_scheduler", "registry", "schedule")),
+    *(f"tensor/{name}" for name in ("comm_accounting", "comm_overlap", "layer_sharding", "validation")),
+)
+TITLES = {
+    "data": "Data parallelism",
+    "memory": "Memory",
+    "tensor": "Tensor parallelism",
+    "context": "Context parallelism",
+    "pipeline": "Pipeline parallelism",
+    "pipeline/schedules": "Pipeline schedules",
+}
+
+
+def techniques(modules: Iterable[Essay]) -> list[Essay]:
+    """Returns the modules `parallel/FAMILY/NAME.py`, without those that several techniques share.
+
+    Raises ValueError when two families have a technique of one name, because a plan file names a technique alone.
+    """
+    found = [essay for essay in modules if essay.path.startswith(f"{SOURCE}/") and "/" in place(essay)]
+    found = [essay for essay in found if place(essay) not in SHARED and essay.name != "__init__"]
+    names = [essay.name for essay in found]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        text = f"techniques of the same name in two families: {', '.join(twice)}"
+        raise ValueError(f"{text}; a plan names them alone: rename one")
+    return found
+
+
+def place(essay: Essay) -> str:
+    """Returns the path of a technique below `parallel/`, without its suffix: `data/zero`."""
+    return str(PurePosixPath(essay.path).relative_to(SOURCE).with_suffix(""))
+
+
+def technique_pages(modules: Iterable[Essay]) -> dict[str, str]:
+    """Returns the text of every page by its path."""
+    found = techniques(modules)
+    pages = {f"{FOLDER}/{place(essay)}.md": _page(essay) for essay in found}
+    return pages | ({f"{FOLDER}/index.md": _index(found)} if found else {})
+
+
+def _page(essay: Essay) -> str:
+    family = str(PurePosixPath(place(essay)).parent)
+    head = [f"# {essay.name}", "", NOTE.format(origin=essay.path), "", f"Family: {family}. Source: `{essay.path}`.", ""]
+    return "\n".join([*head, markdown(essay.text), ""])
+
+
+def _index(found: list[Essay]) -> str:
+    lines = ["# Techniques", "", NOTE.format(origin=SOURCE), ""]
+    families = list(dict.fromkeys(str(PurePosixPath(place(essay)).parent) for essay in found))
+    for family in sorted(families, key=lambda name: (list(TITLES).index(name) if name in TITLES else len(TITLES), name)):
+        members = [essay for essay in found if str(PurePosixPath(place(essay)).parent) == family]
+        lines += [f"## {TITLES.get(family, family)}", "", "| technique | idea |", "| --- | --- |"]
+        lines += [f"| [{essay.name}]({place(essay)}.md) | {cell(essay.idea)} |" for essay in members]
+        lines += ["", "```{toctree}", ":hidden:", "", *(place(essay) for essay in members), "```", ""]
+    return "\n".join(lines)
