@@ -29,12 +29,14 @@ from docs.essay import NOTE, PACKAGE, Essay, cell, markdown
 ROOT = Path(__file__).parents[1]
 # what the techniques of a family share: no technique itself
 SHARED = (
-    *(f"pipeline/{name}" for name in ("counts", "crossing", "fill", "greedy", "order", "routes", "schedules", "spans")),
+    "pipeline/send_recv",
+    *(f"schedules/{name}" for name in ("list_scheduler", "registry", "schedule")),
     *(
-        f"sequence/{name}"
-        for name in ("asked", "between", "circle", "dealt", "heads", "kernel", "plain", "regions", "room", "rounds", "seen")
+        f"context/{name}"
+        for name in ("attention_inputs", "attention_kernel", "head_exchange", "mask_blocks", "memory_model", "ring_attention")
     ),
-    *(f"tensor/{name}" for name in ("booking", "joined", "overlap", "refusals", "ways")),
+    "context/sequence_sharding",
+    *(f"tensor/{name}" for name in ("comm_accounting", "comm_overlap", "layer_sharding", "validation")),
 )
 FOLDERS = ("docs/techniques", "docs/algorithms")
 COVERAGE, COVERAGE_SOURCE = "benchmarks/results/model_coverage.json", "benchmarks/model_coverage.py"
@@ -50,19 +52,19 @@ class Kind:
 
 
 def essays(root: Path = ROOT) -> list[Essay]:
-    """Every module of the package, organ by organ; `core` first, because its words are defined first."""
-    paths = sorted((root / PACKAGE).rglob("*.py"), key=lambda path: ("core" not in path.parts, path.as_posix()))
+    """Every module of the package, organ by organ; `plan` first, because its words are defined first."""
+    paths = sorted((root / PACKAGE).rglob("*.py"), key=lambda path: ("plan" not in path.parts, path.as_posix()))
     trees = [(path.relative_to(root).as_posix(), ast.parse(path.read_text(encoding="utf-8"))) for path in paths]
     # Not cleaned: a module's docstring stands at the margin, and cleaning could move an indented picture there.
     return [Essay(path, tree, (ast.get_docstring(tree, clean=False) or "").strip()) for path, tree in trees]
 
 
 def techniques(modules: Iterable[Essay]) -> list[Essay]:
-    """The modules `strategies/FAMILY/NAME.py`, but for what those of a family share.
+    """The modules `parallel/FAMILY/NAME.py`, but for what those of a family share.
 
     Raises ValueError when two families have a technique of one name, because names stand alone in plan files.
     """
-    found = [essay for essay in modules if re.fullmatch(rf"{PACKAGE}/strategies/\w+/[a-z]\w*\.py", essay.path)]
+    found = [essay for essay in modules if re.fullmatch(rf"{PACKAGE}/parallel/\w+/(schedules/)?[a-z]\w*\.py", essay.path)]
     found = [essay for essay in found if f"{essay.family}/{essay.name}" not in SHARED]
     names = [essay.name for essay in found]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -131,7 +133,7 @@ def _index_page(found: Iterable[Essay]) -> str:
     head = [
         "# Techniques",
         "",
-        NOTE.format(origin=f"{PACKAGE}/strategies"),
+        NOTE.format(origin=f"{PACKAGE}/parallel"),
         "",
         "| technique | family | idea |",
         "| --- | --- | --- |",
@@ -157,7 +159,7 @@ def _models_page(root: Path, modules: Iterable[Essay]) -> str:
     """The essay of the coverage benchmark, its result family by family, and the roles of sockets."""
     measured = json.loads((root / COVERAGE).read_text(encoding="utf-8"))
     essay = ast.get_docstring(ast.parse((root / COVERAGE_SOURCE).read_text(encoding="utf-8")), clean=False) or ""
-    roles = next(module.text for module in modules if module.path == f"{PACKAGE}/model/sockets.py")
+    roles = next(module.text for module in modules if module.path == f"{PACKAGE}/model/tensor_parallel/layer_roles.py")
     held = "It holds" if measured["holds"] else "It does NOT hold"
     when = f"{measured['date'][:10]}, commit {_short(measured['commit'])}, {_versions(measured['versions'])}"
     lines = [

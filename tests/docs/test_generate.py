@@ -28,11 +28,11 @@ x = Action("CAST"), Action("REDUCE")
 '''
 
 PACKAGE = {
-    "core/steps.py": STEPS,
-    "strategies/data/alpha.py": ALPHA,
-    "strategies/data/beta.py": BETA,
-    "strategies/data/__init__.py": '"""A family."""\n',
-    "strategies/__init__.py": '"""All families."""\n',
+    "plan/step/single_device.py": STEPS,
+    "parallel/data/alpha.py": ALPHA,
+    "parallel/data/beta.py": BETA,
+    "parallel/data/__init__.py": '"""A family."""\n',
+    "parallel/__init__.py": '"""All families."""\n',
     "engine/play.py": '"""Plays."""\nx = Action("LOST"), Action(kind), Other("OTHER")\n',
 }
 
@@ -76,14 +76,14 @@ def test_pages_are_up_to_date_once_written_and_not_after_a_change(root: Path):
     assert "docs/actions.md is missing" in stale(root)
     write(root)
     assert stale(root) == []
-    source = root / "src/meshwright/strategies/data/alpha.py"
+    source = root / "src/meshwright/parallel/data/alpha.py"
     source.write_text(source.read_text().replace("first", "very first"))
     assert stale(root) == ["docs/techniques/alpha.md is not up to date", "docs/techniques/README.md is not up to date"]
 
 
 def test_the_page_of_a_technique_that_is_gone_is_stale_and_then_removed(root: Path):
     write(root)
-    (root / "src/meshwright/strategies/data/beta.py").unlink()
+    (root / "src/meshwright/parallel/data/beta.py").unlink()
     assert "docs/techniques/beta.md describes nothing that is there" in stale(root)
     write(root)
     assert not (root / "docs/techniques/beta.md").exists()
@@ -107,7 +107,7 @@ def test_the_page_of_models_is_made_from_the_result_of_its_benchmark(root: Path)
     (root / "benchmarks/results").mkdir(parents=True)
     (root / "benchmarks/model_coverage.py").write_text('"""Which models train."""\n')
     (root / "src/meshwright/model").mkdir()
-    (root / "src/meshwright/model/sockets.py").write_text('"""Where weights split."""\n')
+    (root / "src/meshwright/model/tensor_parallel/layer_roles.py").write_text('"""Where weights split."""\n')
     result = root / "benchmarks/results/model_coverage.json"
     result.write_text(measured(2.5e-16, holds=True))
     assert "docs/models.md is missing" in stale(root)
@@ -126,7 +126,7 @@ def test_the_page_of_models_is_made_from_the_result_of_its_benchmark(root: Path)
 def test_the_page_of_collectives_is_what_stands_at_the_group(root: Path):
     assert "docs/collectives.md" not in write(root)
     (root / "src/meshwright/comm").mkdir()
-    source = root / "src/meshwright/comm/group.py"
+    source = root / "src/meshwright/comm/collectives/group.py"
     source.write_text('class Group:\n    """The ranks.\n\n        call    sent\n        send    S\n\n    In place.\n    """\n')
     assert "docs/collectives.md is missing" in stale(root)
     write(root)
@@ -137,8 +137,8 @@ def test_the_page_of_collectives_is_what_stands_at_the_group(root: Path):
 
 
 def test_two_techniques_of_one_name_are_refused(root: Path):
-    other = root / "src/meshwright/strategies/wire"
-    shutil.copytree(root / "src/meshwright/strategies/data", other)
+    other = root / "src/meshwright/parallel/wire"
+    shutil.copytree(root / "src/meshwright/parallel/data", other)
     with pytest.raises(ValueError, match=r"techniques of the same name in two families: alpha, beta; .* rename one"):
         techniques(essays(root))
 
