@@ -32,14 +32,13 @@ from benchmarks.method import Verdict, interval, overall
 from benchmarks.ranks import Ranks, Step
 from benchmarks.result import RESULTS, Result
 from meshwright.comm.algorithms import BACKEND, PLAIN, named
-from meshwright.comm.choice import choose, predicted
-from meshwright.comm.distributed import rendezvous
-from meshwright.comm.fitting import fitted, series_of, textbook
-from meshwright.comm.links import measure
-from meshwright.core.cluster import VERSION, Cluster, Fit, Timing
-from meshwright.core.link import Network
-from meshwright.core.mesh import AXES, Mesh
-from meshwright.core.units import size
+from meshwright.comm.tuning.allreduce_bench import measure
+from meshwright.comm.tuning.autoselect import choose, predicted
+from meshwright.comm.tuning.network_fit import fitted, series_of, textbook
+from meshwright.comm.world import rendezvous
+from meshwright.plan.hardware.network_model import VERSION, Cluster, Fit, Network, Timing
+from meshwright.plan.job.errors import size
+from meshwright.plan.sharding.mesh import AXES, Mesh
 
 NAME = "allreduce_model"
 CLAIM = (

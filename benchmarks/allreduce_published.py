@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.result import Result
-from meshwright.comm.fitting import banded
+from meshwright.comm.tuning.network_fit import banded
 
 NAME = "allreduce_published"
 CLAIM = "all-reduce times others published, one size left out: the banded model's mean error is below the two-parameter model's"

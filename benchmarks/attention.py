@@ -19,21 +19,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
-from meshwright.comm.group import World
-from meshwright.core.anatomy import Anatomy
-from meshwright.core.job import Job, Train
-from meshwright.core.layout import Place
-from meshwright.core.mesh import Mesh
-from meshwright.core.precision import Precision
-from meshwright.core.program import Action, Program, Transfer
-from meshwright.core.sources import DataSource, ModelSource
-from meshwright.core.space import Space
-from meshwright.core.steps import ROLE
-from meshwright.core.strategy import Strategy
-from meshwright.core.tokens import Attend, Passing, Tokens
-from meshwright.engine.inner import Inner
-from meshwright.model.attend import Asked, mask_of
-from meshwright.model.share import Share
+from meshwright.comm.collectives.group import World
+from meshwright.engine.forward.block_collectives import Inner
+from meshwright.model.sequence_parallel.attention_call import Asked, mask_of
+from meshwright.model.sequence_parallel.token_shard import Share
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.job import Job, Train
+from meshwright.plan.job.precision import Precision
+from meshwright.plan.model_spec.model_spec import Anatomy
+from meshwright.plan.model_spec.sequence_info import Attend, Passing, Tokens
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.placement import Place
+from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.step.action import Action, Program, Transfer
+from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.strategy import Strategy
 
 MASKS = ("none", "causal", "window", "prefix", "document", "documents", "padding", "bias")
 VISIT = "attention"

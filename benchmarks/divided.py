@@ -20,14 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.workloads import OPTIMIZER, VOCABULARY, WORKLOADS, Batches, join
 from meshwright.api import build, make_plan, read
-from meshwright.comm.collective import sent_bytes
-from meshwright.comm.distributed import TorchWorld
-from meshwright.comm.group import World
-from meshwright.core.job import Job, Train
-from meshwright.core.mesh import Mesh
-from meshwright.core.sources import DataSource, ModelSource
-from meshwright.engine.optimizers import parameter_groups
-from meshwright.strategies.tensor.line import Line
+from meshwright.comm.collectives.announce import sent_bytes
+from meshwright.comm.collectives.group import World
+from meshwright.comm.world import TorchWorld
+from meshwright.engine.optim.optimizers import parameter_groups
+from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.job import Job, Train
+from meshwright.plan.sharding.mesh import Mesh
 
 Step = Callable[[], object]
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")

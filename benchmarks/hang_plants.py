@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.comm.group import Group, Work
+from meshwright.comm.collectives.group import Group, Work
 
 WIDTH = 32
 

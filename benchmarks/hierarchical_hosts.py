@@ -31,15 +31,15 @@ from benchmarks.method import LEAST_ROUNDS, Interval, Rounds, Verdict, Window, i
 from benchmarks.ranks import Ranks
 from benchmarks.result import Result
 from meshwright.comm.algorithms import named
-from meshwright.comm.algorithms.pricing import seconds
+from meshwright.comm.algorithms.cost_model import seconds
 from meshwright.comm.algorithms.schedule import Algorithm
-from meshwright.comm.distributed import rendezvous
-from meshwright.comm.group import Group
-from meshwright.comm.meeting import Meeting
-from meshwright.core.link import Band, Link, Network
-from meshwright.core.mesh import AXES, Mesh
-from meshwright.testing.hosts import Hosts, hosts, missing
-from meshwright.testing.worker import Seat
+from meshwright.comm.collectives.group import Group
+from meshwright.comm.rendezvous import Meeting
+from meshwright.comm.world import rendezvous
+from meshwright.plan.hardware.network_model import Band, Link, Network
+from meshwright.plan.sharding.mesh import AXES, Mesh
+from meshwright.testing.rank_worker import Seat
+from tests.network.virtual_hosts import Hosts, hosts, missing
 
 NAME = "hierarchical_hosts"
 CLAIM = "2 hosts x 2 ranks at 100 Mbit/s: hierarchical all-reduce beats the flat ring by the predicted factor, within 20 %"
@@ -151,7 +151,7 @@ def contestants(made: Hosts, mib: int, ports: Iterator[int]) -> Iterator[list[Ra
                     name,
                     step,
                     SIZE,
-                    preload=("torch", "meshwright.comm.distributed"),
+                    preload=("torch", "meshwright.comm.world"),
                     seats=[made[host].seat for host in host_of],
                     meeting=Meeting(made[0].address, next(ports)),
                     mib=mib,

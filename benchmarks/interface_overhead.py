@@ -35,9 +35,9 @@ from benchmarks.method import LEAST_ROUNDS, WIDEST_AA, Cost, Figure, Interval, R
 from benchmarks.ranks import Build, Ranks
 from benchmarks.result import Result
 from benchmarks.workloads import HEAVY, fresh_store, joined, ours
-from meshwright.comm.collective import announce
-from meshwright.comm.processes import TorchGroup
-from meshwright.core.mesh import AXES
+from meshwright.comm.backends.process_group import TorchGroup
+from meshwright.comm.collectives.announce import announce
+from meshwright.plan.sharding.mesh import AXES
 
 CLAIM = (
     "gloo: through our interface an all_reduce costs at most 1.03 x the bare call at 64 MiB and 30 us more at 1 KiB; "

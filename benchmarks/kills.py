@@ -26,9 +26,9 @@ import psutil
 import torch
 
 from benchmarks import forked
-from meshwright.run.checkpoint import compare, load
-from meshwright.run.folders import listed, step_folder
-from meshwright.run.manifest import CheckpointError
+from meshwright.run.checkpoint.directories import listed, step_folder
+from meshwright.run.checkpoint.manifest import CheckpointError
+from meshwright.run.checkpoint.save_load import compare, load
 
 STEPS, SAVE_EVERY = 40, 2
 VICTIMS = {"rank": 3, "all": 3, "parent": 2, "term": 2}  # and how often each is chosen

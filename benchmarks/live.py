@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import torch
 
-from meshwright.core.plan import Plan
-from meshwright.core.program import Action
+from meshwright.plan.plan import Plan
+from meshwright.plan.step.action import Action
 
 AT = ("F", "B", "PACK", "UNPACK", "RESHARD", "ADD", "SQUARE", "CLIP", "STEP")
 

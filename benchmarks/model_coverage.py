@@ -51,14 +51,14 @@ import torch
 
 from benchmarks.families import FAMILIES, SEQUENCE, Family
 from benchmarks.result import Result
-from meshwright.core.sources import ModelSource
-from meshwright.model.declared import is_pretrained
-from meshwright.model.sources import load_model
-from meshwright.model.survey import Survey
-from meshwright.run.export import export, initial
-from meshwright.run.roundtrip import compare_logits
-from meshwright.verbs.plan import explain
-from meshwright.verbs.verify import verify
+from meshwright.commands.plan import explain
+from meshwright.commands.verify import verify
+from meshwright.model.analysis.model_report import Survey
+from meshwright.model.hf.metadata import is_pretrained
+from meshwright.model.loading.loader import load_model
+from meshwright.plan.job.data_source import ModelSource
+from meshwright.run.export.hf_export import export, initial
+from meshwright.run.export.roundtrip_check import compare_logits
 
 RANKS, STEPS, BATCH, BAR, TOLERANCE = (2, 3), 2, 6, 15, 1e-10
 CLAIM = (

@@ -1,6 +1,6 @@
 """Models that exist on paper only, of any size: blocks and shapes, and no values."""
 
-from meshwright.core.anatomy import Anatomy, Weight
+from meshwright.plan.model_spec.model_spec import Anatomy, Weight
 
 Parts = list[tuple[str, tuple[int, ...]]]  # of a block: names and shapes
 

@@ -32,12 +32,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.result import Result
-from meshwright.strategies.pipeline import gpipe, interleaved, model_parallel, one_f_one_b, pipedream
-from meshwright.strategies.pipeline.dualpipe import dualpipe, dualpipev
-from meshwright.strategies.pipeline.greedy import longest
-from meshwright.strategies.pipeline.order import Costs, Order, play
-from meshwright.strategies.pipeline.zbv import v, v_half, v_min
-from meshwright.strategies.pipeline.zero_bubble import h1, h2, two_p
+from meshwright.parallel.pipeline import pipedream
+from meshwright.parallel.pipeline.schedules import gpipe, interleaved, model_parallel, one_f_one_b
+from meshwright.parallel.pipeline.schedules.dualpipe import dualpipe, dualpipev
+from meshwright.parallel.pipeline.schedules.list_scheduler import longest
+from meshwright.parallel.pipeline.schedules.schedule import Costs, Order, play
+from meshwright.parallel.pipeline.schedules.zb_v import v, v_half, v_min
+from meshwright.parallel.pipeline.schedules.zero_bubble import h1, h2, two_p
 
 NAME = "pipeline_formulas"
 CLAIM = (

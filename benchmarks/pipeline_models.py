@@ -20,8 +20,8 @@ import transformers
 from torch import nn
 
 from meshwright.api import read
-from meshwright.engine.loss import IGNORED, Loss, token_cross_entropy
-from meshwright.model.reading import Reading
+from meshwright.engine.runtime.loss import IGNORED, Loss, token_cross_entropy
+from meshwright.model.analysis.analyze import Reading
 
 WORDS, TOKENS, CLASSES, PIXELS = 61, 8, 5, 8
 PATCHED = 12  # pixels of images in patches of 4: 9 of them and the class are 10 tokens

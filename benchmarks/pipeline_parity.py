@@ -37,20 +37,20 @@ from benchmarks.kept import Kept
 from benchmarks.pipeline_models import KINDS, TOKENS, Kind, reading_of
 from benchmarks.result import Result
 from meshwright.api import make_plan, verify
-from meshwright.core.errors import PlanError
-from meshwright.core.hardware import cores
-from meshwright.core.job import Job, Optimizer, Train
-from meshwright.core.mesh import Mesh
-from meshwright.core.plan import Plan
-from meshwright.core.sources import DataSource, ModelSource
-from meshwright.core.strategy import Strategy
-from meshwright.strategies.data.batch import Batch
-from meshwright.strategies.data.replicate import Replicate
-from meshwright.strategies.data.zero import Zero
-from meshwright.strategies.pipeline.pipeline import Pipeline
-from meshwright.strategies.pipeline.schedules import SCHEDULES
-from meshwright.strategies.tensor.line import Line
-from meshwright.strategies.tensor.sequence import Sequence
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
+from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.parallel.tensor.sequence_parallel import Sequence
+from meshwright.plan.hardware.device_specs import cores
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
 
 NAME = "pipeline_parity"
 CLAIM = (

@@ -27,12 +27,12 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.result import Result
-from meshwright.strategies.pipeline import interleaved, one_f_one_b
-from meshwright.strategies.pipeline.dualpipe import dualpipe
-from meshwright.strategies.pipeline.greedy import longest
-from meshwright.strategies.pipeline.order import Costs, Order, play
-from meshwright.strategies.pipeline.zbv import v
-from meshwright.strategies.pipeline.zero_bubble import h1, h2, within
+from meshwright.parallel.pipeline.schedules import interleaved, one_f_one_b
+from meshwright.parallel.pipeline.schedules.dualpipe import dualpipe
+from meshwright.parallel.pipeline.schedules.list_scheduler import longest
+from meshwright.parallel.pipeline.schedules.schedule import Costs, Order, play
+from meshwright.parallel.pipeline.schedules.zb_v import v
+from meshwright.parallel.pipeline.schedules.zero_bubble import h1, h2, within
 
 NAME = "pipeline_published"
 CLAIM = "published bubble rates of pipelines, from published times alone: within 1 point on average"

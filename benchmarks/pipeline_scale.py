@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 
 from benchmarks.result import Result
-from meshwright.core.mesh import Mesh
-from meshwright.strategies.pipeline import gpipe, interleaved, one_f_one_b
-from meshwright.strategies.pipeline.order import Costs, Order, play
-from meshwright.strategies.pipeline.zero_bubble import h1
+from meshwright.parallel.pipeline.schedules import gpipe, interleaved, one_f_one_b
+from meshwright.parallel.pipeline.schedules.schedule import Costs, Order, play
+from meshwright.parallel.pipeline.schedules.zero_bubble import h1
+from meshwright.plan.sharding.mesh import Mesh
 
 NAME = "pipeline_scale"
 CLAIM = (

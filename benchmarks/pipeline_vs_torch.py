@@ -31,8 +31,8 @@ from benchmarks.sleeping import Slept, asleep
 from benchmarks.staged import CHUNKS, THEIRS, by_hand, ours, pinged, theirs, timed
 from benchmarks.workloads import HEAVY, ddp, fresh_store
 from benchmarks.zero_vs_deepspeed import resident
-from meshwright.strategies.pipeline.order import Costs, Order, play
-from meshwright.strategies.pipeline.schedules import SCHEDULES
+from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
+from meshwright.parallel.pipeline.schedules.schedule import Costs, Order, play
 
 NAME = "pipeline_vs_torch"
 CLAIM = (

@@ -15,22 +15,22 @@ from torch import nn
 from benchmarks.peak import PeakLive
 from benchmarks.workloads import OPTIMIZER, join
 from meshwright.api import build, make_plan, read
-from meshwright.comm.distributed import TorchWorld
-from meshwright.core.job import Job, Train
-from meshwright.core.mesh import Mesh
-from meshwright.core.plan import Plan
-from meshwright.core.sources import DataSource, ModelSource
-from meshwright.core.strategy import Strategy
-from meshwright.model.reading import Reading
-from meshwright.strategies.data.batch import Batch
-from meshwright.strategies.data.replicate import Replicate
-from meshwright.strategies.data.zero import Zero
-from meshwright.strategies.memory.recompute import Recompute
-from meshwright.strategies.pipeline.pipeline import Pipeline
-from meshwright.strategies.sequence.ring import Ring
-from meshwright.strategies.sequence.ulysses import Ulysses
-from meshwright.strategies.tensor.line import Line
-from meshwright.strategies.tensor.vocabulary import Vocabulary
+from meshwright.comm.world import TorchWorld
+from meshwright.model.analysis.analyze import Reading
+from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.ulysses import Ulysses
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.parallel.tensor.vocab_parallel import Vocabulary
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.job import Job, Train
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
 
 WORDS, TOKENS, ROWS = 4096, 256, 8
 WARM = 3  # steps before any is timed; in the last of them bytes are counted

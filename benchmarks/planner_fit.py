@@ -28,7 +28,7 @@ from rich.table import Table
 from benchmarks.published import Run, read_runs, sources
 from benchmarks.published_memory import SPARE, held, room
 from benchmarks.result import Result
-from meshwright.planner.habits import GIB, Habits
+from meshwright.planner.analytic.framework_memory import GIB, Habits
 
 NAME = "planner_fit"
 CLAIM = (

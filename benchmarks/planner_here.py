@@ -30,12 +30,12 @@ from benchmarks.ranks import Ranks
 from benchmarks.rated_in_turn import Turn, profile_of, turns
 from benchmarks.result import Result
 from benchmarks.workloads import HEAVY, fresh_store
-from meshwright.core.hardware import cores
-from meshwright.core.plan import Plan
-from meshwright.planner.memory import peak_bytes
-from meshwright.planner.prediction import Prediction, predict
-from meshwright.run.profile import read_profile, write_profile
-from meshwright.verbs.predict import ground_of
+from meshwright.commands.predict import ground_of
+from meshwright.plan.hardware.device_specs import cores
+from meshwright.plan.plan import Plan
+from meshwright.planner.program_cost.memory import peak_bytes
+from meshwright.planner.program_cost.prediction import Prediction, predict
+from meshwright.run.measure.measured_files import read_profile, write_profile
 
 NAME = "planner_here"
 CLAIM = (

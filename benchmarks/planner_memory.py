@@ -25,7 +25,7 @@ from rich.table import Table
 from benchmarks.published import Run, read_runs
 from benchmarks.published_memory import by_torch, held, said
 from benchmarks.result import Result
-from meshwright.planner.habits import GIB, Habits
+from meshwright.planner.analytic.framework_memory import GIB, Habits
 
 NAME = "planner_memory"
 CLAIM = (

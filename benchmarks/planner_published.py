@@ -23,9 +23,9 @@ import meshwright.planner
 from benchmarks.published import RUNS, Run
 from benchmarks.published_runs import FEW, SOUND, Score, learnt, measured, scores, show, timed
 from benchmarks.result import Result
-from meshwright.core.hardware import devices
-from meshwright.planner.calibrate import Measured, calibrated
-from meshwright.planner.rates import Rates
+from meshwright.plan.hardware.device_specs import devices
+from meshwright.planner.analytic.calibrate import Measured, calibrated
+from meshwright.planner.machine.efficiency import Rates
 
 NAME = "planner_published"
 CLAIM = (
@@ -36,7 +36,7 @@ BAR, RANK = 0.08, 0.95
 NAMED = ("Aleph-Alpha", "bigscience", "Megatron", "Narayanan", "Korthikanti", "torchtitan", "NVIDIA")
 OPEN = "what code bases do that rows do not say (published_layouts.py): looked up, or found with all rows in view"
 UNSEEN = RUNS.with_name("unseen_runs.csv")
-RATES = Path(meshwright.planner.__file__).parent / "rates.toml"
+RATES = Path(meshwright.planner.__file__).parent / "machine" / "rates.toml"
 DIGITS = 4
 ALL, EACH = 0.6, 0.3  # how strongly rates are held: all to what is known of hardware, a kind's to those of all
 # the share of its peak that large products reach on a kind of device: github.com/stas00/ml-engineering 744d01e, measured maxima;

@@ -18,11 +18,11 @@ from math import inf
 from statistics import median
 
 from benchmarks.result import Result
-from meshwright.planner.hardware import machine
-from meshwright.planner.search import Found, search
-from meshwright.planner.shapes import parse_shape
-from meshwright.planner.wish import Wish
-from meshwright.verbs.fixing import Fixed
+from meshwright.commands.search.constraints import Fixed
+from meshwright.planner.analytic.model_shape import parse_shape
+from meshwright.planner.machine.machine import machine
+from meshwright.planner.search.request import Wish
+from meshwright.planner.search.search import Found, search
 
 NAME = "planner_speed"
 CLAIM = "400 B weights: a plan for 4,096 devices in 10 s of one core, for 100,000 in 30 s"

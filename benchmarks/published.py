@@ -19,9 +19,9 @@ from pathlib import Path
 from benchmarks.published_layouts import Lacks, layout_of, rerun
 from benchmarks.published_machines import machine_of
 from benchmarks.published_times import seconds_of
-from meshwright.planner.hardware import Machine
-from meshwright.planner.layout import Layout
-from meshwright.planner.shapes import Shape
+from meshwright.planner.analytic.model_shape import Shape
+from meshwright.planner.analytic.parallel_config import Layout
+from meshwright.planner.machine.machine import Machine
 
 RUNS = Path(__file__).parent / "data" / "published_runs.csv"
 GIB, GB = 2**30, 1e9

@@ -15,10 +15,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from meshwright.planner.footprint import footprint
-from meshwright.planner.hardware import Machine
-from meshwright.planner.layout import FOLDED, HALVES, Kernel, Layout, Order, Rerun
-from meshwright.planner.shapes import Shape
+from meshwright.planner.analytic.memory import footprint
+from meshwright.planner.analytic.model_shape import Shape
+from meshwright.planner.analytic.parallel_config import FOLDED, HALVES, Kernel, Layout, Order, Rerun
+from meshwright.planner.machine.machine import Machine
 
 COHERENT = ("GH", "GB")  # devices that read their host's memory at the rate of links, and keep activations there
 BEYOND = 1.5  # of its memory: what no run without recomputing held

@@ -11,9 +11,9 @@ What a row does not say is the device's own (core/devices.csv). A generation of 
 import re
 from dataclasses import replace
 
-from meshwright.core.hardware import find_device
-from meshwright.planner.hardware import Machine, with_nic
-from meshwright.planner.rates import rates_of
+from meshwright.plan.hardware.device_specs import find_device
+from meshwright.planner.machine.efficiency import rates_of
+from meshwright.planner.machine.machine import Machine, with_nic
 
 BITS = {"Gb": 1e9 / 8, "Tb": 1e12 / 8, "GB": 1e9}  # bytes in each
 CARDS = {"NDR": 50e9, "HDR": 25e9, "EDR": 12.5e9, "Omni-Path": 12.5e9}  # bytes per second, where no number stands beside

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from benchmarks.published import Run
-from meshwright.planner.footprint import Footprint, footprint
-from meshwright.planner.habits import GIB, OURS, Habits
-from meshwright.planner.layout import Layout
+from meshwright.planner.analytic.framework_memory import GIB, OURS, Habits
+from meshwright.planner.analytic.memory import Footprint, footprint
+from meshwright.planner.analytic.parallel_config import Layout
 
 USABLE = 79.25 / 80  # of the memory that a device is sold with: what torch reports
 SPARE = 1.06

@@ -26,8 +26,8 @@ from scipy.stats import spearmanr
 
 from benchmarks import planner_fit, planner_memory
 from benchmarks.published import RUNS, Run, Skipped, read_runs, sources
-from meshwright.planner.calibrate import LIMITS, Measured, calibrated
-from meshwright.planner.rates import Rates
+from meshwright.planner.analytic.calibrate import LIMITS, Measured, calibrated
+from meshwright.planner.machine.efficiency import Rates
 
 FEW = 5  # layouts below which a rank correlation says nothing
 STRENGTH = 0.3

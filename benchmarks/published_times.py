@@ -8,8 +8,8 @@ FLOP/s        of hardware, where the source says by which formula it counts them
 
 from collections.abc import Callable, Mapping
 
-from meshwright.planner.layout import Layout
-from meshwright.planner.shapes import Shape
+from meshwright.planner.analytic.model_shape import Shape
+from meshwright.planner.analytic.parallel_config import Layout
 
 
 def seconds_of(

@@ -19,29 +19,29 @@ from typing import Literal
 
 from benchmarks.random_models import KNOWN, Known, reading_of
 from meshwright.api import make_plan
-from meshwright.core.job import Guard, Job, Optimizer, Train
-from meshwright.core.mesh import AXES, Mesh
-from meshwright.core.plan import Plan
-from meshwright.core.sources import DataSource, ModelSource
-from meshwright.core.strategy import Strategy
-from meshwright.strategies.data.batch import Batch
-from meshwright.strategies.data.master import Master
-from meshwright.strategies.data.naive import Naive
-from meshwright.strategies.data.replicate import Replicate
-from meshwright.strategies.data.zero import Zero
-from meshwright.strategies.memory.recompute import Recompute
-from meshwright.strategies.memory.tiles import Tiles
-from meshwright.strategies.pipeline.pipeline import Pipeline
-from meshwright.strategies.pipeline.schedules import SCHEDULES
-from meshwright.strategies.sequence.hybrid import Hybrid
-from meshwright.strategies.sequence.ring import Ring
-from meshwright.strategies.sequence.ulysses import Ulysses
-from meshwright.strategies.tensor.cube import Cube
-from meshwright.strategies.tensor.grid import Grid
-from meshwright.strategies.tensor.grid25 import Grid25
-from meshwright.strategies.tensor.line import Line
-from meshwright.strategies.tensor.sequence import Sequence
-from meshwright.strategies.tensor.vocabulary import Vocabulary
+from meshwright.parallel.context.hybrid import Hybrid
+from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.ulysses import Ulysses
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.data_parallel_master import Master
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.data.ddp_naive import Naive
+from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.memory.tiled_compute import Tiles
+from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
+from meshwright.parallel.tensor.cube_3d import Cube
+from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.parallel.tensor.optimus_2d import Grid
+from meshwright.parallel.tensor.sequence_parallel import Sequence
+from meshwright.parallel.tensor.tesseract_25d import Grid25
+from meshwright.parallel.tensor.vocab_parallel import Vocabulary
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.job import Guard, Job, Optimizer, Train
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import AXES, Mesh
+from meshwright.plan.strategy import Strategy
 
 MOST_RANKS, CHEAP_RANKS, STEPS, SPOILT = 24, 5, 2, 8
 WATCHED = Guard("skip", window=STEPS)  # judges the step behind STEPS

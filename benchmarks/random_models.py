@@ -24,8 +24,8 @@ from benchmarks.pipeline_models import Rows, clip, named
 from benchmarks.tensor_families import model_of
 from benchmarks.tensor_families import named as family_named
 from meshwright.api import read
-from meshwright.engine.loss import IGNORED, Loss, token_cross_entropy
-from meshwright.model.reading import Reading
+from meshwright.engine.runtime.loss import IGNORED, Loss, token_cross_entropy
+from meshwright.model.analysis.analyze import Reading
 
 WORDS = 61
 LAYERS = {"num_hidden_layers": 4}

@@ -41,14 +41,13 @@ from benchmarks.random_draws import TECHNIQUES, Draw, draw
 from benchmarks.random_models import KNOWN, reading_of
 from benchmarks.result import Result
 from meshwright.api import parity_case
-from meshwright.core.errors import PlanError
-from meshwright.core.hardware import cores
-from meshwright.core.plan import Plan
-from meshwright.engine.loss import Batch
-from meshwright.run.rank import share
-from meshwright.testing.spawn import on_threads
-from meshwright.verifier.messages import Stated
-from meshwright.verifier.parity import TOLERANCE, RankReport, compare_rank, judge
+from meshwright.engine.runtime.loss import Batch
+from meshwright.plan.hardware.device_specs import cores
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.plan import Plan
+from meshwright.run.training.engine import share
+from meshwright.testing.ranks import on_threads
+from meshwright.verifier.parity import TOLERANCE, RankReport, Stated, compare_rank, judge
 from meshwright.verifier.reference import run_reference
 from meshwright.verifier.verdict import Verdict
 

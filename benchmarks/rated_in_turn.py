@@ -18,23 +18,22 @@ from typing import Any
 
 import torch
 
-from meshwright.core.profile import Profile
-from meshwright.engine.heap import keep_heap
-from meshwright.run.computing import computing
-from meshwright.run.evenness import batches, stretches
-from meshwright.run.rating import (
+from meshwright.engine.runtime.cpu_allocator import keep_heap
+from meshwright.plan.hardware.device_profile import Profile
+from meshwright.run.measure.device_bench import (
     SLOT_S,
     attention_cells,
     attention_of,
     calls,
     computed_of,
+    computing,
     moved_cells,
     moved_of,
     product_cells,
     products_of,
     sizes_of,
 )
-from meshwright.run.sampling import Operation, Watch
+from meshwright.run.measure.timing import Operation, Watch, batches, stretches
 
 HANDS = 3
 MOST = 1 << 30  # multiplications of a product

@@ -14,7 +14,7 @@ from typing import Any, Self
 import psutil
 
 from benchmarks.method import Comparison, Rounds, Verdict, overall
-from meshwright.core.hardware import cores
+from meshwright.plan.hardware.device_specs import cores
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -28,11 +28,16 @@ import torch
 from benchmarks.forked import Forked
 from benchmarks.kills import SAVE_EVERY, STEPS, Kind, Trial, start, train_words
 from benchmarks.result import RESULTS, Result
-from meshwright.comm.shared.library import Unavailable, load
+from meshwright.comm.shared_memory.build import Unavailable, load
 
 TRIALS, AT_A_TIME, COLD_EVERY = 200, 2, 10
 CLAIM = "of 200 kill-resume trials at random moments none fails: no corrupt load, no inexact resume, no orphan, no leftover"
-PRELOADED = ("transformers.models.llama.modeling_llama", "meshwright.cli", "meshwright.verbs.train", "meshwright.run.launch")
+PRELOADED = (
+    "transformers.models.llama.modeling_llama",
+    "meshwright.cli",
+    "meshwright.commands.train",
+    "meshwright.run.launch.local_launcher",
+)
 SGD = ("--optimizer.name", "sgd", "--optimizer.lr", "0.01")  # AdamW would blow rounding up where a gradient is nearly zero
 WIDE = ("--precision.parameters", "float64", "--precision.compute", "float64", "--precision.reduce", "float64")
 KINDS = {

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 
 from benchmarks.result import Result
 from benchmarks.zero_states import cells, on_paper
-from meshwright.planner.hardware import machine
-from meshwright.planner.roofline import gathered
-from meshwright.planner.shapes import parse_shape
+from meshwright.planner.analytic.model_shape import parse_shape
+from meshwright.planner.machine.machine import machine
+from meshwright.planner.machine.roofline import gathered
 
 NAME = "seed_estimates"
 CLAIM = "GPT-3 on one V100 at 28 TFLOP/s takes 355 years, 1,536 GPUs train a video model 211 times faster, ZeRO's table holds"

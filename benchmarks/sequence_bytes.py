@@ -35,24 +35,24 @@ from benchmarks.attention import Seat, Sizes, mask_named, stated
 from benchmarks.result import Result
 from benchmarks.tensor_families import ODD, batches, loss_of, model_of, named
 from meshwright.api import build, make_plan, read
-from meshwright.comm.collective import moved_bytes
-from meshwright.comm.group import World
-from meshwright.core.anatomy import NBYTES
-from meshwright.core.job import Job, Train
-from meshwright.core.mesh import Mesh
-from meshwright.core.plan import Plan
-from meshwright.core.precision import Precision
-from meshwright.core.program import Transfer
-from meshwright.core.sources import DataSource, ModelSource
-from meshwright.core.strategy import Strategy
-from meshwright.model.reading import Reading
-from meshwright.strategies.data.replicate import Replicate
-from meshwright.strategies.memory.recompute import Recompute
-from meshwright.strategies.sequence.hybrid import Hybrid
-from meshwright.strategies.sequence.ring import Ring
-from meshwright.strategies.sequence.ulysses import Ulysses
-from meshwright.strategies.tensor.line import Line
-from meshwright.testing.spawn import on_threads
+from meshwright.comm.collectives.announce import moved_bytes
+from meshwright.comm.collectives.group import World
+from meshwright.model.analysis.analyze import Reading
+from meshwright.parallel.context.hybrid import Hybrid
+from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.ulysses import Ulysses
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.job import Job, Train
+from meshwright.plan.job.precision import Precision
+from meshwright.plan.model_spec.model_spec import NBYTES
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.step.action import Transfer
+from meshwright.plan.strategy import Strategy
+from meshwright.testing.ranks import on_threads
 
 NAME = "sequence_bytes"
 CLAIM = (

@@ -30,21 +30,21 @@ from benchmarks.attention import Seat, Sizes, fused
 from benchmarks.peak import PeakLive
 from benchmarks.result import Result
 from meshwright.api import build, make_plan, read
-from meshwright.comm.group import World
-from meshwright.core.job import Job, Train
-from meshwright.core.mesh import Mesh
-from meshwright.core.plan import Plan
-from meshwright.core.sources import DataSource, ModelSource
-from meshwright.core.strategy import Strategy
-from meshwright.lighter import OutOfMemory
-from meshwright.model.reading import Reading
-from meshwright.planner.memory import peak_bytes
-from meshwright.strategies.data.zero import Zero
-from meshwright.strategies.memory.recompute import Recompute
-from meshwright.strategies.sequence.hybrid import Hybrid
-from meshwright.strategies.sequence.ring import Ring
-from meshwright.strategies.sequence.ulysses import Ulysses
-from meshwright.testing.spawn import ProcessPool, on_threads
+from meshwright.comm.collectives.group import World
+from meshwright.model.analysis.analyze import Reading
+from meshwright.oom_advice import OutOfMemory
+from meshwright.parallel.context.hybrid import Hybrid
+from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.ulysses import Ulysses
+from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.job import Job, Train
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
+from meshwright.planner.program_cost.memory import peak_bytes
+from meshwright.testing.ranks import ProcessPool, on_threads
 
 NAME = "sequence_memory"
 CLAIM = (

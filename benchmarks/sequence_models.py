@@ -19,24 +19,24 @@ import transformers
 
 from benchmarks.tensor_families import batches, loss_of, model_of, named
 from meshwright.api import make_plan, read, verify
-from meshwright.core.errors import PlanError
-from meshwright.core.job import Job, Optimizer, Train
-from meshwright.core.mesh import Mesh
-from meshwright.core.plan import Plan
-from meshwright.core.sources import DataSource, ModelSource
-from meshwright.core.strategy import Strategy
-from meshwright.model.reading import Reading
-from meshwright.strategies.data.batch import Batch
-from meshwright.strategies.data.replicate import Replicate
-from meshwright.strategies.data.zero import Zero
-from meshwright.strategies.memory.recompute import Recompute
-from meshwright.strategies.pipeline.pipeline import Pipeline
-from meshwright.strategies.sequence.hybrid import Hybrid
-from meshwright.strategies.sequence.ring import Ring
-from meshwright.strategies.sequence.ulysses import Ulysses
-from meshwright.strategies.tensor.line import Line
-from meshwright.strategies.tensor.sequence import Sequence
-from meshwright.strategies.tensor.vocabulary import Vocabulary
+from meshwright.model.analysis.analyze import Reading
+from meshwright.parallel.context.hybrid import Hybrid
+from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.ulysses import Ulysses
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.parallel.tensor.sequence_parallel import Sequence
+from meshwright.parallel.tensor.vocab_parallel import Vocabulary
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
 
 ROWS, STEPS = 4, 2
 ODD = 13

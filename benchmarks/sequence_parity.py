@@ -29,13 +29,13 @@ from benchmarks import sequence_models
 from benchmarks.attention import MASKS, Call, Seat, Sizes, Tensors, dense, fused
 from benchmarks.kept import Kept
 from benchmarks.result import Result
-from meshwright.comm.group import World
-from meshwright.core.mesh import Mesh
-from meshwright.core.strategy import Strategy
-from meshwright.strategies.sequence.hybrid import Hybrid
-from meshwright.strategies.sequence.ring import Ring
-from meshwright.strategies.sequence.ulysses import Ulysses
-from meshwright.testing.spawn import on_threads
+from meshwright.comm.collectives.group import World
+from meshwright.parallel.context.hybrid import Hybrid
+from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.ulysses import Ulysses
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
+from meshwright.testing.ranks import on_threads
 
 NAME = "sequence_parity"
 CLAIM = (

@@ -35,11 +35,11 @@ from benchmarks.attention import Call, Seat, Sizes, Tensors, dense
 from benchmarks.ranks import Ranks
 from benchmarks.result import ROOT, Result
 from benchmarks.workloads import fresh_store, join
-from meshwright.comm.distributed import TorchWorld
-from meshwright.core.mesh import Mesh
-from meshwright.core.strategy import Strategy
-from meshwright.strategies.sequence.ring import Ring
-from meshwright.strategies.sequence.ulysses import Ulysses
+from meshwright.comm.world import TorchWorld
+from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.ulysses import Ulysses
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
 
 NAME = "sequence_published"
 CLAIM = "ring attention and Ulysses give what the public packages give, outputs and gradients, on 2, 3 and 4 ranks"

@@ -23,13 +23,13 @@ from benchmarks.method import Comparison, Rounds, Window, compare, measure, over
 from benchmarks.ranks import Ranks
 from benchmarks.result import Result
 from benchmarks.workloads import HEAVY, fresh_store, join
-from meshwright.comm.distributed import TorchWorld
-from meshwright.core.hardware import cores
-from meshwright.core.mesh import Mesh
-from meshwright.core.strategy import Strategy
-from meshwright.strategies.sequence.hybrid import Hybrid
-from meshwright.strategies.sequence.ring import Ring
-from meshwright.strategies.sequence.ulysses import Ulysses
+from meshwright.comm.world import TorchWorld
+from meshwright.parallel.context.hybrid import Hybrid
+from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.ulysses import Ulysses
+from meshwright.plan.hardware.device_specs import cores
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
 
 NAME = "sequence_speed"
 CLAIM = (

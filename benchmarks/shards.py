@@ -9,19 +9,19 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshwright.api import make_dice, make_plan, make_subject, read
-from meshwright.comm.group import World
-from meshwright.core.job import Job, Precision, Train
-from meshwright.core.mesh import Mesh
-from meshwright.core.plan import Plan
-from meshwright.core.program import Action
-from meshwright.core.sources import DataSource, ModelSource
-from meshwright.core.strategy import Strategy
-from meshwright.engine.loss import token_cross_entropy
-from meshwright.engine.player import Player
-from meshwright.engine.state import State
-from meshwright.model.reading import Reading
-from meshwright.strategies.data.batch import Batch
-from meshwright.strategies.data.zero import Zero
+from meshwright.comm.collectives.group import World
+from meshwright.engine.runtime.loss import token_cross_entropy
+from meshwright.engine.runtime.state import State
+from meshwright.engine.step.executor import Player
+from meshwright.model.analysis.analyze import Reading
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.zero import Zero
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.job import Job, Precision, Train
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.step.action import Action
+from meshwright.plan.strategy import Strategy
 
 VOCABULARY, TOKENS = 256, 8
 SIZES = {"tiny": (64, 172, 3), "small": (256, 688, 6)}  # hidden, intermediate, layers: 0.2 M and 4.9 M parameters

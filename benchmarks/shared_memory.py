@@ -31,11 +31,11 @@ from benchmarks.method import LEAST_ROUNDS, Comparison, Rounds, Window, compare,
 from benchmarks.ranks import Ranks
 from benchmarks.result import Result
 from benchmarks.workloads import HEAVY, fresh_store
-from meshwright.comm.distributed import TorchWorld
-from meshwright.comm.group import Group
-from meshwright.comm.shared.group import SharedGroup
-from meshwright.core.mesh import Mesh
-from meshwright.core.units import size
+from meshwright.comm.collectives.group import Group
+from meshwright.comm.shared_memory.group import SharedGroup
+from meshwright.comm.world import TorchWorld
+from meshwright.plan.job.errors import size
+from meshwright.plan.sharding.mesh import Mesh
 
 NAME = "shared_memory"
 CLAIM = (

@@ -16,13 +16,13 @@ from torch import nn
 
 from benchmarks.workloads import join
 from meshwright.api import build, make_plan, read
-from meshwright.comm.distributed import TorchWorld
-from meshwright.core.job import Job, Optimizer, Train
-from meshwright.core.mesh import Mesh
-from meshwright.core.sources import DataSource, ModelSource
-from meshwright.strategies.pipeline.order import Costs, play
-from meshwright.strategies.pipeline.pipeline import Pipeline
-from meshwright.strategies.pipeline.schedules import SCHEDULES
+from meshwright.comm.world import TorchWorld
+from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
+from meshwright.parallel.pipeline.schedules.schedule import Costs, play
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.plan.sharding.mesh import Mesh
 
 WORDS, WIDTH, TOKENS = 11, 4, 3
 

@@ -23,16 +23,16 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from benchmarks.workloads import OPTIMIZER, VOCABULARY, WORKLOADS, Batches, join
 from meshwright.api import build, make_plan, read
-from meshwright.comm.distributed import TorchWorld
-from meshwright.core.job import Job, Train
-from meshwright.core.mesh import Mesh
-from meshwright.core.sources import DataSource, ModelSource
-from meshwright.engine.optimizers import parameter_groups
-from meshwright.engine.watch import Span, Watch
-from meshwright.run.rank import Engine
-from meshwright.strategies.pipeline.order import Costs, Order
-from meshwright.strategies.pipeline.pipeline import Pipeline
-from meshwright.strategies.pipeline.schedules import SCHEDULES
+from meshwright.comm.world import TorchWorld
+from meshwright.engine.optim.optimizers import parameter_groups
+from meshwright.engine.runtime.step_profiler import Span, Watch
+from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
+from meshwright.parallel.pipeline.schedules.schedule import Costs, Order
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.job import Job, Train
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.run.training.engine import Engine
 
 Step = Callable[[], object]
 THEIRS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}

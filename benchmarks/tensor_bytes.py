@@ -17,12 +17,12 @@ from benchmarks.result import Result
 from benchmarks.tensor_families import batches, loss_of
 from benchmarks.tensor_laws import Case, cases
 from meshwright.api import build
-from meshwright.comm.collective import moved_bytes
-from meshwright.comm.group import World
-from meshwright.core.errors import PlanError
-from meshwright.core.plan import Plan
-from meshwright.model.reading import Reading
-from meshwright.testing.spawn import on_threads
+from meshwright.comm.collectives.announce import moved_bytes
+from meshwright.comm.collectives.group import World
+from meshwright.model.analysis.analyze import Reading
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.plan import Plan
+from meshwright.testing.ranks import on_threads
 
 NAME = "tensor_bytes"
 CLAIM = (

@@ -15,8 +15,8 @@ import transformers
 from torch import nn
 
 from meshwright.api import read
-from meshwright.engine.loss import Loss, token_cross_entropy
-from meshwright.model.reading import Reading
+from meshwright.engine.runtime.loss import Loss, token_cross_entropy
+from meshwright.model.analysis.analyze import Reading
 
 TOKENS, CLASSES, PIXELS = 12, 5, 12
 ODD = {"words": 61, "hidden": 24, "inner": 29, "heads": 6, "keys": 3, "head": 4}

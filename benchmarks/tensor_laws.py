@@ -28,17 +28,17 @@ from fractions import Fraction
 from benchmarks.tensor_families import EVEN, ODD, TOKENS, Family, batches, loss_of, model_of, named
 from benchmarks.tensor_parity import SQUARES
 from meshwright.api import make_plan, read
-from meshwright.core.anatomy import NBYTES
-from meshwright.core.job import Job, Train
-from meshwright.core.mesh import Mesh
-from meshwright.core.plan import Plan
-from meshwright.core.precision import Precision
-from meshwright.core.sources import DataSource, ModelSource
-from meshwright.core.strategy import Strategy
-from meshwright.model.reading import Reading
-from meshwright.strategies.memory.recompute import Recompute
-from meshwright.strategies.tensor.line import Line
-from meshwright.strategies.tensor.sequence import Sequence
+from meshwright.model.analysis.analyze import Reading
+from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.parallel.tensor.sequence_parallel import Sequence
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.job import Job, Train
+from meshwright.plan.job.precision import Precision
+from meshwright.plan.model_spec.model_spec import NBYTES
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
 
 HALF = Precision(compute="bfloat16")
 Amount = Callable[["Case"], Fraction]

@@ -29,21 +29,21 @@ from benchmarks.kept import Kept
 from benchmarks.result import Result
 from benchmarks.tensor_families import FAMILIES, TOKENS, Family, batches, loss_of, reading_of
 from meshwright.api import make_plan, verify
-from meshwright.core.errors import PlanError
-from meshwright.core.job import Job, Optimizer, Train
-from meshwright.core.mesh import Mesh
-from meshwright.core.plan import Plan
-from meshwright.core.sources import DataSource, ModelSource
-from meshwright.core.strategy import Strategy
-from meshwright.strategies.data.batch import Batch
-from meshwright.strategies.data.replicate import Replicate
-from meshwright.strategies.data.zero import Zero
-from meshwright.strategies.tensor.cube import Cube
-from meshwright.strategies.tensor.grid import Grid
-from meshwright.strategies.tensor.grid25 import Grid25
-from meshwright.strategies.tensor.line import Line
-from meshwright.strategies.tensor.sequence import Sequence
-from meshwright.strategies.tensor.vocabulary import Vocabulary, divisible
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.tensor.cube_3d import Cube
+from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.parallel.tensor.optimus_2d import Grid
+from meshwright.parallel.tensor.sequence_parallel import Sequence
+from meshwright.parallel.tensor.tesseract_25d import Grid25
+from meshwright.parallel.tensor.vocab_parallel import Vocabulary, divisible
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
 
 NAME = "tensor_parity"
 CLAIM = (

@@ -21,21 +21,21 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.peak import PeakLive
 from benchmarks.result import Result
 from meshwright.api import build, make_plan, read
-from meshwright.comm.group import World
-from meshwright.core.job import Job, Train
-from meshwright.core.mesh import Mesh
-from meshwright.core.plan import Plan
-from meshwright.core.precision import Compute, Precision
-from meshwright.core.sources import DataSource, ModelSource
-from meshwright.core.strategy import Strategy
-from meshwright.model.reading import Reading
-from meshwright.planner.memory import peak_bytes
-from meshwright.strategies.data.replicate import Replicate
-from meshwright.strategies.memory.tiles import Tiles
-from meshwright.strategies.sequence.ring import Ring
-from meshwright.strategies.tensor.line import Line
-from meshwright.strategies.tensor.vocabulary import Vocabulary
-from meshwright.testing.spawn import ProcessPool
+from meshwright.comm.collectives.group import World
+from meshwright.model.analysis.analyze import Reading
+from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.memory.tiled_compute import Tiles
+from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.parallel.tensor.vocab_parallel import Vocabulary
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.job import Job, Train
+from meshwright.plan.job.precision import Compute, Precision
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
+from meshwright.planner.program_cost.memory import peak_bytes
+from meshwright.testing.ranks import ProcessPool
 
 NAME = "tiled_memory"
 CLAIM = "Loss and MLPs in tiles of tokens train with peak live bytes within 5 % of the plan's"

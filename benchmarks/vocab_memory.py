@@ -24,15 +24,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.peak import PeakLive
 from benchmarks.result import Result
 from meshwright.api import build, make_plan, read
-from meshwright.comm.group import World
-from meshwright.core.job import Job, Train
-from meshwright.core.mesh import Mesh
-from meshwright.core.plan import Plan
-from meshwright.core.sources import DataSource, ModelSource
-from meshwright.model.random import CHUNK
-from meshwright.model.reading import Reading
-from meshwright.planner.memory import peak_bytes, state_bytes
-from meshwright.testing.spawn import ProcessPool
+from meshwright.comm.collectives.group import World
+from meshwright.model.analysis.analyze import Reading
+from meshwright.model.tensors.counter_rng import CHUNK
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.job import Job, Train
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.planner.program_cost.memory import peak_bytes, state_bytes
+from meshwright.testing.ranks import ProcessPool
 
 NAME = "vocab_memory"
 CLAIM = "A model of 128,000 words, divided over 4 ranks, trains with peak live bytes within 5 % of the plan's"

@@ -28,17 +28,17 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshwright.api import alone, build, make_plan, read
-from meshwright.comm.distributed import TorchWorld
-from meshwright.comm.group import World
-from meshwright.core.job import Job, Optimizer, Train
-from meshwright.core.mesh import Mesh
-from meshwright.core.precision import Precision
-from meshwright.core.sources import DataSource, ModelSource
-from meshwright.core.strategy import Strategy
-from meshwright.engine.optimizers import parameter_groups
-from meshwright.run.text import TextData
-from meshwright.strategies.data.batch import Batch as SplitBatch
-from meshwright.strategies.data.zero import Zero
+from meshwright.comm.collectives.group import World
+from meshwright.comm.world import TorchWorld
+from meshwright.engine.optim.optimizers import parameter_groups
+from meshwright.parallel.data.batch_split import Batch as SplitBatch
+from meshwright.parallel.data.zero import Zero
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.plan.job.precision import Precision
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
+from meshwright.run.data.text import TextData
 
 VOCABULARY = 256
 HEAVY = ("torch", "transformers.models.llama.modeling_llama", "meshwright.api")  # what ranks import before they fork

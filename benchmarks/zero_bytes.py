@@ -27,13 +27,13 @@ from fractions import Fraction
 from benchmarks.result import Result
 from benchmarks.shards import Case, llama, player_of, rows
 from meshwright.api import share
-from meshwright.comm.collective import moved_bytes
-from meshwright.comm.group import World
-from meshwright.core.anatomy import NBYTES
-from meshwright.core.job import Precision
-from meshwright.core.plan import Plan
-from meshwright.strategies.data.zero import Zero
-from meshwright.testing.spawn import ProcessPool
+from meshwright.comm.collectives.announce import moved_bytes
+from meshwright.comm.collectives.group import World
+from meshwright.parallel.data.zero import Zero
+from meshwright.plan.job.job import Precision
+from meshwright.plan.model_spec.model_spec import NBYTES
+from meshwright.plan.plan import Plan
+from meshwright.testing.ranks import ProcessPool
 
 NAME = "zero_bytes"
 CLAIM = "bytes sent per rank under ZeRO 1, 2, 3 and hybrid, by the ledger, are the law's, exactly"

@@ -28,21 +28,21 @@ from benchmarks.ranks import Ranks
 from benchmarks.result import Result
 from benchmarks.workloads import HEAVY, OPTIMIZER, WORKLOADS, Batches
 from meshwright.api import build, make_plan, read
-from meshwright.comm.distributed import rendezvous
-from meshwright.comm.group import Work
-from meshwright.comm.meeting import Meeting
-from meshwright.core.clock import play
-from meshwright.core.job import Job, Train
-from meshwright.core.mesh import Mesh
-from meshwright.core.program import Action, Program
-from meshwright.core.sources import DataSource, ModelSource
-from meshwright.engine.player import Player
-from meshwright.engine.watch import ISSUE, WAIT, Span, Watch
-from meshwright.run.rank import Engine
-from meshwright.strategies.data.batch import Batch as SplitBatch
-from meshwright.strategies.data.zero import Zero
-from meshwright.testing.hosts import hosts, missing
-from meshwright.testing.worker import Seat
+from meshwright.comm.collectives.group import Work
+from meshwright.comm.rendezvous import Meeting
+from meshwright.comm.world import rendezvous
+from meshwright.engine.runtime.step_profiler import ISSUE, WAIT, Span, Watch
+from meshwright.engine.step.executor import Player
+from meshwright.parallel.data.batch_split import Batch as SplitBatch
+from meshwright.parallel.data.zero import Zero
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.job import Job, Train
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.step.action import Action, Program
+from meshwright.plan.step.simulator import play
+from meshwright.run.training.engine import Engine
+from meshwright.testing.rank_worker import Seat
+from tests.network.virtual_hosts import hosts, missing
 
 NAME = "zero_overlap"
 RATE_MBIT, BAR = 1000, 0.8

@@ -29,18 +29,18 @@ from benchmarks.paper_models import even, llama3_8b
 from benchmarks.result import Result
 from benchmarks.shards import Case, player_of, rows
 from meshwright.api import share
-from meshwright.comm.arrivals import NUM_MEMORIES
-from meshwright.comm.group import World
-from meshwright.core.anatomy import NBYTES, Anatomy
-from meshwright.core.job import Job, Precision, Train
-from meshwright.core.mesh import Mesh
-from meshwright.core.plan import Plan
-from meshwright.core.sources import DataSource, ModelSource
-from meshwright.planner.memory import StateBytes, passing_bytes, state_bytes
-from meshwright.strategies.data.batch import Batch
-from meshwright.strategies.data.replicate import Replicate
-from meshwright.strategies.data.zero import Zero
-from meshwright.testing.spawn import ProcessPool
+from meshwright.comm.backends.gloo_paths import NUM_MEMORIES
+from meshwright.comm.collectives.group import World
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.data.zero import Zero
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.job import Job, Precision, Train
+from meshwright.plan.model_spec.model_spec import NBYTES, Anatomy
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.planner.program_cost.memory import StateBytes, passing_bytes, state_bytes
+from meshwright.testing.ranks import ProcessPool
 
 NAME = "zero_states"
 CLAIM = "ZeRO's table of bytes per rank follows from plans, and live bytes on 2 and 4 ranks are the plan's"

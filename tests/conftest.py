@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.testing.spawn import ProcessPool
-from tests.forks import Forks
+from meshwright.testing.ranks import ProcessPool
+from tests.command_forks import Forks
 
 torch.set_num_threads(1)
 

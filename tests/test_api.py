@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.comm.group import World
-from meshwright.core.job import Optimizer, Train
-from meshwright.core.sources import DataSource, ModelSource
-from meshwright.run.manifest import CheckpointError
-from meshwright.testing.spawn import ProcessPool, on_threads
+from meshwright.comm.collectives.group import World
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.job import Optimizer, Train
+from meshwright.run.checkpoint.manifest import CheckpointError
+from meshwright.testing.ranks import ProcessPool, on_threads
 
 BATCH, STEPS = 6, 5
 JOB = mw.Job(ModelSource("mine"), DataSource("mine"), Train(steps=STEPS, batch=BATCH), Optimizer(lr=0.05, weight_decay=0.0))

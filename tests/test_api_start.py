@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from meshwright.api import build, make_plan
-from meshwright.comm.group import World
-from meshwright.core.mesh import Mesh
-from meshwright.strategies.data.batch import Batch
-from meshwright.strategies.data.zero import Zero
-from meshwright.testing.spawn import on_threads
-from tests.tiny import reading_of, tiny_job
+from meshwright.comm.collectives.group import World
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.zero import Zero
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.testing.ranks import on_threads
+from tests.tiny_model import reading_of, tiny_job
 
 SHARD = Batch(axis="dp_shard")
 PEAK = """
@@ -21,13 +21,13 @@ import resource, sys
 import torch
 from torch import nn
 from meshwright.api import build, make_plan, read
-from meshwright.comm.fake import FakeWorld
-from meshwright.core.mesh import Mesh
-from meshwright.strategies.data.batch import Batch
-from meshwright.strategies.data.zero import Zero
-from tests.tiny import tiny_job
+from meshwright.comm.backends.fake import FakeWorld
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.zero import Zero
+from tests.tiny_model import tiny_job
 from dataclasses import replace
-from meshwright.core.job import Precision
+from meshwright.plan.job.job import Precision
 
 class Deep(nn.Module):
     def __init__(self):

@@ -8,16 +8,16 @@ import torch
 import transformers
 
 import meshwright as mw
-from meshwright.comm.group import World
-from meshwright.core.job import Optimizer, Train
-from meshwright.core.precision import Precision
-from meshwright.core.sources import DataSource, ModelSource
-from meshwright.core.strategy import Strategy
-from meshwright.strategies.data.batch import Batch
-from meshwright.strategies.data.replicate import Replicate
-from meshwright.strategies.data.zero import Zero
-from meshwright.testing.spawn import on_threads
-from tests.model.published import logits, published
+from meshwright.comm.collectives.group import World
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.data.zero import Zero
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.job import Optimizer, Train
+from meshwright.plan.job.precision import Precision
+from meshwright.plan.strategy import Strategy
+from meshwright.testing.ranks import on_threads
+from tests.model.published_models import logits, published
 
 JOB = mw.Job(ModelSource("mine"), DataSource("mine"), Train(steps=2, batch=6), Optimizer(lr=0.01))
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.run.checkpoint import compare
-from tests.commands import ENV, STEPS, Command, Said, checkpoint, command, lay_out, metrics, steps_kept
+from meshwright.run.checkpoint.save_load import compare
+from tests.command_line import ENV, STEPS, Command, Said, checkpoint, command, lay_out, metrics, steps_kept
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.run.checkpoint import compare
-from tests.commands import Command, Said, checkpoint, lay_out, metrics
+from meshwright.run.checkpoint.save_load import compare
+from tests.command_line import Command, Said, checkpoint, lay_out, metrics
 
 STEPS = 40
 BREAKS = '''

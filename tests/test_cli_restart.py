@@ -1,6 +1,6 @@
 """torchrun starts a job again after one of its ranks was killed, and it ends as if nobody had been."""
 
-from tests.commands import command, lay_out, metrics
+from tests.command_line import command, lay_out, metrics
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3", "-m", "meshwright")
 DIES = """

@@ -8,7 +8,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from tests.commands import Command, become_the_only_rank, checkpoint, forget_ranks, lay_out, said
+from tests.command_line import Command, become_the_only_rank, checkpoint, forget_ranks, lay_out, said
 
 STEPS, EVERY = 40, 10
 ALONE = {"mesh": {"dp_replicate": 1}}

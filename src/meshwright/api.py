@@ -6,7 +6,7 @@
     engine  = build(reading, plan)                               one rank of it
     metrics = engine.step(engine.share(batch))
 
-The command line goes through the same functions; `meshwright.prepare` turns a config file into what they need.
+The command line goes through the same functions; `meshwright.resolve` turns a config file into what they need.
 """
 
 import copy
@@ -19,44 +19,43 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.comm.distributed import TorchWorld
-from meshwright.comm.group import World
-from meshwright.comm.threads import alone
-from meshwright.core.anatomy import Anatomy
-from meshwright.core.errors import PlanError, raise_faults
-from meshwright.core.job import Job
-from meshwright.core.mesh import Mesh
-from meshwright.core.plan import Plan
-from meshwright.core.run import Run
-from meshwright.core.strategy import Strategy
-from meshwright.engine.heap import keep_heap
-from meshwright.engine.loss import Batch, Loss, check_loss, judge_of, token_cross_entropy
-from meshwright.engine.optimizers import MakeOptimizer
-from meshwright.engine.player import Player
-from meshwright.engine.precision import refuse_unable
-from meshwright.engine.state import State, Subject
-from meshwright.lighter import Telling
-from meshwright.model.courses import bordered, courses_of
-from meshwright.model.dice import Dice
-from meshwright.model.given import completed
-from meshwright.model.ondemand import OnDemand
-from meshwright.model.reading import Reading
-from meshwright.model.reading import read as read_model
-from meshwright.model.refusing import refuse_model
-from meshwright.model.sources import Model, load_factory, with_weights
-from meshwright.model.wide import widened
-from meshwright.run.rank import Engine, share
-from meshwright.strategies.data.batch import Batch as SplitBatch
-from meshwright.strategies.data.replicate import Replicate
-from meshwright.strategies.data.zero import Zero
-from meshwright.strategies.pipeline.pipeline import Pipeline
-from meshwright.strategies.sequence.ring import Ring
-from meshwright.strategies.tensor.line import Line
-from meshwright.strategies.tensor.vocabulary import Vocabulary, divisible
-from meshwright.testing.spawn import on_threads
+from meshwright.comm.backends.threads import alone
+from meshwright.comm.collectives.group import World
+from meshwright.comm.world import TorchWorld
+from meshwright.engine.optim.optimizers import MakeOptimizer
+from meshwright.engine.runtime.cpu_allocator import keep_heap
+from meshwright.engine.runtime.loss import Batch, Loss, check_loss, judge_of, token_cross_entropy
+from meshwright.engine.runtime.mixed_precision import refuse_unable
+from meshwright.engine.runtime.state import State, Subject
+from meshwright.engine.step.executor import Player
+from meshwright.model.analysis.analyze import Reading
+from meshwright.model.analysis.analyze import read as read_model
+from meshwright.model.analysis.pipeline_trial import bordered, courses_of
+from meshwright.model.analysis.plan_checks import completed, refuse_model
+from meshwright.model.loading.loader import Model, load_factory, with_weights
+from meshwright.model.rng.sites import Dice
+from meshwright.model.tensors.float64_mode import widened
+from meshwright.model.tensors.lazy_tensors import OnDemand
+from meshwright.oom_advice import Telling
+from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.data.batch_split import Batch as SplitBatch
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.parallel.tensor.vocab_parallel import Vocabulary, divisible
+from meshwright.plan.job.errors import PlanError, raise_faults
+from meshwright.plan.job.job import Job
+from meshwright.plan.job.run_options import Run
+from meshwright.plan.model_spec.model_spec import Anatomy
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
+from meshwright.run.training.engine import Engine, share
+from meshwright.testing.ranks import on_threads
 from meshwright.verifier.parity import alone_job, compare_rank, exact_job, judge
 from meshwright.verifier.reference import Case, run_reference
-from meshwright.verifier.static import prove
+from meshwright.verifier.static_checks import prove
 from meshwright.verifier.trace import STEPS, Traced, few_ranks
 from meshwright.verifier.trace import trace as trace_ranks
 from meshwright.verifier.verdict import Verdict

@@ -6,9 +6,8 @@ from random import Random
 
 from benchmarks.allreduce_model import NAMES, cells_of_auto, errors, half_fitted, halves, judged, noise
 from meshwright.comm.algorithms import BACKEND, named
-from meshwright.comm.algorithms.pricing import seconds
-from meshwright.core.cluster import Timing
-from meshwright.core.link import Band, Crowd, Link, Network
+from meshwright.comm.algorithms.cost_model import seconds
+from meshwright.plan.hardware.network_model import Band, Crowd, Link, Network, Timing
 
 SIZES = tuple(1 << power for power in range(10, 23))
 NETWORK = Network(

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.pipeline_formulas import LAWS, Case, Law, cases, distance, measured, result
-from meshwright.strategies.pipeline import gpipe
+from meshwright.parallel.pipeline.schedules import gpipe
 
 BY_NAME = {law.name: law for law in LAWS}
 

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.pipeline_models import KINDS, Residual, UNet, named
 from benchmarks.pipeline_parity import BESIDE, RANKS, TOLERANCE, Case, cases, compared, drawn, result
-from meshwright.strategies.pipeline.schedules import SCHEDULES
+from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
 
 SHOWN = (
     Case(named("u-net"), "zb_v", 2, 0, "ZeRO-2", 3, 1),

@@ -20,8 +20,8 @@ from benchmarks.pipeline_published import (
     rows,
     simulated,
 )
-from meshwright.planner.layout import FOLDED, HALVES, Layout, Order
-from meshwright.planner.sketch import Both, waited
+from meshwright.planner.analytic.parallel_config import FOLDED, HALVES, Layout, Order
+from meshwright.planner.analytic.step_time import Both, waited
 
 ANCHORS = Path(__file__).parents[3] / "shared" / "anchors" / "bubble_rates.csv"
 QUICK = [row for row in rows() if row.ranks * row.micros <= 8 * 32]

@@ -3,9 +3,9 @@
 import pytest
 
 from benchmarks.pipeline_scale import CASES, planned
-from meshwright.core.mesh import Mesh
-from meshwright.strategies.pipeline import one_f_one_b
-from meshwright.strategies.pipeline.order import Order
+from meshwright.parallel.pipeline.schedules import one_f_one_b
+from meshwright.parallel.pipeline.schedules.schedule import Order
+from meshwright.plan.sharding.mesh import Mesh
 
 
 def test_a_case_is_made_checked_played_and_placed():

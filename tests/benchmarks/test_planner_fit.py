@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.planner_fit import Verdict, found_on, labelled, out_of_sample, result, same, share, verdicts
 from benchmarks.published import Run, read_runs
-from meshwright.planner.habits import GIB, Habits
+from meshwright.planner.analytic.framework_memory import GIB, Habits
 
 
 @pytest.fixture(scope="module")

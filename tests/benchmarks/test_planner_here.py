@@ -1,8 +1,8 @@
 """The twelve plans of `planner_here`: mixed, small enough to run here, and each with a price."""
 
 from benchmarks.planned_here import CASES, batch_of, config_of, planned
-from meshwright.planner.prediction import predict
-from tests.planner.grounds import ground
+from meshwright.planner.program_cost.prediction import predict
+from tests.planner.simple_machine import ground
 
 
 def test_twelve_plans_mix_families_and_techniques_on_two_to_four_ranks():

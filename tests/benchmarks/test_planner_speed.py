@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import planner_speed
 from benchmarks.planner_speed import CASES, found, seconds, wish
-from meshwright.planner.search import search
+from meshwright.planner.search.search import search
 
 
 def test_a_case_is_a_plan_for_all_devices_and_the_fastest_without_a_limit():

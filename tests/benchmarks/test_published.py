@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.published import RUNS, read_runs
 from benchmarks.published_runs import learnt, main, scores, timed
-from meshwright.planner.layout import Order
+from meshwright.planner.analytic.parallel_config import Order
 
 ROW = {
     "row_id": "R1",

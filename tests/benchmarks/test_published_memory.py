@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.published import Run, read_runs
 from benchmarks.published_memory import by_torch, code_of, held, layout_of, room, said
-from meshwright.planner.habits import GIB, OURS
+from meshwright.planner.analytic.framework_memory import GIB, OURS
 
 
 @pytest.fixture(scope="module")

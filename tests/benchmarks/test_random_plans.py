@@ -11,15 +11,15 @@ import benchmarks.random_plans
 from benchmarks.combinations import Reviewed, Row, of_pairs, reason_of, refused_by, short_of
 from benchmarks.random_draws import MOST_RANKS, TECHNIQUES, Draw, draw
 from benchmarks.random_plans import plan_or_refusal, result, tried
-from meshwright.core.errors import Fault
-from meshwright.core.job import Job
-from meshwright.core.mesh import Mesh
-from meshwright.core.program import Program
-from meshwright.core.space import Space
-from meshwright.core.strategy import Phase, Strategy
-from meshwright.strategies import STRATEGIES
-from meshwright.strategies.data.batch import Batch
-from meshwright.strategies.data.replicate import Replicate
+from meshwright.parallel import STRATEGIES
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.plan.job.errors import Fault
+from meshwright.plan.job.job import Job
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.step.action import Program
+from meshwright.plan.strategy import Phase, Strategy
 
 COPIES = Draw(0, 0, "llama", Mesh(dp_replicate=2), (Batch(), Replicate()), micros=1, micro_batch=1, clip=0.5)
 WANTED = Reviewed(seed=0, count=2, pairs=1, share=1.0, exceptions={}, refusals=())

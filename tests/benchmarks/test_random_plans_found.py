@@ -6,20 +6,20 @@ import pytest
 
 from benchmarks.random_draws import Draw
 from benchmarks.random_plans import TOLERANCE, plan_or_refusal, tried
-from meshwright.core.mesh import Mesh
-from meshwright.core.plan import Plan
-from meshwright.core.strategy import Strategy
-from meshwright.strategies.data.batch import Batch
-from meshwright.strategies.data.replicate import Replicate
-from meshwright.strategies.data.zero import Zero
-from meshwright.strategies.memory.recompute import Recompute
-from meshwright.strategies.memory.tiles import Tiles
-from meshwright.strategies.pipeline.pipeline import Pipeline
-from meshwright.strategies.sequence.ring import Ring
-from meshwright.strategies.tensor.cube import Cube
-from meshwright.strategies.tensor.grid import Grid
-from meshwright.strategies.tensor.line import Line
-from meshwright.strategies.tensor.sequence import Sequence
+from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.memory.tiled_compute import Tiles
+from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.tensor.cube_3d import Cube
+from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.parallel.tensor.optimus_2d import Grid
+from meshwright.parallel.tensor.sequence_parallel import Sequence
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
 
 ROWS, SQUARE, CUBE = Batch("dp_shard"), Mesh(dp_shard=2, tp=2), Mesh(dp_shard=2, tp=2, tp_depth=2)
 

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from benchmarks.rated_in_turn import HANDS, MOST, Turn, profile_of, turns
-from meshwright.core.work import RICH
-from meshwright.run.computing import computing
-from meshwright.run.evenness import BATCH
-from meshwright.run.rating import sizes_of
-from tests.core.profiles import profile
+from meshwright.plan.model_spec.op_costs import RICH
+from meshwright.run.measure.device_bench import computing, sizes_of
+from meshwright.run.measure.timing import BATCH
+from tests.plan.hardware.synthetic_device import profile
 
 
 def test_so_many_turns_as_hands_time_every_cell_once_and_make_a_profile():

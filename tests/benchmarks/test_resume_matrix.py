@@ -14,9 +14,9 @@ import meshwright
 from benchmarks.kills import STEPS, Kind, Trial, alike, apart, is_scrap, still_running
 from benchmarks.resume_matrix import KINDS, TRIALS, chosen
 from meshwright.api import alone
-from meshwright.core.mesh import AXES
-from meshwright.run.checkpoint import save
-from meshwright.run.folders import step_folder
+from meshwright.plan.sharding.mesh import AXES
+from meshwright.run.checkpoint.directories import step_folder
+from meshwright.run.checkpoint.save_load import save
 
 ROOT = Path(meshwright.__file__).parents[2]
 

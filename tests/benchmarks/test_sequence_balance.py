@@ -7,9 +7,9 @@ import torch
 
 from benchmarks.attention import Sizes, dense
 from benchmarks.sequence_balance import BAR, HOW, OTHERS, Case, Kernels, cases, counted, operations, packed, result, worst
-from meshwright.strategies.sequence import seen
-from meshwright.strategies.sequence.regions import Region
-from meshwright.strategies.sequence.ring import Ring
+from meshwright.parallel.context import mask_blocks
+from meshwright.parallel.context.mask_blocks import Region
+from meshwright.parallel.context.ring import Ring
 
 
 def counted_by_name(how: str, mask: str, tokens: int = 515) -> Any:
@@ -38,7 +38,7 @@ def test_an_even_deal_that_is_given_up_fails_the_claim(monkeypatch: pytest.Monke
 
 
 def test_pairs_that_are_masked_are_counted_where_a_kernel_goes_through_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seen, "regions", lambda low, high, *_: [Region((0, len(low)), (0, high.max()), "some")])
+    monkeypatch.setattr(mask_blocks, "regions", lambda low, high, *_: [Region((0, len(low)), (0, high.max()), "some")])
     row = counted_by_name("ring, zigzag", "causal", 64)
     assert row["of one device"] > 1.5
 

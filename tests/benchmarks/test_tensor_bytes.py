@@ -7,7 +7,7 @@ import pytest
 from benchmarks.tensor_bytes import compared, planned, result
 from benchmarks.tensor_families import ODD, TOKENS
 from benchmarks.tensor_laws import Case, cases
-from meshwright.model.reading import Reading
+from meshwright.model.analysis.analyze import Reading
 
 CASES = {str(case): case for case in cases()}
 STREAM = 2 * TOKENS * ODD["hidden"] * 4  # bytes of two rows

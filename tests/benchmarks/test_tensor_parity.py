@@ -4,10 +4,10 @@ import pytest
 
 from benchmarks.tensor_families import FAMILIES, named
 from benchmarks.tensor_parity import RANKS, SQUARES, TOLERANCE, Case, cases, compared, result
-from meshwright.core.layout import I
-from meshwright.core.mesh import Mesh
-from meshwright.strategies.tensor import line
-from meshwright.strategies.tensor.line import Line
+from meshwright.parallel.tensor import megatron_1d
+from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.placement import I
 
 SHOWN = ("gpt2, line of 3, shards, sequence", "t5, line of 2, copies", "phi3, 2-D, 2 x 2")
 
@@ -41,7 +41,7 @@ def test_a_refused_plan_is_a_miss_and_says_why():
 
 
 def test_a_sum_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(line, "P", I)  # what rows layers give out is taken for whole
+    monkeypatch.setattr(megatron_1d, "P", I)  # what rows layers give out is taken for whole
     row = compared(case_of("llama, line of 2, alone"))
     assert "differs" in row
     assert result([row]).holds is False

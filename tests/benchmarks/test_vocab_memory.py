@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.vocab_memory import BAR, Case, lived, result, rows_of
-from meshwright.testing.spawn import on_threads
+from meshwright.testing.ranks import on_threads
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -4,9 +4,9 @@ import pytest
 
 from benchmarks.shards import Case, llama
 from benchmarks.zero_bytes import Law, bundles_of, cases, expected, law_of, planned, result, told
-from meshwright.core.job import Precision
-from meshwright.strategies.data.zero import Zero
-from meshwright.testing.spawn import on_threads
+from meshwright.parallel.data.zero import Zero
+from meshwright.plan.job.job import Precision
+from meshwright.testing.ranks import on_threads
 
 
 def test_bundles_hold_every_parameter_once():

@@ -7,10 +7,10 @@ import pytest
 from benchmarks.live import live_bytes, live_storages, probed
 from benchmarks.shards import Case
 from benchmarks.zero_states import BLOCKS, DATA, against_fsdp, block_buffer, cases, cells, held, on_paper, result, states_of
-from meshwright.core.steps import ROLE
-from meshwright.planner.memory import state_bytes
-from meshwright.strategies.data.zero import Zero
-from meshwright.testing.spawn import ProcessPool
+from meshwright.parallel.data.zero import Zero
+from meshwright.plan.step.single_device import ROLE
+from meshwright.planner.program_cost.memory import state_bytes
+from meshwright.testing.ranks import ProcessPool
 
 
 @pytest.mark.parametrize("name", ["zero_states.csv", "fsdp_memory.csv"])

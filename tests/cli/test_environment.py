@@ -7,9 +7,9 @@ import pytest
 
 from meshwright.cli import environment
 from meshwright.cli.environment import stop_flag, this_rank
-from meshwright.core.errors import PlanError
-from meshwright.run.network import loopback
-from tests.commands import become_the_only_rank, forget_ranks
+from meshwright.plan.job.errors import PlanError
+from meshwright.run.launch.network import loopback
+from tests.command_line import become_the_only_rank, forget_ranks
 
 WATCHED = ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK", "MASTER_ADDR", "LOCAL_WORLD_SIZE")
 

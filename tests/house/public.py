@@ -95,7 +95,7 @@ Paper: Li et al., PyTorch Distributed, 2020, {where}.
 """
 '''
 GOOD_ESSAY = ESSAY.format(where="arXiv 2006.15704")
-EXAMPLE = f"{PACKAGE}/strategies/data/example.py"
+EXAMPLE = f"{PACKAGE}/parallel/data/example.py"
 
 RULES = (
     Rule(

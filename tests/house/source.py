@@ -41,10 +41,10 @@ class Source:
 
     @property
     def is_technique(self) -> bool:
-        """Whether this file is `strategies/FAMILY/NAME.py`, and none that the techniques of a family share."""
+        """Whether this file is `parallel/FAMILY/NAME.py`, and none that the techniques of a family share."""
         parts = PurePosixPath(self.path).parts
         shared = "/".join(parts[-2:]).removesuffix(".py") in SHARED
-        return parts[2:3] == ("strategies",) and len(parts) == 5 and not parts[-1].startswith("_") and not shared
+        return parts[2:3] == ("parallel",) and len(parts) > 4 and not parts[-1].startswith("_") and not shared
 
     def functions(self) -> Iterator[Function]:
         """Every function and method, nested ones included."""

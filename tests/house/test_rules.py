@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.house import organs, public, shape, words
-from tests.house.organs import ORDINARY, ORGANS, named_techniques, technique_names
+from tests.house import layers, public, shape, words
+from tests.house.layers import ORDINARY, ORGANS, named_techniques, technique_names
 from tests.house.source import PACKAGE, Rule, Source, imported, package_sources, python_sources, report
 
-RULES = (*shape.RULES, *words.RULES, *public.RULES, *organs.RULES)
+RULES = (*shape.RULES, *words.RULES, *public.RULES, *layers.RULES)
 BAD = [pytest.param(rule, text, id=f"{rule.sentence}-{i}") for rule in RULES for i, text in enumerate(rule.bad)]
 GOOD = [pytest.param(rule, text, id=f"{rule.sentence}-{i}") for rule in RULES for i, text in enumerate(rule.good)]
 

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from docs.generate import essays, kinds, stale
-from meshwright.core.layout import ADJOINT, MOVES
+from meshwright.plan.sharding.placement import ADJOINT, MOVES
 from tests.house.source import PACKAGE, ROOT, Finding, package_sources, python_sources, report
 
 TEXT = ("*.md", "*.toml", "*.sh", "*.yaml", "*.yml", "*.txt", "*.lock")

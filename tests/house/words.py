@@ -24,7 +24,7 @@ OBJECT_COLLECTIVES = frozenset(
         "recv_object_list",
     }
 )
-FOREIGN = "run/foreign.py"  # the one reader of pickles, a script that only a child process runs
+FOREIGN = "run/export/convert_pickle.py"  # the one reader of pickles, a script that only a child process runs
 ENVIRONMENT = frozenset({"os.environ", "os.environb", "os.getenv", "os.getenvb"})
 
 

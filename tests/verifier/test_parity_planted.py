@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from meshwright.api import make_subject
-from meshwright.comm.group import World
-from meshwright.core.plan import Plan
-from meshwright.core.program import Action
-from meshwright.engine.state import Subject
-from meshwright.model.reading import Reading
-from meshwright.strategies.data.batch import Batch
-from meshwright.strategies.data.replicate import Replicate
+from meshwright.comm.collectives.group import World
+from meshwright.engine.runtime.state import Subject
+from meshwright.model.analysis.analyze import Reading
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.plan.plan import Plan
+from meshwright.plan.step.action import Action
 from meshwright.verifier.reference import Case
-from meshwright.verifier.static import prove
-from tests.tiny import case_of, edited, first_of, plan_of, reading_of, verdict_of
+from meshwright.verifier.static_checks import prove
+from tests.tiny_model import case_of, edited, first_of, plan_of, reading_of, verdict_of
 
 LAYERS = (Batch(), Replicate(bucket_mb=300 / 2**20))
 HEAD, EMBED = "0", "4"  # buckets are numbered in the order of backward

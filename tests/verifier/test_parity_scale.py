@@ -9,17 +9,17 @@ import torch
 from typer.testing import CliRunner
 
 from meshwright.cli import app
-from meshwright.comm.group import World
-from meshwright.core.job import Optimizer
-from meshwright.core.mesh import Mesh
-from meshwright.core.plan import Plan
-from meshwright.core.program import Action
-from meshwright.engine.loss import Loss, token_cross_entropy
-from meshwright.model.reading import Reading
-from meshwright.strategies.data.batch import Batch
-from meshwright.strategies.data.replicate import Replicate
-from meshwright.testing.spawn import on_threads
-from tests.tiny import case_of, edited, first_of, plan_of, player_of, reading_of, rows, tiny_job, verdict_of
+from meshwright.comm.collectives.group import World
+from meshwright.engine.runtime.loss import Loss, token_cross_entropy
+from meshwright.model.analysis.analyze import Reading
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.plan.job.job import Optimizer
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.step.action import Action
+from meshwright.testing.ranks import on_threads
+from tests.tiny_model import case_of, edited, first_of, plan_of, player_of, reading_of, rows, tiny_job, verdict_of
 
 LAYERS = (Batch(), Replicate(bucket_mb=300 / 2**20))
 
@@ -124,8 +124,8 @@ dp_replicate = 3
 folder = "{folder}"
 """
 FACTORY = """
-from meshwright.model.sources import Model
-from tests.tiny import Tiny, rows
+from meshwright.model.loading.loader import Model
+from tests.tiny_model import Tiny, rows
 
 def build():
     return Model(Tiny(), example=rows())

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-import meshwright.engine.acts
-import meshwright.engine.player
-import meshwright.model.drive
-from meshwright.core.job import Optimizer, ParameterGroup, Train
-from meshwright.core.sources import DataSource
-from meshwright.engine.loss import IGNORED
+import meshwright.engine.step.actions
+import meshwright.engine.step.executor
+import meshwright.model.blocks.driver
+from meshwright.engine.runtime.loss import IGNORED
+from meshwright.plan.job.data_source import DataSource
+from meshwright.plan.job.job import Optimizer, ParameterGroup, Train
 from meshwright.verifier.reference import Case, Reference, run_reference
-from tests.tiny import case_of, plan_of, reading_of, rows, tiny_job
+from tests.tiny_model import case_of, plan_of, reading_of, rows, tiny_job
 
 
 def by_hand(case: Case, steps: int, *, lr: float, decay: float, momentum: float, clip: float) -> list[dict[str, torch.Tensor]]:
@@ -63,10 +63,10 @@ def test_it_needs_no_engine(monkeypatch: pytest.MonkeyPatch):
 
     reading = reading_of(p=0.2)
     case = case_of(reading, plan_of(reading, 3))
-    monkeypatch.setattr(meshwright.engine.player.Player, "__init__", broken)
-    monkeypatch.setattr(meshwright.engine.acts.Acts, "__init__", broken)
-    monkeypatch.setattr(meshwright.model.drive.Drive, "__init__", broken)
-    monkeypatch.setattr(meshwright.model.drive, "backward", broken)
+    monkeypatch.setattr(meshwright.engine.step.executor.Player, "__init__", broken)
+    monkeypatch.setattr(meshwright.engine.step.actions.Acts, "__init__", broken)
+    monkeypatch.setattr(meshwright.model.blocks.driver.Drive, "__init__", broken)
+    monkeypatch.setattr(meshwright.model.blocks.driver, "backward", broken)
     assert len(run_reference(case, 2).steps) == 2
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
 from meshwright.api import read
-from tests.tiny import VOCABULARY, WIDTH, case_of, plan_of, rows, verdict_of
+from tests.tiny_model import VOCABULARY, WIDTH, case_of, plan_of, rows, verdict_of
 
 
 class Inner(nn.Module):

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.core.job import Precision
-from meshwright.core.program import Action
-from meshwright.core.strategy import Handler
-from meshwright.strategies.data.batch import Batch
-from meshwright.strategies.data.replicate import Replicate
-from meshwright.verifier.static import prove
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.plan.job.job import Precision
+from meshwright.plan.step.action import Action
+from meshwright.plan.strategy import Handler
+from meshwright.verifier.static_checks import prove
 from meshwright.verifier.trace import NeedsValues, Traced, few_ranks, planned
-from tests.tiny import Tiny, edited, plan_of, reading_of, rows, tiny_job
+from tests.tiny_model import Tiny, edited, plan_of, reading_of, rows, tiny_job
 
 BUCKET_MB = 300 / 2**20  # five buckets, REDUCE(0) to REDUCE(4)
 

@@ -21,17 +21,17 @@ import sys
 
 import typer
 
-from meshwright.cli import bench, hosts, report, training, weights
+from meshwright.cli import artifacts, bench, launch_doctor, plan_verify_train
 
 ABOUT = """Train any PyTorch model on any number of devices, and prove that it trains what one device would.
 
 Any key of the config can be set behind it: meshwright train CONFIG.toml --train.steps 100 --optimizer.lr 1e-3"""
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=ABOUT)
-training.add_to(app)
-report.add_to(app)
-hosts.add_to(app)
+plan_verify_train.add_to(app)
+artifacts.add_to(app)
+launch_doctor.add_to(app)
 bench.add_to(app)
-weights.add_to(app)
+artifacts.add_to(app)
 
 
 def main() -> None:

@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.environment import launcher, this_rank
-from meshwright.cli.faults import console, said, show_failure
-from meshwright.cli.verb import behind
-from meshwright.core.errors import PlanError
+from meshwright.cli.error_output import console, said, show_failure
+from meshwright.cli.lazy_import import behind
+from meshwright.plan.job.errors import PlanError
 
 Into = Annotated[Path | None, typer.Option(hidden=True, help="Where local ranks leave what they measured.")]
 
@@ -27,7 +27,7 @@ def comm(
     Local ranks are started; under torchrun, SLURM or MPI the ranks there are measure together, within and between hosts.
     """
     with said():
-        rank, verb = this_rank(), behind("bench")
+        rank, verb = this_rank(), behind("bench_network")
         if rank is not None and ranks:
             text = f"--ranks {ranks}, and a launcher has started {rank.world} ranks"
             raise PlanError(text, fix="leave --ranks out, or run it without the launcher", where="--ranks")
@@ -66,7 +66,7 @@ def device(
     Plans are priced by it: --hardware device.toml.
     """
     with said():
-        rank, verb = this_rank(), behind("profile")
+        rank, verb = this_rank(), behind("bench_device")
         if rank is not None and into is None:
             text = f"a launcher has started {rank.world} ranks, and one device is measured by processes of its own"
             raise PlanError(text, fix="run it without the launcher; --ranks 2 measures two at once", where="bench device")

@@ -11,13 +11,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from meshwright.core.errors import PlanError
-from meshwright.run.interrupt import raise_if_told
-from meshwright.run.launchers import Place, Ranked, place_in
-from meshwright.run.network import interface_towards, loopback, resolved
+from meshwright.plan.job.errors import PlanError
+from meshwright.run.launch.cluster_env import Place, Ranked, place_in
+from meshwright.run.launch.network import interface_towards, loopback, resolved
+from meshwright.run.launch.signals import raise_if_told
 
 if TYPE_CHECKING:
-    from meshwright.verbs.ranks import Launcher
+    from meshwright.commands.local_ranks import Launcher
 
 
 def this_place() -> Place | None:
@@ -77,7 +77,7 @@ def cache_folder() -> Path:
 
 def launcher() -> "Launcher":
     """Starts `meshwright ARGV...` as `world` local ranks."""
-    launch = import_module("meshwright.run.launch").launch
+    launch = import_module("meshwright.run.launch.local_launcher").launch
     return lambda argv, world, folder: launch(["-m", "meshwright", *argv], world, folder, dict(os.environ))
 
 

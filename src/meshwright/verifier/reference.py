@@ -13,19 +13,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from meshwright.core.anatomy import visit_of
-from meshwright.core.job import Job
-from meshwright.core.plan import Plan
-from meshwright.core.steps import steps as alone
-from meshwright.core.versions import forward_versions
-from meshwright.engine.loss import Batch, Loss
-from meshwright.engine.optimizers import parameter_groups
-from meshwright.engine.schedule import factor
-from meshwright.engine.state import Subject
-from meshwright.model.dice import Dice
-from meshwright.model.drive import backward_from
-from meshwright.model.dropout import StatelessDropout
-from meshwright.model.wide import Wide
+from meshwright.engine.optim.optimizers import factor, parameter_groups
+from meshwright.engine.runtime.loss import Batch, Loss
+from meshwright.engine.runtime.state import Subject
+from meshwright.model.blocks.driver import backward_from
+from meshwright.model.rng.dropout_mode import StatelessDropout
+from meshwright.model.rng.sites import Dice
+from meshwright.model.tensors.float64_mode import Wide
+from meshwright.plan.job.job import Job
+from meshwright.plan.model_spec.model_spec import visit_of
+from meshwright.plan.plan import Plan
+from meshwright.plan.step.single_device import steps as alone
+from meshwright.plan.step.weight_stashing import forward_versions
 
 Values = dict[str, torch.Tensor]
 

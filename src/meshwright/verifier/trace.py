@@ -28,17 +28,17 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.comm.fake import Done, FakeWorld
-from meshwright.comm.group import Entry, Work
-from meshwright.core.errors import Fault, PlanError
-from meshwright.core.job import Guard
-from meshwright.core.mesh import AXES
-from meshwright.core.plan import Plan
-from meshwright.engine.loss import Batch, Loss
-from meshwright.engine.player import Player
-from meshwright.engine.state import State, Subject
-from meshwright.model.dice import Dice, Sites
-from meshwright.model.trial import depends_on_values
+from meshwright.comm.backends.fake import Done, FakeWorld
+from meshwright.comm.collectives.group import Entry, Work
+from meshwright.engine.runtime.loss import Batch, Loss
+from meshwright.engine.runtime.state import State, Subject
+from meshwright.engine.step.executor import Player
+from meshwright.model.rng.sites import Dice, Sites
+from meshwright.model.trial.trial import depends_on_values
+from meshwright.plan.job.errors import Fault, PlanError
+from meshwright.plan.job.job import Guard
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import AXES
 
 STEPS = 2  # by default: what a first step sets up (buckets, moments) must not change what the next one sends
 SHOWN = 5  # faults in the words of a verdict

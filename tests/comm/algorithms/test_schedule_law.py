@@ -7,13 +7,13 @@ from math import ceil, log2
 import pytest
 
 from meshwright.comm.algorithms import named
-from meshwright.comm.algorithms.doubling import Doubling
-from meshwright.comm.algorithms.halving import Halving
 from meshwright.comm.algorithms.hierarchical import Hierarchical
+from meshwright.comm.algorithms.recursive_doubling import Doubling
+from meshwright.comm.algorithms.recursive_halving import Halving
 from meshwright.comm.algorithms.ring import Ring
 from meshwright.comm.algorithms.schedule import Algorithm, Parcel, Round, least_and_most, length, sent_elements
 from meshwright.comm.algorithms.tree import Tree
-from tests.comm.algorithms.counting import CASES, SIZES, counted, numels, port_time
+from tests.comm.algorithms.round_counts import CASES, SIZES, counted, numels, port_time
 
 
 def textbook(algorithm: Algorithm, n: int) -> tuple[int, Fraction]:

@@ -7,16 +7,16 @@ slash: hierarchical/4 for four ranks per host.
 from types import MappingProxyType
 
 from meshwright.comm.algorithms.backend import Backend
-from meshwright.comm.algorithms.doubling import Doubling
-from meshwright.comm.algorithms.halving import Halving
+from meshwright.comm.algorithms.direct_exchange import Parallel
 from meshwright.comm.algorithms.hierarchical import Hierarchical
-from meshwright.comm.algorithms.naive import Naive
-from meshwright.comm.algorithms.parallel import Parallel
+from meshwright.comm.algorithms.naive_reduce import Naive
+from meshwright.comm.algorithms.recursive_doubling import Doubling
+from meshwright.comm.algorithms.recursive_halving import Halving
+from meshwright.comm.algorithms.reduce_broadcast import Root
 from meshwright.comm.algorithms.ring import Ring
-from meshwright.comm.algorithms.root import Root
 from meshwright.comm.algorithms.schedule import Algorithm
 from meshwright.comm.algorithms.tree import Tree
-from meshwright.core.errors import PlanError, nearest
+from meshwright.plan.job.errors import PlanError, nearest
 
 BACKEND = Backend.name
 PLAIN = (Backend(), Naive(), Root(), Ring(), Parallel(), Halving(), Doubling(), Tree())

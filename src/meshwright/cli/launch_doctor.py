@@ -1,0 +1,65 @@
+"""The words about machines: launch (a job file for a scheduler) and doctor (is this host fit to train?)."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.cli.environment import cache_folder, gloo_interface, launcher, this_rank
+from meshwright.cli.error_output import console, said
+from meshwright.cli.lazy_import import behind
+from meshwright.cli.plan_verify_train import EXTRA, Config
+
+LAUNCH_OWN = ("--print", "--hosts", "--per-host", "--out", "--cpu", "--name", "--image", "--volume", "--time")
+
+
+def launch(
+    context: typer.Context,
+    config: Config,
+    kind: Annotated[str, typer.Option("--print", help="slurm, k8s or torchrun.")],
+    hosts: Annotated[int | None, typer.Option(help="Number of hosts.", min=1)] = None,
+    per_host: Annotated[int | None, typer.Option(help="Ranks on each host.", min=1)] = None,
+    out: Annotated[Path | None, typer.Option(help="Write it here, not to the terminal.")] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Ask for no GPUs.")] = False,
+    name: Annotated[str, typer.Option(help="The name of the job (default: meshwright-CONFIG).")] = "",
+    image: Annotated[str, typer.Option(help="k8s: the container image.")] = "",
+    volume: Annotated[str, typer.Option(help="k8s: CLAIM:PATH, mounted by every pod; the command runs in PATH.")] = "",
+    time: Annotated[str, typer.Option(help="slurm: the time limit.")] = "24:00:00",
+) -> None:
+    """Print the job file that trains a plan under SLURM, Kubernetes or torchrun."""
+    with said(LAUNCH_OWN):
+        verb = behind("launch")
+        wanted = verb.Wanted(hosts, per_host, not cpu, name, image, volume, time)
+        text = verb.job_file(config, context.args, kind, wanted)
+        if out is None:
+            typer.echo(text, nl=False)
+            return
+        verb.write(text, out)
+        console.print(f"job file written to {out}", soft_wrap=True)
+
+
+def doctor(
+    folder: Annotated[Path, typer.Option(help="Where runs are written: its disk is looked at.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Say whether this host is fit to train, in under 20 s. Under a launcher, all ranks try a collective together."""
+    with said():
+        told = gloo_interface()  # before this_rank chooses one
+        rank, verb = this_rank(), behind("doctor")
+        if rank is not None and rank.store is not None:
+            verb.try_as_rank(rank, folder)
+            return
+        report = verb.examine(folder, cache_folder(), told, rank, launcher())
+        if rank is None or rank.rank == 0:
+            if as_json:
+                typer.echo(json.dumps(report.as_dict(), indent=1))
+            else:
+                console.print(verb.view(report))
+        raise typer.Exit(1 if report.failed else 0)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Give `app` the commands of this file."""
+    app.command(context_settings=EXTRA)(launch)
+    app.command()(doctor)

@@ -1,0 +1,112 @@
+"""A lane: collectives that Python plays itself, one behind the other, beside the computation.
+
+What an all-reduce does round by round must go on while the main thread computes, so a lane has a thread. But who waits for
+a result need not wait for that thread to wake up: it plays what is still to be played itself. So a call that is waited for at
+once is played by its caller; the thread, if it comes meanwhile, sees that somebody is at it, and goes back to sleep.
+
+    main     put(A) ... compute ... wait(A)          the thread has played A meanwhile
+    main     put(B), wait(B)                         the main thread plays B
+    main     put(C), put(D), wait(C) ... compute     the main thread plays C and calls the thread for D
+"""
+
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Lock, Thread
+
+from meshwright.comm.collectives.group import Work
+
+
+class LaneWork(Work):
+    """Something that was put into a lane."""
+
+    def __init__(self, lane: "Lane", do: Callable[[], None]) -> None:
+        self._lane = lane
+        self._do: Callable[[], None] | None = do
+        self._error: BaseException | None = None
+        self._calls: list[Callable[[], None]] = []
+        self._over = Lock()  # held by whoever ends it, or adds a call
+
+    @property
+    def over(self) -> bool:
+        """Whether it has been played."""
+        return self._do is None
+
+    def wait(self) -> None:
+        """Return when it has been played. Raises what it raised, or what a call raised that was to follow."""
+        if self._do is not None:
+            self._lane.play_to(self)
+        if self._error is not None:
+            raise self._error
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Have `call` called by whoever plays it."""
+        with self._over:
+            if self._do is not None:
+                self._calls.append(call)
+                return
+        call()
+
+    def play(self) -> None:
+        """Do it; the error, if any, is kept for those who wait."""
+        try:
+            if self._do is not None:
+                self._do()
+        except BaseException as error:
+            self._error = error
+        with self._over:
+            self._do = None
+        for call in self._calls:
+            try:
+                call()
+            except BaseException as error:
+                self._error = self._error or error
+
+    def drop(self) -> None:
+        """Never do it: whoever waits learns so."""
+        self._error = RuntimeError(
+            "the group was closed before this had been played. Wait for a collective before the world closes"
+        )
+        with self._over:
+            self._do = None
+
+
+class Lane:
+    """Works in the order in which they were put, played by a thread of the lane's own or by whoever waits for one."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: deque[LaneWork] = deque()
+        self._turn = Lock()  # held by whoever plays
+        self._bell: SimpleQueue[bool] = SimpleQueue()  # False: nothing more will come
+        self._thread = Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, do: Callable[[], None]) -> Work:
+        """`do`, to be called after all that was put before."""
+        work = LaneWork(self, do)
+        self._queue.append(work)
+        self._bell.put(True)
+        return work
+
+    def play_to(self, work: LaneWork) -> None:
+        """Return when `work` has been played, with all before it."""
+        with self._turn:
+            while not work.over and self._queue:
+                self._queue.popleft().play()
+        if self._queue:  # the thread may have come for it while the turn was taken
+            self._bell.put(True)
+
+    def close(self) -> None:
+        """Let the thread end. What has not been played is not played any more."""
+        while self._queue:
+            self._queue.popleft().drop()
+        self._bell.put(False)
+
+    def _serve(self) -> None:
+        while self._bell.get():
+            while self._queue and self._turn.acquire(blocking=False):
+                try:
+                    if self._queue:
+                        self._queue.popleft().play()
+                finally:
+                    self._turn.release()

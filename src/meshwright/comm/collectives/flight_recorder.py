@@ -1,0 +1,147 @@
+"""The last collectives of a rank, in a piece of memory that others can read after its death.
+
+Every collective that a rank announces is noted in a ring of 64 slots, the newest over the oldest:
+
+    slot    order | number | text: over which axes, what, for which action, from which line
+    ...     18      17       dp_replicate, all_reduce of float32 [4096], REDUCE(3), train.py:212
+
+`number` counts the collectives of one group, so the ranks of a group can be compared: the k-th of each must be the same.
+What two ranks send each other is numbered for these two alone. The line is that of the innermost frame outside this package
+and torch, where the collective was asked for.
+
+When the rank has peers, the ring lies in memory behind a file descriptor without a name (memfd). A process of the same user
+on the same host can open it under /proc, keep it, and read it when the owner can no longer answer: killed, aborted by a
+backend, or deep in native code. Nothing has to be removed afterwards. Noting costs between one and two microseconds: a
+training step asks for the same things from the same lines, so their texts are made once.
+"""
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from struct import Struct
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from meshwright.comm.collectives.announce import Call
+    from meshwright.comm.collectives.group import Group
+
+SLOTS, SLOT = 64, 512
+HEAD = Struct("<QQI")  # order (0: never used), number, length of the text
+LONGEST = SLOT - HEAD.size
+KNOWN = 4096  # texts that are remembered; a rank that asks for more different things makes some again
+INSIDE = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
+
+
+@dataclass(frozen=True)
+class Issued:
+    """One collective that a rank issued: the `number`-th of its line, which is a group, or one rank sending to another.
+
+    `order` counts all that the rank issued. `pair` is (sender, receiver) for what one rank sends another, else empty. `among` are
+    the indices along the axes of those who take part; empty: all.
+    """
+
+    order: int
+    number: int
+    axes: tuple[str, ...]
+    what: str
+    action: str
+    place: str
+    pair: tuple[int, ...] = ()
+    among: tuple[int, ...] = ()
+
+    @property
+    def line(self) -> tuple[object, ...]:
+        """What it is numbered among; the same on every rank that takes part."""
+        return ("pair", *self.pair) if self.pair else (*self.axes, *self.among)
+
+    def __str__(self) -> str:
+        return f"{self.what} for {self.action}" if self.action else f"{self.what} (no action named)"
+
+
+class Recent:
+    """The ring of one rank. `order` is that of the collective noted last (0: none yet)."""
+
+    def __init__(self) -> None:
+        self.order = 0
+        self._memory: bytearray | mmap = bytearray(SLOTS * SLOT)
+        self._counts: Counter[object] = Counter()
+        self._texts: dict[object, bytes] = {}
+
+    def note(self, group: "Group", call: "Call") -> None:
+        """Write `call` into the ring. The line is looked for above the caller of the caller."""
+        frame = sys._getframe(2)
+        while frame.f_code.co_filename.startswith(INSIDE) and frame.f_back is not None:
+            frame = frame.f_back
+        file, row = frame.f_code.co_filename, frame.f_lineno
+        own = group.axes, group.among
+        key = (own, call.collective, call.shape, call.dtype, call.source, call.algorithm, call.action, file, row)
+        text = self._texts.get(key)
+        if text is None:
+            if len(self._texts) >= KNOWN:
+                self._texts.clear()
+            text = self._texts[key] = _text(group, call, f"{file}:{row}")
+        line = own if call.collective not in ("send", "receive") else (own, call.collective, call.source)
+        number = self._counts[line] = self._counts[line] + 1
+        self.order += 1
+        at = self.order % SLOTS * SLOT
+        HEAD.pack_into(self._memory, at, self.order, number, len(text))
+        self._memory[at + HEAD.size : at + HEAD.size + len(text)] = text
+
+    def share(self) -> int | None:
+        """Move the ring into shared memory; its file descriptor, or None where the system has none without a name."""
+        if sys.platform != "linux" or isinstance(self._memory, mmap):
+            return None
+        fd = os.memfd_create("meshwright-recent", os.MFD_CLOEXEC)
+        os.ftruncate(fd, len(self._memory))
+        shared = mmap(fd, len(self._memory))
+        shared[:] = bytes(self._memory)
+        self._memory = shared
+        return fd
+
+    def issued(self) -> list[Issued]:
+        """What is in the ring, oldest first."""
+        return read_ring(self._memory)
+
+
+def opened(pid: int, fd: int) -> mmap | None:
+    """The ring behind `fd` of the process `pid` on this host, to be read at any time; None when it is out of reach."""
+    try:
+        with open(f"/proc/{pid}/fd/{fd}", "rb") as file:
+            return mmap(file.fileno(), SLOTS * SLOT, access=ACCESS_READ)
+    except (OSError, ValueError):
+        return None
+
+
+def read_ring(memory: bytearray | mmap) -> list[Issued]:
+    """What is in a ring, oldest first; a slot that its owner was just writing is left out."""
+    return sorted(_slots(memory), key=lambda issued: issued.order)
+
+
+def _slots(memory: bytearray | mmap) -> Iterator[Issued]:
+    for at in range(0, SLOTS * SLOT, SLOT):
+        order, number, length = HEAD.unpack_from(memory, at)
+        if not order:
+            continue
+        try:
+            axes, what, action, place, pair, among = json.loads(memory[at + HEAD.size : at + HEAD.size + length])
+        except ValueError:
+            continue
+        yield Issued(order, number, tuple(axes), what, action, place, tuple(pair), tuple(among))
+
+
+def _text(group: "Group", call: "Call", place: str) -> bytes:
+    pair: tuple[int, ...] = ()
+    if call.collective in ("send", "receive") and call.source is not None:
+        own, peer = group.ranks[group.index], group.ranks[call.source]
+        pair = (own, peer) if call.collective == "send" else (peer, own)
+    what = str(call).removesuffix(f" for {call.action}").removesuffix(" (no action named)")
+    short = [list(group.axes), what[:100], call.action[:40], place[-120:], pair, group.among]
+    text = json.dumps(short).encode()
+    return text if len(text) <= LONGEST else json.dumps([*short[:1], what[:40], "", place[-40:], *short[4:]]).encode()[:LONGEST]

@@ -1,0 +1,221 @@
+"""Moves: a tensor goes from one place to another along a group, and so, the other way round, does its gradient.
+
+`MOVES` (core/layout.py) names the act for every pair of places; here each act is done. `move` is differentiable, and its
+backward is the move between the adjoint places, done by this same code: nobody writes a gradient by hand.
+
+    y = move(x, group, src, dst)        dL/dx = move(dL/dy, group, dst.adjoint, src.adjoint)
+
+[Note: local shapes] `full` is the shape of the value; along a group of n ranks a tensor in R, I or P has that shape on
+every rank, and in S(d) it has full[d] / n along dim d. Shards are equal: full[d] is a multiple of n.
+
+    act             local shape in -> out     what rank i gets
+    keep            full -> full              its own tensor (shared memory)
+    all_reduce      full -> full              the sum over ranks
+    all_gather      full / n along d -> full  the slices of all ranks, joined along d
+    reduce_scatter  full -> full / n along d  slice i of the sum over ranks
+    all_to_all      / n along a -> / n along b   slice i along b, of all slices along a
+    slice           full -> full / n along d  slice i of its own tensor
+    embed           full / n along d -> full  its own slice amid zeros
+    once            full -> full              rank 0 its own tensor, the others zeros
+
+While a tensor or a gradient is under way something else can be computed: `meanwhile`, and what `later` holds.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from meshwright.comm.collectives.group import Group, Work
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.sharding.placement import COLLECTIVES, Place, S, move_name
+
+Later = list[Callable[[], None]]
+Named = str | Callable[[], str]  # an action, or who tells which one is under way when a collective is issued
+
+
+def move(
+    tensor: torch.Tensor,
+    group: Group,
+    src: Place,
+    dst: Place,
+    action: Named = "",
+    meanwhile: Callable[[], None] | None = None,
+) -> torch.Tensor:
+    """The local tensor in place `dst` of the value whose local tensor in place `src` is `tensor`. Differentiable.
+
+    Shapes in and out: see the module's note; strides may be any. The ledger books the backward under
+    "`action` backward", or under what `action` tells by then. All ranks of the group call this, and all or none of them
+    need the gradient. `meanwhile()` is called while the tensor is under way. An act that leaves the values alone ("keep", and
+    "once" on rank 0) returns a view of `tensor`; all others new memory.
+
+    Raises PlanError when a dim to be sharded does not divide by the size of the group, or does not exist.
+    """
+    src, dst = (_counted_from_front(place, tensor, _name(action)) for place in (src, dst))
+    if src == dst or group.size == 1:
+        if meanwhile is not None:
+            meanwhile()
+        return tensor
+    return _Move.apply(tensor, group, src, dst, action, meanwhile)
+
+
+def later(moved: torch.Tensor) -> Later | None:
+    """What backward does while the gradient of `moved`, which `move` has given, is under way; None of any other tensor.
+
+    Who takes `moved` in may add to it, in a backward of its own: so the gradient of a weight waits until that of the input,
+    for which others wait, has been sent.
+    """
+    node = moved.grad_fn
+    return node.later if isinstance(node, _Move._backward_cls) else None
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        group: Group,
+        src: Place,
+        dst: Place,
+        action: Named,
+        meanwhile: Callable[[], None] | None,
+    ) -> torch.Tensor:
+        ctx.way = group, src, dst, action
+        ctx.later = []
+        return _act(tensor, group, src, dst, _name(action), meanwhile)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        group, src, dst, action = ctx.way
+        (grad,) = grads
+        back = f"{action} backward".strip() if isinstance(action, str) else action
+        after = partial(_all, ctx.later)
+        if torch.is_grad_enabled():  # somebody wants the gradient of this gradient
+            return move(grad, group, dst.adjoint, src.adjoint, back, after), None, None, None, None, None
+        return _act(grad, group, dst.adjoint, src.adjoint, _name(back), after), None, None, None, None, None
+
+
+def _all(later: Later) -> None:
+    while later:
+        later.pop(0)()
+
+
+def _name(action: Named) -> str:
+    return action if isinstance(action, str) else action()
+
+
+def _act(
+    tensor: torch.Tensor, group: Group, src: Place, dst: Place, action: str, meanwhile: Callable[[], None] | None
+) -> torch.Tensor:
+    act = move_name(src, dst)
+    if act not in COLLECTIVES and meanwhile is not None:
+        meanwhile()
+    # read only where the letter is S
+    src_dim, dst_dim = (-1 if place.dim is None else place.dim for place in (src, dst))
+    match act:
+        case "keep":
+            return tensor.view_as(tensor)
+        case "all_reduce":
+            return all_reduce(tensor, group, action, meanwhile)
+        case "all_gather":
+            return all_gather(tensor, group, src_dim, action, meanwhile)
+        case "reduce_scatter":
+            return reduce_scatter(tensor, group, dst_dim, action, meanwhile)
+        case "all_to_all":
+            return all_to_all(tensor, group, src_dim, dst_dim, action, meanwhile)
+        case "slice":
+            return _stacked(tensor, group, dst_dim, action)[group.index].clone(memory_format=torch.contiguous_format)
+        case "embed":
+            return embed(tensor, group, src_dim)
+        case "once":
+            return tensor.view_as(tensor) if group.index == 0 else torch.zeros_like(tensor)
+        case other:
+            raise NotImplementedError(
+                f"MOVES names the act '{other}' for {src} -> {dst}, and moves.py does not know it. Add it here"
+            )
+
+
+def all_reduce(tensor: torch.Tensor, group: Group, action: str = "", meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
+    """The sum of all ranks' `tensor`; same shape, new memory."""
+    total, work = group.summed(tensor, action=action)
+    _ended(work, meanwhile)
+    return total
+
+
+def all_gather(
+    tensor: torch.Tensor, group: Group, dim: int, action: str = "", meanwhile: Callable[[], None] | None = None
+) -> torch.Tensor:
+    """All ranks' `tensor` joined along `dim`: [.., s, ..] -> [.., size * s, ..], contiguous. One rank sends nothing."""
+    if group.size == 1:
+        if meanwhile is not None:
+            meanwhile()
+        return tensor.clone(memory_format=torch.contiguous_format)
+    gathered = tensor.new_empty(group.size, *tensor.shape)
+    _ended(group.all_gather(gathered, tensor.contiguous(), action=action), meanwhile)
+    return _joined(gathered, dim)
+
+
+def reduce_scatter(
+    tensor: torch.Tensor, group: Group, dim: int, action: str = "", meanwhile: Callable[[], None] | None = None
+) -> torch.Tensor:
+    """This rank's slice along `dim` of the sum of all ranks' `tensor`: [.., size * s, ..] -> [.., s, ..], contiguous.
+
+    Raises PlanError when the dim does not divide.
+    """
+    stacked = _stacked(tensor, group, dim, action).contiguous()
+    mine = stacked.new_empty(stacked.shape[1:])
+    _ended(group.reduce_scatter(mine, stacked, action=action), meanwhile)
+    return mine
+
+
+def all_to_all(
+    tensor: torch.Tensor, group: Group, src: int, dst: int, action: str = "", meanwhile: Callable[[], None] | None = None
+) -> torch.Tensor:
+    """The value sharded along dim `dst` instead of `src`: [.., a, .., size * b, ..] -> [.., size * a, .., b, ..].
+
+    Contiguous. Raises PlanError when the dim `dst` does not divide.
+    """
+    stacked = _stacked(tensor, group, dst, action).contiguous()
+    arrived = torch.empty_like(stacked)
+    _ended(group.all_to_all(arrived, stacked, action=action), meanwhile)
+    del stacked  # it would live beside what is joined
+    return _joined(arrived, src)
+
+
+def embed(tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+    """This rank's slice amid zeros: [.., s, ..] -> [.., size * s, ..]; the sum over ranks is the whole value."""
+    full = tensor.new_zeros(*tensor.shape[:dim], tensor.shape[dim] * group.size, *tensor.shape[dim + 1 :])
+    full.narrow(dim, group.index * tensor.shape[dim], tensor.shape[dim]).copy_(tensor)
+    return full
+
+
+def _ended(work: Work, meanwhile: Callable[[], None] | None) -> None:
+    if meanwhile is not None:
+        meanwhile()
+    work.wait()
+
+
+def _stacked(tensor: torch.Tensor, group: Group, dim: int, action: str) -> torch.Tensor:
+    length = tensor.shape[dim]
+    if length % group.size:
+        text = f"dim {dim} of a tensor of shape {list(tensor.shape)} has {length} elements"
+        text += f", for {group.size} ranks along {' x '.join(group.axes)}"
+        fix = f"make it a multiple of {group.size}, or give these axes a number of ranks that divides {length}"
+        raise PlanError(f"{text}; needed are equal shards", fix=fix, where=action)
+    return tensor.unflatten(dim, (group.size, length // group.size)).movedim(dim, 0)
+
+
+def _joined(stacked: torch.Tensor, dim: int) -> torch.Tensor:
+    moved = stacked.movedim(0, dim)
+    return moved.reshape(*moved.shape[:dim], moved.shape[dim] * moved.shape[dim + 1], *moved.shape[dim + 2 :])
+
+
+def _counted_from_front(place: Place, tensor: torch.Tensor, action: str) -> Place:
+    if place.dim is None:
+        return place
+    if not -tensor.ndim <= place.dim < tensor.ndim:
+        text = f"{place} of a tensor of shape {list(tensor.shape)}, which has {tensor.ndim} dims"
+        fix = f"name a dim from 0 to {tensor.ndim - 1}" if tensor.ndim else "keep a scalar whole: R or I"
+        raise PlanError(text, fix=fix, where=action)
+    return S(place.dim % tensor.ndim)

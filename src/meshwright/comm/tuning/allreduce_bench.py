@@ -1,0 +1,104 @@
+"""How long an all-reduce takes here: every algorithm at every size, measured by all ranks of a job together.
+
+A *cell* is one algorithm at one size. The cells are gone through again and again, in another order each time, so that what
+disturbs the machine for a while disturbs all of them alike; of a cell the median counts. A *sample* of a cell is the mean of
+some all-reduces in a row, as many for every algorithm: ranks that share cores are put aside by the scheduler now and then, for
+longer than a short message takes, and only a mean over many rounds counts that in. What a sample took is what it took the
+slowest rank.
+
+    sweep 0   1 KiB: ring halving tree ...    2 KiB: ring halving tree ...
+    sweep 1   1 KiB: halving tree ring ...    2 KiB: halving tree ring ...
+
+Every cell gets the same share of the time: a quick one many samples, a slow one at least `least`. Which cells a sweep still
+visits is agreed on by all ranks, or they would wait for each other for ever.
+"""
+
+from collections.abc import Sequence
+from statistics import median, quantiles
+from time import perf_counter
+
+import torch
+
+from meshwright.comm.collectives.group import Group, World
+from meshwright.plan.hardware.network_model import Timing
+from meshwright.plan.sharding.mesh import AXES
+
+MOST_REPEATS, ROW = 20, 8 << 20  # all-reduces of a sample: at most so many, and of at most so many bytes together
+MOST_SWEEPS = 200
+ITEM = 4  # bytes of a float32
+
+Cell = tuple[str, int]  # an algorithm, and bytes
+
+
+def measure(world: World, algorithms: Sequence[str], sizes: Sequence[int], budget_s: float, *, least: int = 3) -> list[Timing]:
+    """The time of every algorithm in `algorithms` at every size in `sizes` (bytes), over all ranks of `world`.
+
+    All ranks call it, and all get the same. It lasts about `budget_s`, or as long as `least` samples of every cell take.
+    """
+    group = world.group(AXES)
+    operand = torch.full((max(sizes) // ITEM,), 0.0, device=world.device)
+    cells = [(name, nbytes) for nbytes in sizes for name in algorithms]
+    samples: dict[Cell, list[float]] = {cell: [] for cell in cells}
+    for name, nbytes in cells:
+        _sample(group, operand, name, nbytes, 1)  # connects the ranks, and brings the memory
+    wanted = cells
+    for sweep in range(MOST_SWEEPS):
+        for name, nbytes in _turned(wanted, sweep):
+            samples[name, nbytes].append(_sample(group, operand, name, nbytes, repeats(nbytes)))
+        spent = _agreed(group, operand, [repeats(cell[1]) * sum(samples[cell]) for cell in cells])
+        share = budget_s / len(cells)
+        wanted = [cell for cell, took in zip(cells, spent, strict=True) if len(samples[cell]) < least or took < share]
+        if not wanted:
+            break
+    slowest = iter(_agreed(group, operand, [took for cell in cells for took in samples[cell]]))
+    return [_timing(group.size, cell, [next(slowest) for _ in samples[cell]]) for cell in cells]
+
+
+def repeats(nbytes: int) -> int:
+    """How many all-reduces of `nbytes` bytes make a sample."""
+    return max(1, min(MOST_REPEATS, ROW // nbytes))
+
+
+def _timing(ranks: int, cell: Cell, samples: list[float]) -> Timing:
+    return Timing(cell[0], ranks, cell[1], median(samples), spread_of(samples), tuple(samples))
+
+
+def spread_of(samples: Sequence[float]) -> float:
+    """The distance of the quartiles as a share of the median."""
+    low, middle, high = quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else (1.0, 1.0, 1.0)
+    return (high - low) / middle
+
+
+def _turned(cells: Sequence[Cell], sweep: int) -> list[Cell]:
+    """`cells` size by size, the algorithms of each beginning with another one in every sweep."""
+    turned: list[Cell] = []
+    for nbytes in dict.fromkeys(nbytes for _, nbytes in cells):
+        same = [cell for cell in cells if cell[1] == nbytes]
+        first = sweep % len(same)
+        turned += [*same[first:], *same[:first]]
+    return turned
+
+
+def _sample(group: Group, operand: torch.Tensor, name: str, nbytes: int, times: int) -> float:
+    """The seconds of one all-reduce by this rank's clock, the mean of `times` in a row."""
+    tensor = operand[: nbytes // ITEM]
+    group.barrier(action="measure")
+    _settle(operand)
+    start = perf_counter()
+    for _ in range(times):
+        group.all_reduce(tensor, action="measure", algorithm=name).wait()
+    _settle(operand)
+    return (perf_counter() - start) / times
+
+
+def _settle(operand: torch.Tensor) -> None:
+    if operand.is_cuda:
+        torch.cuda.synchronize(operand.device)
+
+
+def _agreed(group: Group, operand: torch.Tensor, mine: Sequence[float]) -> list[float]:
+    """The largest of every figure among all ranks."""
+    tensor = torch.tensor(mine, dtype=torch.float64, device=operand.device)
+    everyone = tensor.new_empty(group.size * tensor.numel())
+    group.all_gather(everyone, tensor, action="measure").wait()
+    return everyone.view(group.size, -1).amax(0).tolist()

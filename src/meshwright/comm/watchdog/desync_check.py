@@ -1,0 +1,63 @@
+"""In the first step, and always in debug mode: before each collective the ranks of its group compare what they will issue.
+
+A collective moves bytes and knows no names. Ranks that disagree on size may hang or abort, and ranks that disagree on order with
+equal sizes, or on two dtypes of one width, get a wrong sum and no error at all. A step asks for the same as the one before, so
+the first one is compared in every run, and with `run.check_collectives` all are: every collective is then
+preceded by an all_gather of eight bytes per rank, a digest of (collective, shape, dtype, source, algorithm, action). Where the
+digests differ the ranks exchange the texts, and all of them raise the same error, which says who called what from which line.
+A rank that does not come at all is not compared; for that there are limits (comm/stall.py).
+"""
+
+from hashlib import blake2b
+
+import torch
+
+from meshwright.comm.collectives.announce import PAIRWISE, Call
+from meshwright.comm.collectives.group import Group
+from meshwright.plan.job.errors import CollectiveError
+
+ACTION = "CHECK"
+WIDTH = 256  # bytes of a rank's text
+
+
+class Comparison:
+    """What a ledger calls with each call of a group before it is issued."""
+
+    def __call__(self, group: Group, call: Call) -> None:
+        """Return when all ranks of `group` are about to issue the same. Raises CollectiveError on all of them otherwise."""
+        if call.collective in PAIRWISE:
+            return  # the other ranks of the group take no part in it
+        ledger = group.ledger
+        ledger.comparing = True
+        try:
+            digest = int.from_bytes(blake2b(str(call).encode(), digest_size=8).digest(), "big", signed=True)
+            digests = _gathered(group, torch.tensor([digest]))
+            if len(set(digests.tolist())) > 1:
+                raise _disagreement(group, call)
+        finally:
+            ledger.comparing = False
+
+
+def _gathered(group: Group, mine: torch.Tensor) -> torch.Tensor:
+    mine = mine.to(group.device or mine.device)
+    output = mine.new_empty(group.size * mine.numel())
+    group.all_gather(output, mine, action=ACTION).wait()
+    return output.cpu()
+
+
+def _disagreement(group: Group, call: Call) -> CollectiveError:
+    issued = group.ledger.recent.issued()[-1]
+    said = f"{call}\n    from {issued.place}".encode()[:WIDTH].ljust(WIDTH)
+    rows = _gathered(group, torch.frombuffer(bytearray(said), dtype=torch.uint8)).view(group.size, WIDTH)
+    texts = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in rows]
+    usual = max(texts, key=texts.count)
+    clear = 2 * texts.count(usual) > len(texts)
+    lines = [f"the ranks do not agree on number {issued.number} over {' x '.join(group.axes)}:"]
+    for text in dict.fromkeys(sorted(texts, key=texts.count)):
+        ranks = [rank for rank, other in zip(group.ranks, texts, strict=True) if other == text]
+        lines.append(f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} issued {text}")
+    odd = ", ".join(str(rank) for rank, text in zip(group.ranks, texts, strict=True) if text != usual)
+    lines.append(f"  the odd one out: rank {odd}" if clear else "  which of them is wrong, the ranks cannot say")
+    lines.append("  repair: every rank must issue the same collectives, on tensors of one shape and dtype, in the same order")
+    report = "\n".join(lines)
+    return CollectiveError(report, report=report, speaks=group.index == 0)

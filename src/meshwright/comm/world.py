@@ -1,0 +1,230 @@
+"""How processes become the ranks of a job.
+
+`rendezvous` brings the processes of a job together and yields a `TorchWorld`, whose groups are process groups over the
+axes of the mesh. A group that spans the whole mesh is the default group; a group of one rank needs no process group.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from os import PathLike, fspath
+
+import torch
+import torch.distributed as dist
+
+from meshwright.comm.backends.fake import FakeGroup
+from meshwright.comm.backends.process_group import TorchGroup
+from meshwright.comm.collectives.announce import ordered_axes, shown, some
+from meshwright.comm.collectives.group import Group, Ledger, World
+from meshwright.comm.rendezvous import Meeting, meet
+from meshwright.comm.shared_memory.group import SharedGroup
+from meshwright.comm.shared_memory.handshake import Apart, on_one_host, share
+from meshwright.comm.watchdog.desync_check import Comparison
+from meshwright.comm.watchdog.watchdog import Lookout
+from meshwright.plan.job.errors import CollectiveError, PlanError
+from meshwright.plan.job.run_options import Limits
+from meshwright.plan.sharding.mesh import AXES, Mesh
+
+MARGIN_S = 60.0  # by which a backend is more patient than we are, so that it is we who say what happened
+LINGER_S = 2.0  # for others to read the last words in a store that this process keeps
+POLL_S = 0.01
+
+logger = logging.getLogger(__name__)
+
+
+class TorchWorld(World):
+    """One process of a job whose torch.distributed is initialised with as many ranks as `mesh` has.
+
+    `store` is where ranks ask each other when a collective does not complete (None: torch.distributed's own), `limits` how long
+    one wait may last, `lookout` what watches over them. With `check_collectives` the ranks of a group compare what they are
+    about to issue, before each collective. With `shared`, CPU ranks of one host use memory instead of gloo where they can
+    (comm/shared).
+
+    Raises PlanError when the numbers of ranks differ, or when torch.distributed counts this process as another rank.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        device: torch.device | str,
+        *,
+        store: dist.Store | None = None,
+        limits: Limits | None = None,
+        check_collectives: bool = False,
+        shared: bool = True,
+    ) -> None:
+        if (dist.get_rank(), dist.get_world_size()) != (rank, mesh.world):
+            here = f"this process is rank {dist.get_rank()} of {dist.get_world_size()}"
+            text = f"{here}; the plan has it as rank {rank} of {mesh.world}"
+            raise PlanError(
+                text, fix=f"start {mesh.world} processes, ranks 0 to {mesh.world - 1}, or change the mesh ({mesh})", where="mesh"
+            )
+        self.mesh = mesh
+        self.rank = rank
+        self.ledger = Ledger(compare=Comparison(), first_only=not check_collectives)
+        self.lookout = Lookout(store or _default_store(), mesh, rank, self.ledger, limits or Limits())
+        self.device = torch.device(device)  # pyrefly: ignore[read-only]  torch.device has a __get__, and is no descriptor here
+        self._shared = shared and self.device.type == "cpu"
+        self.directed = self.device.type != "cpu"
+        self._told: set[str] = set()
+        self._groups: dict[tuple[tuple[str, ...], tuple[int, ...]], Group] = {}
+        self._joined: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def group(self, axes: Iterable[str], among: Sequence[int] = ()) -> Group:
+        """The group along `axes`, or that of some ranks there. Every rank asks for the same in the same order, also who is none
+        of those `among` whom it is: a first request is collective.
+
+        Raises PlanError for an unknown axis.
+        """
+        along = ordered_axes(tuple(axes))
+        key = along, tuple(among)
+        if key not in self._groups:
+            ranks = some(self.mesh.peers(self.rank, along), among, self.rank)
+            joined = self._join(along, key[1], ranks)
+            if joined is None:
+                self._groups[key] = FakeGroup(along, ranks, 0, self.ledger)
+            else:
+                self._groups[key] = self._nearest(TorchGroup(along, ranks, joined, self, self.lookout), joined)
+            self._groups[key].among = key[1]
+        return self._groups[key]
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank ends with `error`, and break the connections: what is under way never completes."""
+        self.lookout.leave(error)
+        for group in self._groups.values():
+            if isinstance(group, TorchGroup | SharedGroup):
+                group.cut()
+
+    def close(self) -> None:
+        """Destroy the process groups made here. The default group is left to whoever initialised it."""
+        self.lookout.close()
+        for group in self._groups.values():
+            if isinstance(group, TorchGroup | SharedGroup):
+                group.close()
+        while self._joined:
+            dist.destroy_process_group(self._joined.popitem()[1])
+        self._groups.clear()
+
+    def _nearest(self, outer: TorchGroup, joined: dist.ProcessGroup) -> Group:
+        """The ranks of `outer` over memory, where all are on this host and able to; else `outer`, told whether they are."""
+        if not outer.on_gloo:
+            return outer
+        if not self._shared:
+            outer.near = outer.size > 2 and on_one_host(joined, outer.size)
+            return outer
+        try:
+            segment = share(joined, outer.ranks, self.rank, num_on_host=self.mesh.world)
+        except Apart as apart:
+            outer.near = not apart.expected
+            level = logging.INFO if apart.expected else logging.WARNING
+            self._tell(level, f"ranks do not share memory, and talk over gloo, which is slower: {apart}")
+            return outer
+        except RuntimeError as error:
+            where = f"rank {self.rank}: the ranks over {' x '.join(outer.axes)}"
+            raise self.lookout.report(f"{where} did not meet: {error}") from error
+        self._tell(logging.INFO, "ranks of this host sum through shared memory")
+        return SharedGroup(outer, segment)
+
+    def _tell(self, level: int, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            logger.log(level, "%s", text)
+
+    def _join(self, axes: tuple[str, ...], among: tuple[int, ...], ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        everyone = dist.group.WORLD
+        if everyone is not None and len(ranks) == self.mesh.world > 1 and not (self.directed and among):
+            return everyone
+        size = len(among) or self.mesh.extent(axes)
+        if size > 1 and ranks not in self._joined:
+            # every rank makes the groups of all ranks, in this order: new_group is collective over the whole job
+            for peers in self.mesh.groups(axes):
+                joined = dist.new_group([peers[index] for index in among] or list(peers))
+                if isinstance(joined, dist.ProcessGroup):  # a number stands for a group of others
+                    self._joined[ranks] = joined
+        return self._joined.get(ranks)
+
+
+@contextmanager
+def rendezvous(
+    mesh: Mesh,
+    rank: int,
+    *,
+    store_path: str | PathLike[str] | None = None,
+    meeting: Meeting | None = None,
+    backend: str = "gloo",
+    device: torch.device | str = "cpu",
+    timeout_s: float = 600.0,
+    limits: Limits | None = None,
+    check_collectives: bool = False,
+    shared: bool = True,
+) -> Iterator[TorchWorld]:
+    """Join the job as `rank`, yield its world, and leave no process group behind.
+
+    Give either `store_path`, a file that does not exist yet and that all ranks see (one host; no port is opened by the
+    store), or `meeting`, an address (comm/meeting.py). `timeout_s` bounds the meeting and every wait, unless
+    `limits` give each phase its own. An exception in the body is told the other ranks before the connections close. CPU
+    ranks of one host use `shared` memory where they can (comm/shared).
+
+    Raises ValueError unless exactly one way to meet is given, PlanError when the port of the meeting is taken,
+    CollectiveError when the ranks do not all come.
+    """
+    device = torch.device(device)
+    limits = limits or Limits.every(timeout_s)
+    timeout_s = limits.init_s
+    if meeting is not None and store_path is None:
+        store = meet(meeting, rank, mesh.world, timeout_s)
+    elif meeting is None and store_path is not None:
+        store = dist.FileStore(fspath(store_path), mesh.world)
+        _assemble(store, rank, mesh.world, timeout_s)
+    else:
+        given = "neither" if meeting is None else "both"
+        raise ValueError(f"store_path and meeting: {given} given; one is needed. Pass a file on one host, an address otherwise")
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=mesh.world,
+            timeout=timedelta(seconds=limits.longest + MARGIN_S),
+            device_id=device if device.type == "cuda" else None,
+        )
+    except RuntimeError as error:
+        raise _unmet(rank, mesh.world, timeout_s, f" ({error})") from error
+    try:
+        world = TorchWorld(mesh, rank, device, store=store, limits=limits, check_collectives=check_collectives, shared=shared)
+        try:
+            yield world
+            world.group(AXES).barrier(action="leave")  # who closes sockets early can take data with it that a peer has not read
+        except BaseException as error:
+            world.fail(error)
+            if rank == 0 and meeting is not None and not meeting.served:
+                time.sleep(LINGER_S)  # this process keeps the store in which the others read what happened
+            raise
+        finally:
+            world.close()
+    finally:
+        dist.destroy_process_group()
+
+
+def _assemble(store: dist.Store, rank: int, world: int, timeout_s: float) -> None:
+    """Return when all ranks have come to `store`. Raises CollectiveError, with those that have not, after `timeout_s`."""
+    store.set(f"here/{rank}", "")
+    missing, end = [other for other in range(world) if other != rank], time.monotonic() + timeout_s
+    while missing := [other for other in missing if not store.check([f"here/{other}"])]:
+        if time.monotonic() > end:
+            raise _unmet(rank, world, timeout_s, f": rank {shown(missing)} did not come")
+        time.sleep(POLL_S)
+
+
+def _unmet(rank: int, world: int, timeout_s: float, why: str) -> CollectiveError:
+    text = f"rank {rank} did not meet the other {world - 1} ranks within {timeout_s:g} s{why}"
+    return CollectiveError(f"{text}. Look for a rank that failed or was not started, then start all of them again")
+
+
+def _default_store() -> dist.Store | None:
+    """The store through which torch.distributed itself was initialised, where this version of torch tells."""
+    found = vars(dist.distributed_c10d).get("_get_default_store")
+    return None if found is None else found()

@@ -1,0 +1,125 @@
+"""`doctor`: everything that can be asked of this host, and of the ranks of a job, before it trains."""
+
+import json
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import RenderableType
+from rich.table import Table
+
+from meshwright.comm.world import rendezvous
+from meshwright.commands.local_ranks import Launcher
+from meshwright.plan.job.errors import CollectiveError
+from meshwright.plan.job.run_options import Limits
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.run.launch.cluster_env import Ranked
+from meshwright.run.launch.gpu_checks import collective_findings, failed_collective, gathered, gpu_findings
+from meshwright.run.launch.host_checks import Finding, host_findings
+from meshwright.run.launch.join import joined
+from meshwright.run.launch.network import interface_towards
+
+MEET_S = 10.0
+LOCAL = Mesh(dp_replicate=2)
+COLORS = {"ok": "green", "warning": "yellow", "failure": "bold red"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found, on this host and (by their names) on others; `seconds` is how long it took."""
+
+    host: str
+    findings: tuple[Finding, ...]
+    others: dict[str, tuple[Finding, ...]]
+    seconds: float
+
+    @property
+    def failed(self) -> bool:
+        """Whether training cannot work."""
+        every = [*self.findings, *(finding for found in self.others.values() for finding in found)]
+        return any(finding.outcome == "failure" for finding in every)
+
+    def as_dict(self) -> dict[str, object]:
+        """The report as plain values."""
+        return {**asdict(self), "failed": self.failed}
+
+
+def examine(folder: Path, cache: Path, interface: str | None, ranked: Ranked | None, launcher: Launcher) -> Report:
+    """Ask this host everything; two local processes, or all ranks of the job that `ranked` is one of, try a collective."""
+    started, host = time.perf_counter(), socket.gethostname()
+    place = None if ranked is None else ranked.place
+    if interface is None and place is not None and place.master is not None and not place.one_host:
+        interface = interface_towards(place.master)
+    findings = [*host_findings(folder, cache, interface), *gpu_findings()]
+    others: dict[str, tuple[Finding, ...]] = {}
+    if ranked is None or ranked.world == 1:
+        findings += _try_here(launcher)
+    else:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        findings.insert(0, Finding("launcher", "ok", str(place)))
+        try:
+            with joined(ranked, Mesh(dp_replicate=ranked.world), Limits.every(MEET_S)) as world:
+                findings += collective_findings(world, backend)
+                others = gathered(world, host, findings)
+        except CollectiveError as error:
+            findings.append(failed_collective(error, backend))
+        others.pop(host, None)
+    return Report(host, tuple(findings), others, time.perf_counter() - started)
+
+
+def try_as_rank(ranked: Ranked, folder: Path) -> None:
+    """Be one of the local processes that try a collective; rank 0 leaves the findings in `folder`."""
+    device, backends = torch.device("cpu"), ["gloo"]
+    if torch.cuda.is_available() and torch.cuda.device_count() >= ranked.world:
+        backends.append("nccl")
+    found: list[Finding] = []
+    for backend in backends:
+        if backend == "nccl":
+            device = torch.device("cuda", ranked.local_rank)
+            torch.cuda.set_device(device)
+        store = f"{ranked.store}.{backend}"
+        try:
+            with rendezvous(LOCAL, ranked.rank, store_path=store, backend=backend, device=device, timeout_s=MEET_S) as world:
+                found += [finding for finding in collective_findings(world, backend) if finding.name != "clocks"]
+        except CollectiveError as error:
+            found.append(failed_collective(error, backend))
+    if ranked.rank == 0:
+        (folder / "findings.json").write_text(json.dumps([asdict(finding) for finding in found]))
+
+
+def view(report: Report) -> RenderableType:
+    """The report as lines: the outcome, the question, what was seen; below it the repair."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    rows = [(finding.name, finding) for finding in report.findings]
+    rows += [(f"{host}: {finding.name}", finding) for host, found in report.others.items() for finding in found]
+    for name, finding in rows:
+        table.add_row(f"[{COLORS[finding.outcome]}]{finding.outcome}[/]", name, _escaped(finding.text))
+        if finding.fix:
+            table.add_row("", "[green]repair[/]", _escaped(finding.fix))
+    bad = sum(finding.outcome != "ok" for _, finding in rows)
+    verdict = "cannot train as it is" if report.failed else "is fit to train"
+    table.add_row("", "", f"{report.host} {verdict}; {bad} of {len(rows)} to look at; {report.seconds:.1f} s")
+    return table
+
+
+def _try_here(launcher: Launcher) -> Iterator[Finding]:
+    with tempfile.TemporaryDirectory(prefix="meshwright-doctor-") as private:
+        folder = Path(private)
+        outcome = launcher(["doctor", "--folder", str(folder)], LOCAL.world, folder)
+        answer = folder / "findings.json"
+        if outcome.code == 0 and answer.exists():
+            yield from (Finding(**each) for each in json.loads(answer.read_text()))
+            return
+        text = outcome.failure.text.strip().splitlines()[-1] if outcome.failure is not None else f"exit code {outcome.code}"
+        yield Finding("collective (gloo)", "failure", f"two local processes did not end well: {text}", "look at the line above")
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", r"\[")

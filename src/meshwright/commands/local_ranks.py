@@ -1,0 +1,16 @@
+"""The local ranks behind a verb: how they are started, and what is raised when they did not end well."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from meshwright.run.launch.local_launcher import Outcome
+
+Launcher = Callable[[list[str], int, Path], Outcome]
+
+
+class RanksFailed(Exception):
+    """Local ranks did not end as they should; `outcome` says how."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        super().__init__(f"the ranks ended with code {outcome.code}")

@@ -1,0 +1,39 @@
+"""`report`: what a run, or two, left behind, as one HTML file."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+
+import meshwright
+from meshwright.plan.job.errors import PlanError
+from meshwright.report.html.predicted_vs_measured import beside, beside_table
+from meshwright.report.html.run_page import page
+from meshwright.report.timeline.run_record import read_record
+
+NAME = "report.html"
+
+
+def report(run: Path, other: Path | None, out: Path | None) -> tuple[Path, RenderableType | None]:
+    """Write the report on `run`, beside `other` if there is one; returns the file, by default in the folder of `run`.
+
+    With it come the figures that were predicted of the runs beside those that were measured, for the terminal; None where there
+    are none.
+
+    Raises PlanError for a folder that is none of a run, and for a file that cannot be written.
+    """
+    records = [read_record(folder) for folder in (run, other) if folder is not None]
+    if other is not None and records[0].name == records[1].name:
+        pairs = zip(records, (run, other), strict=True)
+        records = [replace(record, name=str(folder)) for record, folder in pairs]
+    path = out or run / NAME
+    text = page(records, meshwright.__version__)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fix = "name a file in a folder that can be written to: --out FILE.html"
+        raise PlanError(f"the report cannot be written: {error.strerror}", fix=fix, where=str(path)) from error
+    found = {record.name: beside(record) for record in records}
+    tables = [beside_table(each, name) for name, each in found.items() if each]
+    return path, Group(*tables) if tables else None

@@ -1,0 +1,197 @@
+"""The sizes of the MODEL that a plan is chosen for: said in words, or read from a config of transformers.
+
+The model of a config is made without weights, so that they can be counted: what is searched are decoders of equal layers, and a
+model with other weights than its sizes say is told as one. A gated MLP is not in configs; the count of weights tells.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from meshwright.model.hf.hub import is_hub_id
+from meshwright.model.hf.metadata import config_of
+from meshwright.model.loading.loader import config_behind, load_model
+from meshwright.plan.job.data_source import ModelSource
+from meshwright.plan.job.errors import Fault, PlanError, raise_faults
+from meshwright.planner.analytic.model_shape import FORM, Shape, parse_shape
+
+# what configs of transformers call sizes; those of families with other names say which theirs are (attribute_map)
+THEIRS = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "vocab": "vocab_size",
+    "sequence": "max_position_embeddings",
+}
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # what configs call their number
+PADDED = 2  # rows that some families put before the first position
+OFF = 0.1  # of its weights: a model that has so many more or fewer than its sizes say is no decoder of equal layers
+
+
+@dataclass(frozen=True)
+class Sized:
+    """The sizes of a model; of a config also the weights that it has as `matrices` (0: not known), and how it attends.
+
+    `positions` are those it has learnt (0: none), `windowed` of its layers see `window` tokens; `both`: each token sees those
+    behind it too.
+    """
+
+    shape: Shape
+    matrices: int = 0
+    positions: int = 0
+    window: int = 0
+    windowed: int = 0
+    both: bool = False
+
+
+def shape_of(model: str, sequence: int) -> Shape:
+    """The sizes of `model`; `sequence` 0: what it says itself."""
+    return sized(model, sequence).shape
+
+
+def sized(model: str, sequence: int) -> Sized:
+    """What is known of `model`: its sizes, of a config more; with rows of `sequence` tokens (0: what it says itself)."""
+    known = Sized(parse_shape(model)) if is_shape(model) else _of_config(model, sequence)
+    return replace(known, shape=replace(known.shape, sequence=sequence)) if sequence else known
+
+
+def unlike(known: Sized) -> Iterator[str]:
+    """In what a model differs from the decoder that it is priced as, where it does."""
+    shape, matrices, full = known.shape, known.matrices, "it is priced as if each token saw all before it"
+    if known.windowed and known.window < shape.sequence:
+        text = f"{known.windowed} of {shape.layers} layers attend to {known.window:,} tokens of rows of {shape.sequence:,}"
+        yield f"{text}: {full}, so expect less than these seconds."
+    if known.both:
+        yield f"Attention goes both ways: {full}, so expect attention to take up to twice as long."
+    if matrices and abs(shape.numel / matrices - 1) > OFF:
+        text = f"The model has {matrices / 1e9:.3g} B weights, and a decoder of its sizes {shape.numel / 1e9:.3g} B"
+        yield f"{text}: it is priced as the latter, so expect seconds and bytes to be off by as much."
+
+
+def is_shape(model: str) -> bool:
+    """Whether it is sizes in words, not a file or a repository."""
+    words = model.replace(":", " ").replace("=", " ").replace(",", " ").lower().split()
+    return "layers" in words and len(words) > 1 and not Path(model).exists()
+
+
+def _learnt(module: Any, positions: object) -> int:
+    """The `positions` of a config, where a `module` of transformers has learnt each by itself; 0: it goes on beyond them."""
+    words = module.get_input_embeddings()
+    if not isinstance(positions, int):
+        return 0
+    for each in module.modules():
+        if isinstance(each, nn.Embedding) and each is not words and 0 <= each.num_embeddings - positions <= PADDED:
+            before = 0 if each.padding_idx is None else each.padding_idx + 1  # rows of the table that stand for no position
+            return min(positions, each.num_embeddings - before)
+    return 0
+
+
+def _of_config(source: str, sequence: int) -> Sized:
+    """What is known of the model of a config."""
+    raise_faults(_nowhere(source))
+    config = config_behind(ModelSource(source))
+    if config is not None:
+        raise_faults(_unsearched(source, config))  # to make a model of many experts, which is refused, takes minutes
+    loaded = load_model(ModelSource(source), seed=0)
+    module = loaded.blueprint.instance()
+    config = config_of(module)
+    if config is None:
+        text = f"{source} makes a model without a config: its sizes are not known"
+        raise PlanError(text, fix=f"say them: {FORM}", where="MODEL")
+    raise_faults([*_unsearched(source, config), *_unsized(source, config, sequence)])
+    said, sizes = config.to_dict(), _sizes(config)
+    positions = _learnt(module, sizes["sequence"])
+    if 0 < positions < sequence:
+        text = f"{source} has learnt {positions} positions, and rows of {sequence} tokens are asked for"
+        fix = f"--sequence {positions} at most, or say more in the config: max_position_embeddings"
+        raise PlanError(text, fix=fix, where="--sequence")
+    if sequence:
+        sizes["sequence"] = sequence
+    plain = Shape(
+        Path(source).stem,
+        **sizes,
+        **_beside(said),
+        tied=bool(said.get("tie_word_embeddings")),
+    )
+    matrices = sum(prod(entry.shape) for entry in loaded.blueprint.logical.values() if len(entry.shape) > 1)
+    head = said.get("head_dim") if plain.heads > 0 else 0
+    wide = [plain, replace(plain, head=head)] if isinstance(head, int) and head != plain.width else [plain]
+    both = [replace(each, gated=gated) for each in wide for gated in (False, True)]
+    shape = min(both, key=lambda shape: abs(shape.numel - matrices))
+    return Sized(shape, matrices, positions, *_windows(said, shape.layers), _both_ways(module, said))
+
+
+def _windows(said: Mapping[str, Any], layers: int) -> tuple[int, int]:
+    """How many tokens a window of attention has, and how many layers have one."""
+    window = said.get("sliding_window")
+    if not isinstance(window, int) or window < 1 or said.get("use_sliding_window") is False:
+        return 0, 0
+    kinds = said.get("layer_types")
+    return window, kinds.count("sliding_attention") if kinds else layers
+
+
+def _both_ways(module: nn.Module, said: Mapping[str, Any]) -> bool:
+    """Whether tokens see those behind them: models that fill in masked words, and those whose attention says so."""
+    masked = "ForMaskedLM" in type(module).__name__ or bool(said.get("use_bidirectional_attention"))
+    return masked or any(vars(each).get("is_causal") is False for each in module.modules())
+
+
+def _unsearched(source: str, config: Any) -> Iterator[Fault]:
+    """That a config is of a model that is no decoder of equal layers."""
+    exists = "a plan that exists is counted from its own program"
+    if config.is_encoder_decoder:
+        yield Fault(f"{source} is an encoder and a decoder, which are not searched yet", f"take a decoder; {exists}", "MODEL")
+    experts = _experts(config.to_dict())
+    if experts > 1:
+        text = f"{source} has {experts} experts in a layer, which are not searched yet"
+        yield Fault(text, f"take a model without experts; {exists}", "MODEL")
+
+
+def _unsized(source: str, config: Any, sequence: int) -> Iterator[Fault]:
+    """The sizes that a config does not say, where they are not given."""
+    sizes = _sizes(config) | ({"sequence": sequence} if sequence else {})
+    lacking = [theirs for ours, theirs in THEIRS.items() if not isinstance(sizes[ours], int)]
+    text = config.get_text_config()
+    if lacking and text is not config:
+        parts = ", ".join(name for name, part in config.to_dict().items() if isinstance(part, dict) and "model_type" in part)
+        told = f"{source} is a model of several parts ({parts}), which are not searched yet"
+        inner = _sizes(text) | _beside(text.to_dict()) | ({"sequence": sequence} if sequence else {})
+        said = " ".join(f"{name} {size}" for name, size in inner.items() if isinstance(size, int) and size)
+        said += " tied" if text.to_dict().get("tie_word_embeddings") else ""
+        yield Fault(told, f'plan the one that reads text alone, by its sizes: "{Path(source).stem}: {said}"', "MODEL")
+    elif lacking == [THEIRS["sequence"]]:
+        told = f"the config of {source} does not say how long rows are ({lacking[0]})"
+        yield Fault(told, "say it: --sequence 2048", "--sequence")
+    elif lacking:
+        yield Fault(f"the config of {source} does not say {', '.join(lacking)}", f"say the sizes in words: {FORM}", "MODEL")
+
+
+def _nowhere(source: str) -> Iterator[Fault]:
+    """That nothing is called `source`: no path, no factory in a file, and no repository."""
+    if not Path(source).exists() and ".py" not in source and not is_hub_id(source):
+        text = f"there is no file or folder '{source}', and no sizes are said"
+        fix = f"say sizes in words: {FORM}; or name a folder with config.json, a .json file, file.py:factory"
+        yield Fault(text, f"{fix}, or a hub id (ORG/NAME)", "MODEL")
+
+
+def _sizes(config: Any) -> dict[str, Any]:
+    """The sizes in our words; None where the config does not say one."""
+    said = config.to_dict()
+    return {ours: said.get(config.attribute_map.get(theirs, theirs)) for ours, theirs in THEIRS.items()}
+
+
+def _beside(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes that need not be said; 0: the usual."""
+    ffn = said.get("intermediate_size") or said.get("n_inner") or said.get("ffn_dim") or 0
+    return {"kv_heads": said.get("num_key_value_heads") or 0, "ffn": ffn, "head": said.get("head_dim") or 0}
+
+
+def _experts(said: Mapping[str, Any]) -> int:
+    """The most experts that a config, or one that lies in it (text_config, ffn_config), has in a layer."""
+    own = [said[name] for name in EXPERTS if isinstance(said.get(name), int)]
+    return max([0, *own, *(_experts(each) for each in said.values() if isinstance(each, dict))])

@@ -1,0 +1,153 @@
+"""`verify`: a plan compared with one device, on threads or on processes; or what it sends with what it says, by a trace."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+import transformers
+from pydantic import TypeAdapter
+from rich.console import RenderableType
+
+import meshwright
+from meshwright.api import parity_case
+from meshwright.api import trace as trace_plan
+from meshwright.commands.local_ranks import Launcher, RanksFailed
+from meshwright.commands.plan import resolve
+from meshwright.model.loading.scaled_down import shrunk
+from meshwright.parallel import STRATEGIES
+from meshwright.plan.job.errors import PlanError
+from meshwright.report.terminal.plan_table import trace_view, verdict_view
+from meshwright.resolve import Prepared, prepared
+from meshwright.run.config.config_file import Request, read_request
+from meshwright.run.launch.cluster_env import Ranked
+from meshwright.run.launch.failure_record import guard
+from meshwright.run.launch.join import joined
+from meshwright.testing.ranks import on_threads
+from meshwright.verifier.parity import RankReport, compare_rank, judge
+from meshwright.verifier.reference import Case, run_reference
+from meshwright.verifier.trace import NeedsValues, Traced
+from meshwright.verifier.verdict import Verdict
+
+MOST_RANKS = 64  # as threads or processes of one machine: each holds the whole model in float64
+
+
+def view_verdict(verdict: Verdict | Traced) -> RenderableType:
+    """The verdict as a table."""
+    return trace_view(verdict) if isinstance(verdict, Traced) else verdict_view(verdict)
+
+
+def verify(
+    config: Path,
+    overrides: Sequence[str],
+    steps: int,
+    world: int | None,
+    out: Path | None,
+    launcher: Launcher | None,
+    *,
+    shrink: bool,
+) -> tuple[Verdict, Path]:
+    """Compare the plan with one device, on threads or (with a launcher) on processes; write the verdict.
+
+    The verdict names the hash of the plan as it would be trained. Raises RanksFailed when a process did not end well.
+    """
+    request, ready = resolve(config, overrides, world)
+    plan = ready.plan
+    if plan.mesh.world > MOST_RANKS:
+        text = f"{plan.mesh.world} ranks on this machine, each with the whole model in float64"
+        fix = "--on trace plays single ranks of any mesh; for the numbers, compare a smaller mesh: --mesh.dp_replicate 4"
+        raise PlanError(text, fix=fix, where="verify")
+    case = _case(_scaled_down(request, world) if shrink else ready)
+    folder = Path(plan.run.folder) / "verify"
+    if launcher is None:
+        reference = run_reference(case, steps)
+        reports = on_threads(lambda world: compare_rank(case, world, reference), plan.mesh, timeout_s=600)
+    else:
+        size = ["--shrink"] if shrink else []
+        argv = ["verify", str(config), "--steps", str(steps), "--world", str(plan.mesh.world), *size, *overrides]
+        outcome = launcher(argv, plan.mesh.world, folder)
+        if outcome.code:
+            raise RanksFailed(outcome)
+        reports = [_read_report(folder, rank) for rank in range(plan.mesh.world)]
+    verdict = judge(case, reports, "threads" if launcher is None else "processes", _versions())
+    model = f"{plan.anatomy.name} scaled down to {case.plan.anatomy.numel:,} parameters" if shrink else plan.anatomy.name
+    verdict = replace(verdict, plan=plan.hash, model=model)
+    path = out or folder / "verdict.json"
+    _write(verdict, path)
+    return verdict, path
+
+
+def trace(
+    config: Path, overrides: Sequence[str], steps: int, world: int | None, out: Path | None, rank: int | None, *, shrink: bool
+) -> tuple[Traced, Path]:
+    """Play `rank` (None: the first, the last and one between) and hold what it sends against the plan; write the verdict.
+
+    A model that fake tensors cannot play is played on real ones, scaled down where that can be done, and the verdict says so.
+    """
+    request, ready = resolve(config, overrides, world)
+    played = _scaled_down(request, world) if shrink else ready
+    ranks = None if rank is None else [rank]
+    try:
+        found = trace_plan(played.reading, played.plan, ranks, loss=played.loss, steps=steps)
+    except NeedsValues:
+        played = _small_if_possible(request, world, played)
+        found = trace_plan(played.reading, played.plan, ranks, loss=played.loss, steps=steps, fake=False)
+    model = found.model if played is ready else f"{found.model} scaled down to {played.plan.anatomy.numel:,} parameters"
+    found = replace(found, plan=ready.plan.hash, model=model, versions=_versions())
+    path = out or Path(ready.plan.run.folder) / "verify" / "trace.json"
+    _write(found, path)
+    return found, path
+
+
+def _small_if_possible(request: Request, world: int | None, whole: Prepared) -> Prepared:
+    try:
+        return _scaled_down(request, world)
+    except PlanError:  # a model from a factory, say: only its author knows its sizes
+        return whole
+
+
+def _write(verdict: Verdict | Traced, path: Path) -> None:
+    try:
+        verdict.write(path)
+    except OSError as error:
+        raise PlanError(
+            f"the verdict cannot be written: {error.strerror}", fix="name another file: --json", where=str(path)
+        ) from error
+
+
+def verify_rank(ranked: Ranked, config: Path, overrides: Sequence[str], steps: int, *, shrink: bool) -> None:
+    """Compare as one rank, and leave the report for the process that asked."""
+    if ranked.store is None:
+        text = "verify was started as one rank by torchrun; it starts its own ranks"
+        raise PlanError(text, fix="without torchrun: meshwright verify ... --on processes", where="verify")
+    request = read_request(config, overrides, STRATEGIES)
+    folder = Path(request.run.folder) / "verify"
+    with guard(ranked.rank, folder, ranked.lifeline_fd):
+        case = _case(_scaled_down(request, ranked.world) if shrink else prepared(request, ranked.world))
+        with joined(ranked, case.plan.mesh, case.plan.run.limits, shared=case.plan.run.shared_memory) as world:
+            report = compare_rank(case, world, run_reference(case, steps))
+        path = _report_path(folder, ranked.rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(report)))
+
+
+def _scaled_down(request: Request, world: int | None) -> Prepared:
+    """What `request` becomes with a small copy of its model."""
+    return prepared(replace(request, job=shrunk(request.job)), world)
+
+
+def _case(ready: Prepared) -> Case:
+    return parity_case(ready.reading, ready.plan, ready.loss, lambda plan, rank: ready.feed(plan, rank).batch)
+
+
+def _report_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.json"
+
+
+def _read_report(folder: Path, rank: int) -> RankReport:
+    return TypeAdapter(RankReport).validate_json(_report_path(folder, rank).read_bytes())
+
+
+def _versions() -> dict[str, str]:
+    return {"meshwright": meshwright.__version__, "torch": torch.__version__, "transformers": transformers.__version__}

@@ -1,0 +1,100 @@
+"""AdamW with both moments in 8 bits: a byte per element and moment, and one scale per 256 elements.
+
+Why it works: an element of a moment is stored as the nearest of 256 fixed numbers between -1 and 1, times the largest
+magnitude of its block. The numbers lie densely round zero, decade by decade, because moments span many decades; and a block
+of its own scale keeps one outlier from costing its neighbours their digits. What all elements of a block have in common (a
+decay by beta) goes into the scale and is not rounded at all. As with `lean_adamw`, the update uses the exact new moments;
+only what is kept is rounded.
+
+    weight, flat   [ 256 elements | 256 elements | ... | rest ]
+    codes (uint8)  [ 256          | 256          | ... | rest ]      m, and likewise v
+    scales         [ 1            | 1            | ... | 1    ]      float32: the largest magnitude of the block
+
+    moment = numbers[code] * scale        code = nearest(moment / scale)
+
+Second moments are never negative, so all their numbers are positive, and none is zero: a v that is rounded to 0 beside an m
+that is not would make a huge step. It is rounded up instead, and the step is smaller than AdamW's.
+Grain: block. Shards are cut at multiples of 256 elements of each weight, so a block has one owner, and every rank computes
+for it what one device would.
+Cost: 2 + 8/256 = 2.03 bytes per parameter, where AdamW keeps 8; shards are padded by less than 256 elements per weight.
+Limits: within a block, a moment more than 10**7 times smaller than the largest is rounded to nothing (m) or up (v).
+Embeddings are the usual place where that hurts: give them `name = "adamw"` in a group.
+Paper: Dettmers et al. 2021, "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861 (section 2); that second moments
+must not be rounded to zero: Li et al. 2023, "Memory Efficient Optimizers with 4-bit States", arXiv 2309.01507.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
+
+from meshwright.engine.optim.adamw_bf16 import adamw
+from meshwright.engine.optim.rule import Rule, computed_in
+from meshwright.plan.sharding.flat_param import BLOCK, Grain
+
+DECADES = 7  # the numbers of a block reach from 1 down to 10**-7
+
+
+class BlockAdamW(Rule):
+    """AdamW over `groups` with moments of 8 bits, in blocks of 256 elements of the flattened parameter."""
+
+    grain: ClassVar[Grain] = "block"
+    by_block: ClassVar[frozenset[str]] = frozenset({"exp_avg_scale", "exp_avg_sq_scale"})
+
+    def __init__(self, groups: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self._numbers = {"exp_avg": numbers(signed=True), "exp_avg_sq": numbers(signed=False)}
+        self._there: dict[tuple[str, torch.device, torch.dtype], torch.Tensor] = {}
+
+    def update(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        dtype = computed_in(parameter)
+        if not state:
+            state["step"] = 0
+            moments = {key: torch.zeros_like(parameter, dtype=dtype) for key in self._numbers}
+        else:
+            moments = {key: dequantised(state[key], state[f"{key}_scale"], self._of(key, parameter)) for key in self._numbers}
+        state["step"] += 1
+        adamw(parameter, gradient.to(dtype), moments["exp_avg"], moments["exp_avg_sq"], state["step"], group)
+        for key, moment in moments.items():
+            state[key], state[f"{key}_scale"] = quantised(moment, self._of(key, parameter))
+
+    def _of(self, key: str, parameter: torch.Tensor) -> torch.Tensor:
+        """The 256 numbers of that moment, where and in what `parameter` is computed."""
+        place = (key, parameter.device, computed_in(parameter))
+        if place not in self._there:
+            self._there[place] = self._numbers[key].to(*place[1:])
+        return self._there[place]
+
+
+def numbers(*, signed: bool) -> torch.Tensor:
+    """The 256 numbers that a code stands for, float64, ascending, the last one 1: per decade twice as many as in the one below.
+
+    Signed ones are zero and the same on both sides of it; the others begin at 10**-7.
+    """
+    found = [1.0, 0.0 if signed else 10.0**-DECADES]
+    for decade in range(DECADES):
+        count = 2 ** (decade + (not signed))
+        edges = torch.linspace(0.1, 1.0, count + 1, dtype=torch.float64)
+        middles = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade + 1 - DECADES)).tolist()
+        found += [*middles, *(-middle for middle in middles if signed)]
+    return torch.tensor(sorted(found), dtype=torch.float64)
+
+
+def quantised(moment: torch.Tensor, known: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes of `moment` (uint8, of its shape) by the ascending numbers `known`, and a float32 scale per block."""
+    blocks = _blocks(moment.reshape(-1))
+    scales = blocks.abs().amax(dim=1).float()
+    divisors = torch.where(scales > 0, scales, 1.0).to(blocks.dtype)
+    codes = torch.bucketize(blocks / divisors[:, None], (known[1:] + known[:-1]) / 2)
+    return codes.view(-1)[: moment.numel()].view(moment.shape).to(torch.uint8), scales
+
+
+def dequantised(codes: torch.Tensor, scales: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """What `quantised` was given, up to rounding, in the dtype of `known`."""
+    values = _blocks(known[codes.reshape(-1).int()]) * scales.to(known.dtype)[:, None]
+    return values.view(-1)[: codes.numel()].view(codes.shape)
+
+
+def _blocks(flat: torch.Tensor) -> torch.Tensor:
+    """`flat` as rows of 256 elements, the last one filled up with zeros."""
+    return F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)

@@ -1,0 +1,127 @@
+"""The gradient noise scale: the batch size up to which more samples per step still pay.
+
+Why it works: the gradient of a batch is the true one plus noise, and the noise averages out. For the mean over B samples
+
+    E |G_B|^2 = |G|^2 + S / B            G: the gradient of all data        S: the variance of one sample's, summed over elements
+
+Below B_simple = S / |G|^2 the noise is larger than what is to be learnt, and twice the batch allows almost twice the step;
+far above it, more samples are wasted. Two batch sizes make two equations in two unknowns, and a step of data-parallel
+training has both for free: the small one on every rank before gradients are summed, the big one after. Unbiased:
+
+    |G|^2 = (B_big |G_big|^2 - B_small |G_small|^2) / (B_big - B_small)
+    S     = (|G_small|^2 - |G_big|^2) / (1 / B_small - 1 / B_big)            B_simple = S / |G|^2, in samples
+
+Parts differ in what counts in them (padding, ignored labels, weights), and a rank may have run out of data. A part's gradient
+is divided by the part's own count c, the whole by the count C of the step; parts are averaged with weight c / C:
+
+    |G_small|^2 = sum c/C |G_part|^2 / sum c/C        B_small = B_big (sum c/C) / (number of parts with c > 0)
+
+For tokens this is unbiased with tokens as the unit of noise, told in samples of the step's mean length. With gradients h
+already divided by C, as the engine has them, c/C |G_part|^2 = |h|^2 C/c. That, c/C, and 1 are the three numbers of NOISE.
+
+One step's estimates are noisy themselves, |G|^2 may even be negative. So both are smoothed, each by an exponential average
+over about 100 steps, before their ratio is taken. (No correction for the start of the averages: it would cancel in the ratio.)
+
+Cost: the norm of every gradient once more, and 24 bytes. The averages are saved with a checkpoint.
+Limits: on one data rank the small batch is the first micro-batch alone, which is unbiased too, and less precise. Ranks with
+slices of the weights, or with other layers, add up their squares; a weight that several parts of a model use is refused. Samples
+of a step must be independent: rows cut from one document are not, and the noise is then not that of documents. Norms are taken in
+the gradients' dtype: with bfloat16 parameters they have 8 bits, too few for a noise scale far below the batch. Steps that
+the guard left out, in which nothing counted, or in which only one part had data, do not enter the averages.
+Paper: McCandlish et al. 2018, arXiv 1812.06162, equation 2.9 and appendix A.1.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from math import isfinite
+
+import torch
+
+from meshwright.engine.runtime.mixed_precision import total_norm
+from meshwright.engine.runtime.state import State
+from meshwright.engine.step.actions import Acts
+from meshwright.plan.plan import Plan
+from meshwright.plan.step.action import Action
+from meshwright.plan.strategy import Handler
+
+DECAY = 0.99  # of the averages, per step
+
+
+class Noise:
+    """One rank's part in it: handlers of MEASURE, NOISE and ESTIMATE, and the two averages that last."""
+
+    def __init__(self, plan: Plan, state: State, acts: Acts) -> None:
+        self.handlers: dict[str, Handler] = {"MEASURE": self.measure, "NOISE": self.add_up, "ESTIMATE": self.estimate}
+        self._state, self._acts = state, acts
+        self._used = plan.job.train.noise_scale
+        self._num_parts = plan.num_micro if plan.num_data > 1 else 1  # micro-batches behind a gradient that is measured once
+        self._part = {action.name: action.micro for action in plan.actions if action.kind == "MEASURE"}
+        lists = (actions for _, actions in plan.program.roles)  # a rank may have no weight that is trained
+        self._micros = sorted({action.micro for each in lists for action in each if action.kind == "MEASURE"}, key=str)
+        coordinate = plan.mesh.coordinate(state.world.rank)
+        self._counted = frozenset(plan.space.told_first(coordinate))
+        self._tells = not any(coordinate[axis] for axis in plan.space.weight_axes)  # those with other weights say it for all
+        self._message = torch.zeros(3, dtype=torch.float64)
+        self._averages = torch.zeros(2, dtype=torch.float64)
+
+    def measure(self, action: Action) -> None:
+        """Take the squared norm of the gradients of `action.tensors`, as they are on this rank alone."""
+        parameters = (self._state.subject.parameters[name] for name in action.tensors if name in self._counted)
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = total_norm(grads) if grads else torch.zeros(())
+        self._state.squares[action.name] = norm.double().to(self._state.world.device) ** 2
+
+    def add_up(self, action: Action) -> None:
+        """Start adding up over the ranks: this part's c/C |G_part|^2, its share c/C of the batch, and that it is one part.
+
+        Where each micro-batch was measured by itself, the rank has as many parts.
+        """
+        squares: dict[int | None, list[torch.Tensor]] = defaultdict(list)
+        for name, square in self._state.squares.items():
+            squares[self._part[name]].append(square)
+        count, weights = self._acts.totals()[0] or 1.0, self._state.weights
+        behind = {micro: weights[: self._num_parts] if micro is None else weights[micro : micro + 1] for micro in self._micros}
+        shares = {micro: sum(counted) / count for micro, counted in behind.items()}
+        none = torch.zeros((), dtype=torch.float64, device=self._state.world.device)
+        total = torch.stack([sum(squares[micro], none) / (share or 1.0) for micro, share in shares.items()]).sum()
+        told = shares if self._tells else {}
+        known = [sum(told.values(), 0.0), float(sum(share > 0 for share in told.values()))]
+        total = total / self._acts.update.factor**2
+        self._message = torch.cat([total.view(1), torch.tensor(known, dtype=torch.float64, device=total.device)])
+        self._acts.start(action, self._message)
+
+    def estimate(self, action: Action) -> None:
+        """Take this step's estimates of |G|^2 and S into the averages, and say their ratio in the metrics."""
+        squares, share, parts = (number.item() for number in self._message)
+        rows = self._acts.totals()[2]
+        if share and self._acts.spike is None and not self._acts.overflow:
+            found = estimates(squares / share, rows * share / parts, self._state.grad_norm**2, rows)
+            if found is not None:
+                self._averages = DECAY * self._averages + (1 - DECAY) * torch.tensor(found, dtype=torch.float64)
+        self._state.noise_scale = ratio(*self._averages.tolist())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What must be saved: the averages of |G|^2 and S, as (2,) in float64; nothing where they are not taken."""
+        return {"averages": self._averages} if self._used else {}
+
+    def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Take up what `tensors` gave; without it, start anew."""
+        self._averages = saved["averages"].cpu().clone() if "averages" in saved else torch.zeros_like(self._averages)
+
+
+def estimates(small: float, num_small: float, big: float, num_big: float) -> tuple[float, float] | None:
+    """|G|^2 and S, from the squared norms `small` and `big` of mean gradients over so many samples.
+
+    None where the two sizes are one, or a norm is not finite.
+    """
+    if not num_small < num_big or not isfinite(small) or not isfinite(big):
+        return None
+    return (
+        (num_big * big - num_small * small) / (num_big - num_small),
+        (small - big) / (1 / num_small - 1 / num_big),
+    )
+
+
+def ratio(square: float, variance: float) -> float | None:
+    """B_simple in samples; None where one of the averages is below 0, or the gradient is 0: then it is not known yet."""
+    return variance / square if square > 0 and variance >= 0 else None

@@ -1,0 +1,95 @@
+"""The blocks of a model that nobody annotated: where they are, and who owns which parameter.
+
+Blocks are found from the module tree. The topmost lists of modules (`ModuleList`, `Sequential`, `ModuleDict`) are the
+chains: each of their members is a block. A module beside or above a chain that has parameters and holds no chain is a
+block too (embedding, final norm, head). A module that holds a chain is a container; parameters that it owns directly,
+and parameters that glue uses without calling their module, belong to the root. A model without a chain is one block,
+and that is said. A layer with its adapter (`model.adapters`) counts as the layer.
+
+    LlamaForCausalLM                      block
+      model          holds a chain
+        embed_tokens                      model.embed_tokens
+        layers       a chain              model.layers.0, model.layers.1, ...
+        norm                              model.norm
+      lm_head                             lm_head
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+from torch import nn
+
+from meshwright.model.hf.peft import wraps
+from meshwright.plan.job.errors import Fault, nearest, raise_faults
+
+WHOLE = "(model)"
+_CHAINS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def find_blocks(module: nn.Module, declared: Sequence[str] = ()) -> dict[str, nn.Module]:
+    """The blocks of `module` by name, in module order. `declared` names replace the search; WHOLE alone is the module.
+
+    Raises PlanError for a declared name that is no submodule, and for one that lies inside another declared block or is
+    the same module.
+    """
+    if declared:
+        return _declared(module, declared)
+    if not _holds_chain(module):
+        return {WHOLE: module}
+    found: dict[str, nn.Module] = {}
+    for name, block in _walk("", module):
+        if not any(block is other for other in found.values()):
+            found[name] = block
+    return found
+
+
+def owners(module: nn.Module, blocks: dict[str, nn.Module]) -> dict[int, list[str]]:
+    """For each parameter (by id), the names of the blocks that contain it; parameters outside all blocks are absent."""
+    held: dict[int, list[str]] = {}
+    for name, block in blocks.items():
+        for parameter in block.parameters():
+            held.setdefault(id(parameter), []).append(name)
+    return held
+
+
+def _walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        if not _has_parameters(child):
+            continue
+        inside_chain = isinstance(module, _CHAINS)
+        if isinstance(child, _CHAINS) or (not inside_chain and _holds_chain(child)):
+            yield from _walk(path, child)
+        else:
+            yield path, child
+
+
+def _holds_chain(module: nn.Module) -> bool:
+    """Whether `module` is a chain, or has one inside; the dicts in which a layer keeps its adapters are none."""
+    if wraps(module):
+        return False
+    return (isinstance(module, _CHAINS) and _has_parameters(module)) or any(map(_holds_chain, module.children()))
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _declared(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    if tuple(names) == (WHOLE,):
+        return {WHOLE: module}
+    known = {name: inner for name, inner in module.named_modules(remove_duplicate=False) if name}
+    faults = [
+        Fault(f"the model has no module '{name}'", nearest(name, [*known, WHOLE]), "model.blocks")
+        for name in names
+        if name not in known
+    ]
+    for first, second in combinations((name for name in names if name in known), 2):
+        inside = known[second] in known[first].modules()
+        if inside or known[first] in known[second].modules():
+            outer, inner = (first, second) if inside else (second, first)
+            how = "is the same module as" if known[first] is known[second] else "lies inside"
+            text = f"'{inner}' {how} '{outer}', and both are declared as blocks"
+            faults.append(Fault(text, "declare one of the two", "model.blocks"))
+    raise_faults(faults)
+    return {name: known[name] for name in names}

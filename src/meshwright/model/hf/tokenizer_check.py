@@ -1,0 +1,46 @@
+"""Whether the tokenizer that lies beside a model's weights fits its vocabulary.
+
+An id beyond the embedding is an error in the middle of a step on a CPU and a crash of the whole device on a GPU, so it is
+looked for first. Only ids are read, from tokenizer.json or, without one, vocab.json; a vocabulary that is larger than the
+tokenizer needs is usual (sizes are padded).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from meshwright.plan.job.errors import PlanError
+
+
+def check_vocabulary(path: Path, size: int | None) -> None:
+    """Raise PlanError when the tokenizer in the folder `path` has ids from `size`, the number of tokens of the model, on."""
+    largest = largest_token(path)
+    if size is not None and largest is not None and largest >= size:
+        text = f"the tokenizer in {path} has ids up to {largest}, and the model has {size} tokens, numbered from 0"
+        fix = "give weights and tokenizer of one model, or start a larger embedding: model.overrides.vocab_size and model.skip"
+        raise PlanError(text, fix=fix, where="model.weights")
+
+
+def largest_token(path: Path) -> int | None:
+    """The largest id that the tokenizer in the folder `path` gives; None when there is none that says its ids.
+
+    Raises PlanError for a file that is not JSON.
+    """
+    for name, ids in (("tokenizer.json", _ids), ("vocab.json", _values)):
+        if (path / name).is_file():
+            try:
+                return max(ids(json.loads((path / name).read_text(encoding="utf-8"))), default=None)
+            except (OSError, ValueError, TypeError, AttributeError) as error:
+                text = f"{path / name} cannot be read: {error}"
+                raise PlanError(text, fix="download it again, or remove it", where="model.weights") from error
+    return None
+
+
+def _ids(tokenizer: dict[str, Any]) -> list[int]:
+    vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
+    own = range(len(vocabulary)) if isinstance(vocabulary, list) else _values(vocabulary)  # a list says ids by position
+    return [*own, *(token["id"] for token in tokenizer.get("added_tokens") or ())]
+
+
+def _values(vocabulary: dict[str, int]) -> list[int]:
+    return [token for token in vocabulary.values() if isinstance(token, int)]

@@ -1,0 +1,247 @@
+"""From the words of a job to a model: a transformers config, or a Python file with a factory.
+
+    model.source = "configs/llama"           a folder with config.json, or a .json file: see `model.configs`
+    model.source = "org/name"                a repository of the hub: see `model.hub`
+    model.source = "train.py:build"          build() returns an nn.Module, or a `Model` with what goes along with it
+
+The file is imported from its path under a private name, with its folder on the import path as when it is run. The
+factory is called once, inside the blueprint, so that even a model larger than this machine can be loaded.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from hashlib import blake2b
+from inspect import isfunction
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.model.hf.config import config_factory, is_quantised, read_config, text_limits
+from meshwright.model.hf.hub import is_hub_id, located
+from meshwright.model.hf.peft import base_of, is_adapted, repair
+from meshwright.model.hf.tokenizer_check import check_vocabulary
+from meshwright.model.loading.meta_init import Blueprint, blueprint, logical_names
+from meshwright.model.loading.pretrained import find_weights
+from meshwright.model.tensor_parallel.layer_roles import check_roles, find_sockets
+from meshwright.plan.job.data_source import ModelSource
+from meshwright.plan.job.errors import Fault, PlanError, nearest, raise_faults
+
+WHERE = "model.source"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a factory may return: the module, and what cannot be seen from it.
+
+    `example` is one batch as keyword arguments of the forward, samples along dim 0. `blocks` are the names of the
+    submodules that form the chain, where the search would find others. `loss` is a `Loss`, a sum and a count; whoever
+    plays the model checks it. `sockets` says how weights may be split: {"layers.*.up": "columns"}; see `model.sockets`.
+    """
+
+    module: nn.Module
+    example: Mapping[str, torch.Tensor] | None = None
+    blocks: Sequence[str] | None = None
+    loss: object | None = None
+    sockets: Mapping[str, str] | None = None
+    callbacks: Sequence[object] = ()
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to be planned: its blueprint, and what its factory said about it."""
+
+    name: str
+    blueprint: Blueprint
+    example: dict[str, torch.Tensor] | None = None
+    blocks: tuple[str, ...] | None = None
+    loss: object | None = None
+    sockets: dict[str, str] | None = None
+    callbacks: tuple[object, ...] = ()
+
+
+def load_model(source: ModelSource, seed: int) -> Loaded:
+    """The model that `source` names, built without holding it, with the initial values of its weights or of `seed`.
+
+    Raises PlanError for a source that is missing or cannot be read, a factory that is missing, raises (its own error
+    is the cause) or returns something else, a model whose construction cannot be recorded, and weights that do not fit.
+    """
+    loaded = _described(source, seed)
+    if not source.weights:
+        return loaded
+    return with_weights(loaded, located(source.weights, source, "model.weights"), source.skip)
+
+
+def config_behind(source: ModelSource) -> Any:
+    """The transformers config that `source` names, of which no model is made: a quick look; None for a file with a factory.
+
+    Raises PlanError for one that is missing or cannot be read.
+    """
+    if source.source.endswith(".py") or source.source.rpartition(":")[0].endswith(".py"):
+        return None
+    return read_config(str(located(source.source, source, WHERE)))
+
+
+def with_weights(loaded: Loaded, path: Path, skip: Sequence[str] = ()) -> Loaded:
+    """`loaded` with the weights in `path`, a folder or a safetensors file, as its initial values; of an adapted model, its base.
+
+    Names that match a pattern of `skip` are not loaded. Raises PlanError when the weights, or the tokenizer that lies
+    beside them, do not fit the model.
+    """
+    module, names = loaded.blueprint.instance(), None
+    if is_adapted(module):
+        module, names = base_of(module)
+    if is_quantised(module):
+        text = f"the config of '{loaded.name}' says that its weights are quantised (quantization_config)"
+        raise PlanError(text, fix="give weights in floating point, and a config without that field", where="model.weights")
+    weights = find_weights(path, module, logical_names(module), skip)
+    weights = weights if names is None else weights.under(names)
+    check_vocabulary(path, text_limits(module).vocabulary)
+    return replace(loaded, blueprint=loaded.blueprint.with_weights(weights))
+
+
+def _described(source: ModelSource, seed: int) -> Loaded:
+    path, separator, function = source.source.rpartition(":")
+    if separator and path.endswith(".py"):
+        if source.overrides:
+            what = f"overrides ({', '.join(source.overrides)}) with a factory; they replace fields of a transformers config"
+            raise PlanError(what, fix="set these values in the factory, and remove model.overrides", where="model.overrides")
+        return load_factory(_factory(Path(path), function), seed, name=function, frozen=source.frozen)
+    if source.source.endswith(".py"):
+        fix = f"write {source.source}:NAME, where NAME is a function without arguments that returns the model"
+        raise PlanError(f"{source.source} names a file and no factory", fix=fix, where=WHERE)
+    path = Path(source.source)
+    name = path.parent.name if path.name == "config.json" else path.stem if path.suffix == ".json" else path.name
+    folder = located(source.source, source, WHERE) if is_hub_id(source.source) else source.source
+    factory = config_factory(str(folder), source.overrides, trusted=source.trust_remote_code)
+    return load_factory(factory, seed, name=name, frozen=source.frozen)
+
+
+def load_factory(factory: Callable[[], nn.Module | Model], seed: int, name: str, frozen: Sequence[str] = ()) -> Loaded:
+    """The model that `factory` returns when it is called inside the blueprint, with the initial values of `seed`.
+
+    Parameters whose name, or tied name, matches a pattern of `frozen` are not trained.
+    """
+    returned: list[Model] = []
+
+    def build() -> nn.Module:
+        returned.append(_model(_called(factory, name), name))
+        freeze(returned[0].module, frozen)
+        return returned[0].module
+
+    drawn = blueprint(build, seed)
+    model = returned[0]
+    example = None if model.example is None else dict(model.example)
+    blocks = None if model.blocks is None else tuple(model.blocks)
+    sockets = None if model.sockets is None else dict(model.sockets)
+    if sockets:
+        find_sockets(drawn.instance(), sockets)  # refuses patterns that name nothing
+    return Loaded(name, drawn, example, blocks, model.loss, sockets, tuple(model.callbacks))
+
+
+def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
+    """Clear requires_grad of the parameters whose name matches one of `patterns` (fnmatch); a tied one has several names.
+
+    Raises PlanError, with a fault for each, for patterns that match nothing.
+    """
+    named = dict(module.named_parameters(remove_duplicate=False))
+    unused = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in named)]
+    where = "model.frozen"
+    raise_faults(Fault(f"'{each}' matches no parameter of the model", _nearest_name(each, named), where) for each in unused)
+    for name, parameter in named.items():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
+
+
+def _nearest_name(pattern: str, names: Iterable[str]) -> str:
+    """A phrase for a repair; of many names, the like of `pattern` and a few others."""
+    names = list(names)
+    close = get_close_matches(pattern.replace("*", ""), names, n=1, cutoff=0.5)
+    meant = f"did you mean '{close[0]}'? " if close else ""
+    return f"{meant}a name here is '{names[0] if names else ''}'; 'part.*' matches all below a part"
+
+
+def _called(factory: Callable[[], nn.Module | Model], name: str) -> object:
+    try:
+        return factory()
+    except PlanError:
+        raise
+    except Exception as error:
+        fix = repair(error, "repair the construction (the traceback above is its own); it must work without arguments")
+        raise PlanError(f"constructing '{name}' raised {type(error).__name__}: {error}", fix=fix, where=WHERE) from error
+
+
+def _model(value: object, name: str) -> Model:
+    model = Model(value) if isinstance(value, nn.Module) else value
+    fix = "return an nn.Module, or meshwright.Model(module=..., example=..., blocks=[...], loss=...)"
+    if not isinstance(model, Model) or not isinstance(model.module, nn.Module):
+        inner = (
+            f"a Model whose module is {model.module!r}" if isinstance(model, Model) else f"a value of type {type(value).__name__}"
+        )
+        raise PlanError(f"the factory '{name}' returned {inner}", fix=fix, where=WHERE)
+    if model.example is not None and not _is_batch(model.example):
+        raise PlanError(
+            f"the example of '{name}' is not a dict of tensors by name", fix="write example={'x': tensor}", where=WHERE
+        )
+    if isinstance(model.blocks, str) or not all(isinstance(block, str) for block in model.blocks or ()):
+        raise PlanError(f"the blocks of '{name}' are {model.blocks!r}", fix="write blocks=['layers.0', 'layers.1']", where=WHERE)
+    if model.sockets is not None:
+        check_roles(model.sockets)
+    return model
+
+
+def _is_batch(example: object) -> bool:
+    return isinstance(example, Mapping) and all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in example.items()
+    )
+
+
+def _factory(path: Path, function: str) -> Callable[[], nn.Module | Model]:
+    if not path.is_file():
+        raise PlanError(f"there is no file {path}", fix="give the path of a Python file: file.py:factory", where=WHERE)
+    with _beside(path):
+        module = _imported(path)
+    if not callable(vars(module).get(function)):
+        own = [name for name, value in vars(module).items() if isfunction(value) and value.__module__ == module.__name__]
+        fix = nearest(function, own) if own else "define a function without arguments that returns the model"
+        raise PlanError(f"{path} has no function '{function}'", fix=fix, where=WHERE)
+
+    def factory() -> nn.Module | Model:
+        with _beside(path):  # the factory may import its neighbours when it is called
+            return vars(module)[function]()
+
+    return factory
+
+
+def _imported(path: Path) -> ModuleType:
+    name = f"_meshwright_model_{blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise PlanError(f"{path} cannot be imported", fix="give the path of a Python file: file.py:factory", where=WHERE)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look up the module that they are defined in
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        fix = repair(error, "repair the file (the traceback above is its own); it must import without side effects")
+        raise PlanError(f"importing {path} raised {type(error).__name__}: {error}", fix=fix, where=WHERE) from error
+    return module
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[None]:
+    """The file's folder leads the import path, as when the file is run."""
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)

@@ -1,0 +1,88 @@
+"""A scaled-down copy of a transformers model: the same architecture, so the same code, at a size that verifies in seconds.
+
+Sizes are known by the names that transformers gives them. Counts shrink to the least that still shows a fault (two
+layers, four heads), widths follow from them, and what divides another size still does. The vocabulary stays: the data
+belongs to it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from meshwright.model.loading.loader import load_model
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.job import Job
+
+LAYERS, HEADS, HEAD_WIDTH, EXPERTS, SEQUENCE = 2, 4, 16, 4, 48
+# Each size under all its names; transformers' own aliases (n_layer, d_model...) come on top.
+NAMES = {
+    "layers": ("num_hidden_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"),
+    "heads": ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "width": ("hidden_size",),
+    "inner": ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner"),
+    "expert_inner": ("moe_intermediate_size", "shared_expert_intermediate_size"),
+    "head_width": ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    "rotary": ("rotary_dim",),
+    "rank": ("q_lora_rank", "kv_lora_rank"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "chosen": ("num_experts_per_tok", "n_group", "topk_group", "first_k_dense_replace"),
+    "projected": ("word_embed_proj_dim",),
+}
+
+
+def shrunk(job: Job) -> Job:
+    """`job` with a model of 2 layers, at most 4 heads of width 16, on samples of at most 48 tokens; the rest stays, and so
+    does the length of conversations.
+
+    Raises PlanError for a model that comes from a factory (only its author knows its sizes), and for a config that is
+    made of several others.
+    """
+    if ".py" in job.model.source:
+        fix = "write a second factory with smaller sizes, and verify that"
+        raise PlanError("a model from a factory cannot be scaled down", fix=fix, where="--shrink")
+    config: Any = load_model(job.model, job.train.seed).blueprint.instance().config
+    fields = config.to_dict()
+    now = fields | {alias: fields.get(name) for alias, name in config.attribute_map.items()}
+    sizes = dict(_sizes(now))
+    known = {name: sizes[size] for size, names in NAMES.items() for name in names if _is_size(now.get(name))}
+    if "hidden_size" not in known or "num_hidden_layers" not in known:
+        text = f"a {config.model_type} config does not hold its sizes under the names that scaling down knows"
+        raise PlanError(text, fix="write a smaller config, and verify that", where="--shrink")
+    talks = [part.chat for part in (job.data, *job.data.mixture) if part.chat]  # cut short, they would hold no answer
+    data = job.data if talks else replace(job.data, sequence=min(job.data.sequence, SEQUENCE))
+    small = replace(job.model, overrides={**job.model.overrides, **known}, weights="", skip=())  # whose weights fit no more
+    return replace(job, model=small, data=data)
+
+
+def _sizes(now: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    num_heads = next((now[name] for name in NAMES["heads"] if _is_size(now.get(name))), HEADS)
+    num_kv_heads = next((now[name] for name in NAMES["kv_heads"] if _is_size(now.get(name))), num_heads)
+    heads = min(HEADS, num_heads)
+    head_width = _head_width(now, num_heads)
+    width = heads * head_width
+    yield "layers", LAYERS
+    yield "heads", heads
+    yield "kv_heads", max(1, heads // max(1, num_heads // num_kv_heads))
+    yield "width", width
+    yield "inner", 3 * width
+    yield "expert_inner", width
+    yield "head_width", head_width
+    yield "rotary", head_width // 2
+    yield "rank", head_width
+    yield "experts", EXPERTS
+    yield "chosen", 1 if now.get("num_experts_per_tok") == 1 or "n_group" in now else 2
+    yield "projected", width if now.get("word_embed_proj_dim") == now.get("hidden_size") else width // 2
+
+
+def _head_width(now: Mapping[str, Any], num_heads: int) -> int:
+    """The width of a head; the present one where the config lists a factor for every frequency of it (long context)."""
+    rope = now.get("rope_parameters") or {}
+    if not any(isinstance(value, list) for value in rope.values()):
+        return HEAD_WIDTH
+    width = now.get("hidden_size")
+    return now.get("head_dim") or (width // num_heads if isinstance(width, int) else HEAD_WIDTH)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,0 +1,226 @@
+"""Random numbers of a slice: where a rank has a part of the tensor for which it draws, it draws the numbers of that part.
+
+The trial run has the whole model, so it knows the whole shape that a site draws (model/dice.py) and between which layers that
+happens. A rank whose tensor is smaller finds out along which dims, and which elements of the whole they are:
+
+    whole, per sample    (heads 6, 9, 9)      between columns that are cut into 3 units, and their rows
+    rank 1 of 2          (heads 2, 9, 9)      unit 2 of 3: heads 4 and 5      its index [h, i, j] is [4 + h, i, j] of the whole
+
+Between columns and rows, what is divided are the units of the columns layer (heads, features); elsewhere it is what the layout
+of the stream says. A dim that is divided along several axes is so in equal parts, the outermost axis first. A dim that no
+division explains must be free (rows longer or shorter than those of the example), which is possible only where another dim is
+explained. What is not clear is refused: other masks would train another model.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+
+from meshwright.model.tensor_parallel.layer_pairs import Use
+from meshwright.model.tensors.token_slices import positions
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.model_spec.dim_split import Cut, Span
+from meshwright.plan.model_spec.layer_calls import Call
+from meshwright.plan.model_spec.sequence_info import LEAST, Deal, filled
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the rank at `index` among `ranks` has a slice of tensors.
+
+    Along `dim`, counted from the end (None: any), in units as `cut` has them; without that, in single elements. Where no layout
+    says so, it is not `meant` and explains nothing: a tensor that looks as if it were divided so is refused. With a `deal` the
+    elements are tokens, dealt so.
+    """
+
+    ranks: int
+    index: int
+    dim: int | None = None
+    cut: Cut | None = None
+    meant: bool = True
+    deal: Deal | None = None
+
+    def span(self, dim: int, length: int) -> Span | None:
+        """What the rank has of a dim of `length`; None where that does not divide into the units."""
+        if self.deal is not None:
+            return Span(dim, filled(self.deal.spans(length, self.index)))
+        if self.cut is None:
+            return Cut(dim, length, (length,)).span(self.index, self.ranks)
+        if length % (self.cut.heads or self.cut.units):
+            return None
+        cut = Cut(dim, self.cut.units, (length,), heads=self.cut.heads, own=(length // self.cut.units,))
+        return cut.span(self.index, self.ranks)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A slice of a tensor of shape `whole`: along each dim of `local`, all of it, or what a span says."""
+
+    whole: tuple[int, ...]
+    local: tuple[int, ...]
+    spans: tuple[Span | None, ...]
+
+    def places(self, index: torch.Tensor) -> torch.Tensor:
+        """Where the elements `index` of the flattened slice lie in the flattened whole."""
+        found, rest = torch.zeros_like(index), index
+        *_, (outermost, _, behind) = self._runs
+        if (
+            len(self._runs) <= 2
+            and self._runs[0][0] in (None, outermost)
+            and outermost is not None
+            and len(outermost.ranges) == 1
+        ):
+            return index + outermost.ranges[0][0] * behind  # one stretch of the whole
+        for span, local, behind in self._runs:
+            at = rest % local
+            rest = rest.div(local, rounding_mode="floor")
+            if span is not None and len(span.ranges) == 1:
+                at = at + span.ranges[0][0]
+            elif span is not None:
+                at = torch.tensor(positions(span.ranges), device=index.device)[at]
+            found += at * behind
+        return found
+
+    @cached_property
+    def _runs(self) -> list[tuple[Span | None, int, int]]:
+        """From the last dim to the first, neighbours that are whole as one: span, local size, elements of the whole behind it."""
+        found: list[tuple[Span | None, int, int]] = []
+        for dim in range(len(self.whole) - 1, -1, -1):
+            span, local, behind = self.spans[dim], max(1, self.local[dim]), prod(self.whole[dim + 1 :])
+            if span is None and found and found[-1][0] is None:
+                _, inner, behind = found.pop()
+                local *= inner
+            found.append((span, local, behind))
+        return found
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of what a rank draws, `shape` with all rows of a batch, along each dim in `spans`, counted from the end, the elements told.
+
+    Other parts are drawn elsewhere, and tokens are all there: no deal says anything about `shape`.
+    """
+
+    shape: tuple[int, ...]
+    spans: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        found = list(self.shape)
+        for dim, spans in self.spans:
+            found[dim] = sum(end - begin for begin, end in spans)
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Within:
+    """A slice of a slice: `inner` of what `outer` is of the whole; None: that is the whole."""
+
+    inner: Slice
+    outer: Slice | None
+
+    def places(self, index: torch.Tensor) -> torch.Tensor:
+        """Where the elements `index` of the flattened slice lie in the flattened whole."""
+        found = self.inner.places(index)
+        return found if self.outer is None else self.outer.places(found)
+
+
+def within(part: Part, whole: Sequence[int], local: Sequence[int], divisions: Sequence[Division], site: str) -> Within:
+    """Where `part` of one sample lies in a tensor of shape `whole`, of which the rank has one of shape `local`.
+
+    Raises PlanError where that is not clear.
+    """
+    spans: list[Span | None] = [None] * len(local)
+    sizes = list(local)
+    for dim, ends in part.spans:
+        at = dim % len(local)
+        spans[at], sizes[at] = Span(at, ends), sum(end - begin for begin, end in ends)
+    known = [division for division in divisions if division.deal is None]
+    return Within(Slice(tuple(local), tuple(sizes), tuple(spans)), slice_of(whole, local, known, site))
+
+
+def slice_of(whole: Sequence[int], local: Sequence[int], divisions: Sequence[Division], site: str) -> Slice | None:
+    """Which slice of a tensor of shape `whole` one of shape `local` is; None where it is all of it.
+
+    Raises PlanError where that is not clear.
+    """
+    if tuple(whole) == tuple(local):
+        _refuse_pairs(whole, divisions, site)
+        return None
+    meant = [division for division in divisions if division.meant]
+    spans: list[Span | None] = [None] * len(whole)
+    explaining: list[Division] = []
+    for dim, (length, mine) in enumerate(zip(whole, local, strict=False)):
+        fits = [division for division in meant if division.dim in (None, dim - len(whole))] if length != mine else []
+        for some in (*((division,) for division in fits), fits):
+            spans[dim] = spans[dim] or _span(some, dim, length, mine)
+            explaining += some if spans[dim] is not None else ()
+            if spans[dim] is not None:
+                break
+    twice = len(explaining) != len(set(map(id, explaining)))
+    odd = any(_looks_divided(whole, local, division) for division in divisions if not division.meant)
+    if len(whole) != len(local) or twice or (not explaining and (odd or meant)):
+        text = f"random numbers for {list(local)} elements per sample, of {list(whole)} in the whole model: which is not clear"
+        fix = "give rows as long as those of the example; or set the dropout that draws them to 0"
+        raise PlanError(text, fix=fix, where=site)
+    if not explaining:
+        return None
+    sizes = tuple(length if span is not None else mine for length, mine, span in zip(whole, local, spans, strict=True))
+    return Slice(sizes, tuple(local), tuple(spans))
+
+
+def _refuse_pairs(whole: Sequence[int], divisions: Sequence[Division], site: str) -> None:
+    """A rank runs LEAST tokens at least, and of rows of as many its slice looks like all of them."""
+    for deal, index in ((division.deal, division.index) for division in divisions):
+        if deal is not None and len(whole) > 1 and whole[-2] == LEAST and filled(deal.spans(LEAST, index)) != ((0, LEAST),):
+            text = f"random numbers for {list(whole)} elements per sample, of rows of {LEAST} tokens: not clear for which of them"
+            raise PlanError(text, fix="give longer rows; or set the dropout that draws them to 0", where=site)
+
+
+def _looks_divided(whole: Sequence[int], local: Sequence[int], division: Division) -> bool:
+    """Whether features (the last dim alone), or heads (what stands before rows and columns), are as few as `division` leaves."""
+    for dim, (length, mine) in enumerate(zip(whole, local, strict=False)):
+        features = dim == len(whole) - 1 and tuple(whole[:-1]) == tuple(local[:-1])
+        span = division.span(dim, length) if length != mine and (features or dim < len(whole) - 2) else None
+        if span is not None and span.size == mine:
+            return True
+    return False
+
+
+def _span(divisions: Sequence[Division], dim: int, length: int, mine: int) -> Span | None:
+    """What `divisions`, the outermost first, leave of a dim of `length`, if that is `mine` elements."""
+    if len(divisions) == 1:
+        span = divisions[0].span(dim, length)
+        return span if span is not None and span.size == mine else None
+    ranks = prod(division.ranks for division in divisions)
+    if not divisions or ranks * mine != length:
+        return None
+    index = 0
+    for division in divisions:
+        index = index * division.ranks + division.index
+    return Span(dim, ((index * mine, (index + 1) * mine),))
+
+
+def between(uses: Sequence[Use], drawn: Sequence[int], calls: Iterable[Call]) -> dict[str, tuple[str, str]]:
+    """By site, the widest of the columns layers behind which it lies, and the rows layer before which it does.
+
+    `drawn` counts, for each of `uses`, the sites of its visit before its end.
+    """
+    roles = {(call.name, call.visit): call.role for call in calls}
+    found: dict[str, tuple[str, str]] = {}
+    waiting: list[tuple[Use, int]] = []
+    for use, count in zip(uses, drawn, strict=True):
+        role = roles.get((use.name, use.visit), "")
+        if waiting and waiting[-1][0].visit != use.visit:
+            waiting = []
+        if role == "columns":
+            waiting.append((use, count))
+        elif role == "rows" and waiting:
+            widest = max((each for each, _ in waiting), key=lambda each: each.out)
+            found |= {f"{use.visit}/{number}": (widest.name, use.name) for number in range(waiting[0][1], count)}
+            waiting = []
+    return found

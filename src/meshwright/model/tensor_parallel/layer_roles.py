@@ -1,0 +1,176 @@
+"""The sockets of a model: every module that holds weights of its own, what kind it is, and how it may be split.
+
+A *socket* is where a technique could put its own computation: a linear layer, the embedding, attention, the experts. Its
+*role* says along which side of the weight that is possible without a change of the numbers:
+
+    columns           y = x W splits by outputs: each rank makes some of them        q, k, v, gate, up
+    rows              y = x W splits by inputs, and the ranks' sums are added         attention output, down
+    packed columns    several columns-linears in one weight, each split by itself     qkv, gate-up
+    packed rows       the same for rows
+    vocabulary        an embedding whose rows, the words, are divided
+    experts           weights of many experts, divided among ranks by expert
+    latent            a compressed key-value projection, of which a part is shared by all heads
+    replicated        whole on every rank
+
+A role comes from what the user declared, else from what the model declares (transformers: `base_model_tp_plan`, `_tp_plan`),
+else, for norms and routers, from their kind. Where none is known the module stays whole on every rank, and that is said with
+its bytes. Patterns name modules or parameters; "*" stands for a number or a word: "layers.*.mlp.up".
+
+Limits: names and flags are read; that a declared role is the right one, the numbers must show (`verify`).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from meshwright.model.hf.metadata import declared_styles, head_of
+from meshwright.plan.job.errors import Fault, PlanError, nearest, raise_faults
+
+ROLES = ("columns", "rows", "packed columns", "packed rows", "vocabulary", "experts", "latent", "replicated")
+BY_USER, BY_MODEL, BY_KIND = "declared by you", "declared by the model", "by its kind"
+WHERE = "model.sockets"
+NUMBERED = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+_ROUTERS = re.compile(r"(Router|TopK|Gate|Gating)\w*$")
+_KINDS: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str], ...] = (
+    (nn.Linear, "linear"),
+    (nn.Embedding, "embedding"),
+    (nn.MultiheadAttention, "attention"),
+    (nn.modules.conv._ConvNd, "convolution"),
+    ((nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase), "norm"),
+)
+
+
+@dataclass(frozen=True)
+class Socket:
+    """One module with weights of its own: its kind, the shape of its largest weight, elements, role ("": unknown), and source."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    numel: int
+    role: str = ""
+    source: str = ""
+
+    @property
+    def pattern(self) -> str:
+        """The name with "*" for every number: equal for the same place in every layer."""
+        return NUMBERED.sub("*", self.name)
+
+
+def find_sockets(module: nn.Module, declared: Mapping[str, str] | None = None) -> tuple[Socket, ...]:
+    """The sockets of `module` in module order; `declared` maps patterns to roles, and wins over what the model declares.
+
+    Raises PlanError for a declared role that is none, and for a pattern that names nothing with weights.
+    """
+    asked, head = dict(declared or {}), head_of(module)
+    styles = declared_styles(module)
+    found = []
+    for name, owner in module.named_modules():
+        own = {leaf: weight for leaf, weight in owner._parameters.items() if weight is not None}
+        if own:
+            kind = "head" if owner is head else _kind(owner)
+            role, source = _role(name, list(own), kind, asked, styles)
+            largest = max(own.values(), key=lambda weight: (weight.dim(), weight.numel()))
+            numel = sum(weight.numel() for weight in own.values())
+            found.append(Socket(name, kind, tuple(largest.shape), numel, role, source))
+    _check(asked, module)
+    return tuple(found)
+
+
+def hidden_matrices(module: nn.Module) -> frozenset[str]:
+    """The names of the matrices of linear layers inside of the model: neither of the embedding nor of the head.
+
+    The head is what the model declares as such, else its last linear layer. A weight that one of these shares is not inside.
+    """
+    sockets = find_sockets(module)
+    linears = [socket.name for socket in sockets if socket.kind == "linear"]
+    ends = {socket.name for socket in sockets if socket.kind in ("embedding", "head")}
+    ends |= set(linears[-1:]) if head_of(module) is None else set()
+    inside = [socket.name for socket in sockets if socket.kind in ("linear", "attention", "router") and socket.name not in ends]
+    shared = {id(weight) for name in ends for weight in module.get_submodule(name)._parameters.values()}
+    return frozenset(
+        _joined(name, leaf)
+        for name in inside
+        for leaf, weight in module.get_submodule(name)._parameters.items()
+        if weight is not None and weight.dim() == 2 and id(weight) not in shared
+    )
+
+
+def layer_roles(module: nn.Module, declared: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The role of each layer that can be divided, by module name (core.anatomy.Call): pairs as declared, all else by its kind.
+
+    Without a head that the model declares, its last linear layer may be one.
+    """
+    by_kind = {"embedding": "table", "head": "head", "norm": "norm"}
+    roles, sockets = {}, find_sockets(module, declared)
+    linears = [socket.name for socket in sockets if socket.kind == "linear"] if head_of(module) is None else []
+    for socket in sockets:
+        if socket.kind == "linear" and socket.role in ("columns", "rows"):
+            roles[socket.name] = socket.role
+        elif socket.kind == "linear" and (socket.role == "vocabulary" or socket.name in linears[-1:]):
+            roles[socket.name] = "head"
+        elif socket.kind in by_kind:
+            roles[socket.name] = by_kind[socket.kind]
+    return roles
+
+
+def _kind(owner: nn.Module) -> str:
+    for types, kind in _KINDS:
+        if isinstance(owner, types):
+            return kind
+    shapes = [weight.shape for weight in owner._parameters.values() if weight is not None]
+    name, deepest = type(owner).__name__, max(map(len, shapes))
+    counts = {shape[0] if shape else 1 for shape in shapes}
+    if name == "Conv1D" and "transformers" in type(owner).__module__:
+        return "linear"  # GPT-2's: a linear whose weight lies the other way round
+    if deepest == 3 and ("Expert" in name or (len(counts) == 1 and counts != {1})):
+        return "experts"
+    if _ROUTERS.search(name):
+        return "router"
+    return "norm" if "Norm" in name and deepest == 1 else "weights"
+
+
+def _role(name: str, leaves: list[str], kind: str, asked: Mapping[str, str], styles: Mapping[str, str]) -> tuple[str, str]:
+    for roles, source in ((asked, BY_USER), (styles, BY_MODEL)):
+        whole = next((role for pattern, role in roles.items() if matches(pattern, name)), None)
+        parts = {leaf: role for leaf in leaves for pattern, role in roles.items() if matches(pattern, _joined(name, leaf))}
+        if kind == "experts" and parts:
+            return ", ".join(f"{leaf} {role}" for leaf, role in parts.items()), source
+        if whole is not None or parts:
+            return whole or next(iter(parts.values())), source
+    return ("replicated", BY_KIND) if kind in ("norm", "router") else ("", "")
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether `pattern`, in which a "*" stands for one part between dots, is `name`."""
+    given, parts = pattern.split("."), name.split(".")
+    return len(given) == len(parts) and all(mine in ("*", part) for mine, part in zip(given, parts, strict=True))
+
+
+def check_roles(declared: object) -> None:
+    """Raise PlanError unless `declared` is a mapping from patterns to roles."""
+    if not isinstance(declared, Mapping) or not all(isinstance(key, str) for key in declared):
+        text = f"the sockets are {declared!r}; needed are patterns of module names with a role each"
+        raise PlanError(text, fix='write sockets={"layers.*.up": "columns", "layers.*.down": "rows"}', where=WHERE)
+    raise_faults(
+        Fault(f"'{pattern}' has the role {role!r}", nearest(str(role), ROLES), WHERE)
+        for pattern, role in declared.items()
+        if role not in ROLES
+    )
+
+
+def _check(asked: Mapping[str, str], module: nn.Module) -> None:
+    weights = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    names = dict.fromkeys([*weights, *(name.rpartition(".")[0] for name in weights)])
+    patterns = {NUMBERED.sub("*", name) for name in names if name}
+    raise_faults(
+        Fault(f"'{pattern}' names no module or parameter with weights", nearest(pattern, patterns), WHERE)
+        for pattern in asked
+        if not any(matches(pattern, name) for name in names)
+    )
+
+
+def _joined(name: str, leaf: str) -> str:
+    return f"{name}.{leaf}" if name else leaf

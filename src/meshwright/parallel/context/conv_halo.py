@@ -1,0 +1,131 @@
+"""Halo exchange: a convolution along the tokens finds on every rank the few tokens that its kernel reaches over on others.
+
+Why it works: of token i a convolution takes in those from i - l to i + r, for a kernel of k with dilation d: l + r = (k - 1) d. A
+rank has its tokens in one span or two, and all that they miss stands right before and behind these. A token that stands at most l
+before the beginning of a span is, on the rank that has it, among the last l of its own span; however short spans are. So every
+rank sends the first r and the last l tokens of each of its spans to all, once; puts round its own spans what stands there in the
+sample, zeros at the ends of the row; and convolves each without padding. Backward, each edge gets the sum of what all made of it.
+
+    kernel of 3, causal, l = 2, 2 ranks, zigzag
+      rank 0     1 2 3 | 10 11 12     sends 2 3 | 11 12     convolves 0 0 1 2 3 | 8 9 10 11 12
+      rank 1     4 5 6 7 8 9          sends 8 9 | - -       convolves 2 3 4 5 6 7 8 9
+
+    layouts: tokens S(1); edges S, and R for the convolution; weights R, their gradients P like all others
+    sent per rank, micro-batch and convolution, in elements: c channels, b rows, s spans of a rank (2 in zigzag, else 1):
+      forward     s b c (l + r) (P-1)     one all_gather
+      backward    as much                 one reduce_scatter, of gradients
+
+It stands beside ring, ulysses and hybrid alike, and is no strategy of its own: where tokens are dealt, convolutions are answered
+so (model/convolve.py). One that is made causal by padding on both sides and cutting what it gives (y[..., :n]) finds elements to
+cut there. Which calls those are, the reading of the model says (model/around.py).
+Cost: memory for P s (l + r) tokens during the convolution, and a wait that nothing hides. With kernels of 3 or 4 that is
+nothing beside attention; a neighbour alone would do where spans are longer than the kernel, and this sends P-1 times that.
+Limits: F.conv1d with tokens last, stride 1, zeros for padding. A kernel that reaches over more than 256 tokens, and over more
+than a rank has, is refused: it would have all tokens on every rank. So are strides, transposed and two-dimensional
+convolutions, pooling, and what carries a state from token to token: recurrences and scans. Ranks that get tokens one by one
+(`balance = "striped"`) have no neighbours, and are refused. A cache of what was convolved is not kept: use_cache = False.
+Paper: Dryden et al. 2019, "Improving Strong-Scaling of CNN Training by Exploiting Finer-Grained Parallelism", IPDPS, arXiv
+1903.06681 (halo exchange); Ku et al. 2025, "Systems and Algorithms for Convolutional Multi-Hybrid Language Models at Scale",
+arXiv 2503.01868 (along the tokens of long rows).
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
+
+from meshwright.model.sequence_parallel.conv_call import Convolved
+from meshwright.model.tensor_parallel.layer_roles import NUMBERED
+from meshwright.plan.job.errors import Fault
+from meshwright.plan.job.job import Job
+from meshwright.plan.model_spec.model_spec import NBYTES
+from meshwright.plan.model_spec.sequence_info import Convolve, Deal, Span, filled
+from meshwright.plan.sharding.placement import R, S
+from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.step.action import Transfer
+from meshwright.plan.strategy import Runtime
+
+LONG = 256  # a kernel that reaches over no more tokens is taken with shares of any length
+
+
+def convolved(runtime: Runtime, axis: str, asked: Convolved) -> torch.Tensor:
+    """The convolution of the tokens that this rank runs, [.., channels, tokens]; their neighbours are on ranks of `axis`."""
+    space, known, share = runtime.plan.space, asked.known, asked.share
+    edges = _edges(asked.own, share.spans, known, space.deal.chunks)
+    dim, spans = edges.ndim - 1, filled(share.spans)
+    met = F.pad(runtime.move(edges, axis, S(dim), R), (0, 1))  # behind all, a zero for what is not in the row
+    columns = torch.tensor(_columns(space.deal, share.length, spans, (known.left, known.right)), device=met.device)
+    around, made, at = met.index_select(dim, columns).split([known.left, known.right] * len(spans), dim), [], 0
+    for number, (begin, end) in enumerate(spans):
+        whole = torch.cat([around[2 * number], asked.own.narrow(dim, at, end - begin), around[2 * number + 1]], dim)
+        made.append(F.conv1d(whole, asked.given.weight, asked.given.bias, 1, 0, asked.given.dilation, asked.given.groups))
+        at += end - begin
+    return torch.cat(made, dim)
+
+
+def met_beside(space: Space, job: Job, axis: str, convolve: Convolve, rows: int) -> tuple[list[Transfer], list[Transfer]]:
+    """What one convolution of so many rows moves in a forward, and in a backward."""
+    ranks = space.mesh.size(axis)
+    if space.deal is None or ranks == 1 or not convolve.reach:
+        return [], []
+    dtype = job.precision.compute
+    nbytes = rows * convolve.width * convolve.reach * space.deal.chunks * NBYTES[dtype]
+    gather, scatter = (("all_gather", nbytes), ("reduce_scatter", nbytes * ranks))
+    forth, back = (Transfer(act, (axis,), size, dtype=dtype) for act, size in (gather, scatter))
+    return [forth], [back] if convolve.needed else []
+
+
+def convolution_faults(name: str, axis: str, space: Space, deal: Deal) -> Iterator[Fault]:
+    """What keeps the convolutions of this model from running on tokens that the technique `name` deals so."""
+    tokens, ranks = space.anatomy.tokens, space.mesh.size(axis)
+    found, striped = dict[str, list[str]](), deal.striped and deal.ranks > deal.inner
+    for each in tokens.convolves if tokens is not None and ranks > 1 else ():
+        if each.reach and striped:
+            why = "convolves tokens, and a rank that gets them one by one has no neighbours"
+        elif each.reach > LONG and each.reach > (least := min(deal.counts(each.tokens))):
+            why = f"convolves tokens with a kernel that reaches over {each.reach}, and a rank has {least}"
+        else:
+            continue
+        found.setdefault(f"{NUMBERED.sub('*', each.module)} {why}", []).append(each.module)
+    other = f"mesh.{axis} = 1 and mesh.dp_shard = {ranks} are as many ranks"
+    for why, modules in found.items():
+        more = f" (and {len(modules) - 1} more)" if len(modules) > 1 else ""
+        fix = f"deal tokens in chunks, without 'striped'; or {other}" if striped else f"deal tokens to fewer ranks; or {other}"
+        yield Fault(f"{why}{more}", fix, f"strategies.{name}")
+
+
+def _edges(own: torch.Tensor, spans: tuple[Span, ...], known: Convolve, chunks: int) -> torch.Tensor:
+    """The last tokens of each span, and its first ones, [.., chunks * reach]; zeros where there are no so many."""
+    parts, at = [own.narrow(-1, 0, 0)], 0  # so that a rank that has no tokens takes part in backward
+    for begin, end in spans:
+        mine = own.narrow(-1, at, end - begin)
+        late, early = min(known.left, end - begin), min(known.right, end - begin)
+        parts.append(F.pad(mine.narrow(-1, end - begin - late, late), (known.left - late, 0)))
+        parts.append(F.pad(mine.narrow(-1, 0, early), (0, known.right - early)))
+        at += end - begin
+    parts.append(own.new_zeros((*own.shape[:-1], (chunks - len(spans)) * known.reach)))
+    return torch.cat(parts, -1)
+
+
+@lru_cache(maxsize=256)  # every convolution asks for it in every forward
+def _columns(deal: Deal, length: int, spans: tuple[Span, ...], around: tuple[int, int]) -> tuple[int, ...]:
+    """Where among the edges of all ranks the tokens stand that are before and behind each of `spans`; behind all: nowhere."""
+    left, right = around
+    dealt = [
+        (span, (rank * deal.chunks + number) * (left + right))
+        for rank in range(deal.ranks)
+        for number, span in enumerate(deal.spans(length, rank))
+    ]
+
+    def before(position: int) -> int:
+        return next(at + left - (end - position) for (begin, end), at in dealt if begin <= position < end)
+
+    def behind(position: int) -> int:
+        return next(at + left + position - begin for (begin, end), at in dealt if begin <= position < end)
+
+    found, nowhere = list[int](), deal.ranks * deal.chunks * (left + right)
+    for begin, end in spans:
+        found += [before(each) if each >= 0 else nowhere for each in range(begin - left, begin)]
+        found += [behind(each) if each < length else nowhere for each in range(end, end + right)]
+    return tuple(found)

@@ -1,0 +1,118 @@
+"""Data parallelism with a single master: one rank reads, takes the loss and steps; the others lend their hands.
+
+Why it is here: it is the first thing everybody builds, `torch.nn.DataParallel` works like this within a process, and it
+shows what `replicate` does away with. A loss is a function of all outputs, so the master, who has them all, takes it
+exactly as one device would; its gradient by the outputs is cut into rows again, and backward, a sum over rows, goes on
+where the rows are. Five kinds of exchange per step, and the master is one end of each. It is rank 0 of the axis, and alone
+reads the data:
+
+    master   SCATTER(x)  F F F  GATHER(y)  LOSS  SCATTER(gradient(y))  B B B  REDUCE(w)  CLIP STEP  BROADCAST(w)
+    others   SCATTER(x)  F F F  GATHER(y)        SCATTER(gradient(y))  B B B  REDUCE(w)             BROADCAST(w)
+
+SCATTER (rows that one rank holds, to each rank its own), GATHER (the rows of one output from all ranks to one), BROADCAST (a
+weight from the rank that stepped it to all: after STEP, so that a step ends with the same weights everywhere); REDUCE sums
+at the master alone. Labels stay with it: nobody else takes a loss. COUNT and TALLY are those of `batch`.
+
+    through the master = S + (n-1) S + (n-1) (x + 2 y)          through a rank of `replicate` = 4 (n-1)/n S
+
+sent and received added: S bytes of weights go out (a backend forwards them along a tree or ring) and come in from n-1 ranks;
+x are the bytes of a rank's inputs, y those of its outputs.
+
+Cost: the master is the hot rank: its bytes grow with n, where those of `replicate` stay below 4 S. It holds the outputs of all
+rows (n y) and alone has the optimizer's moments; nothing overlaps, and n-1 ranks look on while it takes the loss and steps.
+Limits: one micro-batch, no other axis; a loss that takes outputs which are not per row would see the master's only.
+Paper: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI), of which this is the case of one
+server that is a worker too; the same picture in the documentation of torch.nn.DataParallel, which advises against it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from meshwright.parallel.data.batch_split import DATA_AXES
+from meshwright.parallel.data.ddp import replica_faults
+from meshwright.plan.job.errors import Fault
+from meshwright.plan.job.job import Job
+from meshwright.plan.model_spec.model_spec import NBYTES, Column
+from meshwright.plan.sharding.mesh import AXES
+from meshwright.plan.sharding.placement import I
+from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.step.action import Action, Program, Transfer, index_of_last, with_waits
+from meshwright.plan.step.single_device import FORWARDS, NORM, last_backward, output_gradient
+from meshwright.plan.strategy import Handler, Phase, Runtime, Strategy
+
+
+@dataclass(frozen=True)
+class Master(Strategy):
+    """Whole copies of the weights along `axis`, of which that of the rank at index 0 is stepped and handed out."""
+
+    name: ClassVar[str] = "master"
+    phase: ClassVar[Phase] = "store"
+    axis: str = "dp_replicate"
+
+    def check(self, job: Job, space: Space) -> Iterator[Fault]:
+        where = f"strategies.{self.name}"
+        yield from replica_faults(self.name, self.axis, "backend", space, DATA_AXES)
+        others = [axis for axis in AXES if axis != self.axis and space.mesh.size(axis) > 1]
+        if others:
+            text = f"the ranks along {' and '.join(others)} would each have a master of their own"
+            yield Fault(text, f'set mesh.{others[0]} = 1, or use the strategy "replicate"', where)
+        shared = [column for column in space.anatomy.outputs if column.used and not column.rows]
+        if shared:
+            one = shared[0]
+            text = f"the loss takes {one.name} of shape {list(one.shape)}, which is not per row: it would be that of the master"
+            yield Fault(text, 'use the strategy "replicate"', where)
+        for column in (*space.anatomy.inputs, *(column for column in space.anatomy.outputs if column.used)):
+            yield from column.faults(where)
+        if job.precision.reduce != job.precision.parameters:
+            text = f"gradients travel in {job.precision.parameters} here, and precision.reduce is {job.precision.reduce}"
+            yield Fault(text, 'use the strategy "replicate", or make the two dtypes equal', "precision.reduce")
+
+    def place(self, space: Space) -> Space:
+        led = replace(space, led=(*space.led, self.axis))
+        return led.with_homes(lambda home: replace(home, grad=home.grad.with_place(self.axis, I)))
+
+    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
+        rows = job.train.batch // space.mesh.extent(space.data_axes)
+        return program.edit(lambda actions: self._led(actions, space, job, rows))
+
+    def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
+        return {"REDUCE": runtime.start}
+
+    def _led(self, actions: list[Action], space: Space, job: Job, rows: int) -> list[Action]:
+        """`actions`, of one micro-batch, with the exchanges of rows round the forward and the loss."""
+        actions = [action for action in actions if action.kind != "GATHER"]  # to the master, not to all
+        used = [column for column in space.anatomy.outputs if column.used]
+        first, at = next(i for i, action in enumerate(actions) if action.kind in FORWARDS), index_of_last(actions, "LOSS") or 0
+        forward, loss = actions[at - 1].name, actions[at]
+
+        def moved(how: str, column: Column) -> Transfer:
+            return Transfer(how, (self.axis,), rows * column.nbytes(job.precision.parameters), dtype="uint8")  # as bytes
+
+        handed = [Action("SCATTER", c.name, waits=("COUNT()",), transfer=moved("scatter", c)) for c in space.anatomy.inputs]
+        met = [Action("GATHER", c.name, lane="wire", waits=(forward,), transfer=moved("gather", c)) for c in used]
+        back = [
+            Action("SCATTER", output_gradient(c.name), waits=(loss.name,), transfer=moved("scatter", c))
+            for c in used
+            if c.dtype in NBYTES
+        ]
+        others = tuple(wait for wait in loss.waits if not wait.startswith("GATHER"))
+        loss = with_waits(replace(loss, waits=others), [gather.name for gather in met])
+        led = [*actions[:first], *handed, *actions[first:at], *met, loss, *back, *actions[at + 1 :]]
+        return self._stepped(led, space, job)
+
+    def _stepped(self, actions: list[Action], space: Space, job: Job) -> list[Action]:
+        """`actions` with a REDUCE and a BROADCAST per weight round CLIP and STEP."""
+        clip, step = index_of_last(actions, "CLIP") or 0, index_of_last(actions, "STEP") or 0
+        dtype, last = job.precision.parameters, (last_backward(actions).name,)
+        norm = Transfer("broadcast", (self.axis,), 8, dtype="float64")
+        reduces: list[Action] = []
+        copies = [Action("BROADCAST", NORM, lane="wire", waits=("CLIP()",), transfer=norm)]
+        for weight in space.anatomy.trainable:
+            names = (weight.name,)
+            sums = Transfer("reduce", (self.axis,), weight.numel * NBYTES[dtype], dtype=dtype)
+            reduces.append(Action("REDUCE", weight.name, lane="wire", waits=last, tensors=names, transfer=sums))
+            out = replace(sums, collective="broadcast")
+            copies.append(Action("BROADCAST", weight.name, lane="wire", waits=("STEP()",), tensors=names, transfer=out))
+        waiting = with_waits(actions[clip], [reduce.name for reduce in reduces])
+        return [*actions[:clip], *reduces, waiting, *actions[clip + 1 : step + 1], *copies, *actions[step + 1 :]]

@@ -1,0 +1,232 @@
+"""PipeDream: 1F1B that never empties, where every micro-batch is a step of its own and parts differ in how new their weights are.
+
+Why it works: the bubble comes from waiting, at the end of a step, until all gradients are in. Here nobody waits: a part updates
+its weights right after each backward, and the next forward takes the newest ones. Of a micro-batch whose forward ran before an
+update and whose backward runs after it, the two would meet different weights; so a part keeps (stashes) those of every forward
+until its backward. What results is a gradient, at weights that are a little old on the first parts: descent with a bounded delay.
+
+    F3/1 is the forward of micro-batch 3 with weights that have seen one update; the backward uses the same
+    rank 0   F0/0  F1/0  F2/0  ....  ....  B0/0  F3/1  B1/0  F4/2  B2/0  F5/3  B3/1
+    rank 1   ....  F0/0  F1/0  ....  B0/0  F2/1  B1/0  F3/2  B2/1  F4/3  B3/2  F5/4
+    rank 2   ....  ....  F0/0  B0/0  F1/1  B1/1  F2/2  B2/2  F3/3  B3/3  F4/4  B4/4
+
+    micro-batch k, part s of p:  w(s, k + 1) = w(s, k) - rate * gradient of part s at versions v(0, k) .. v(p - 1, k)
+    v(s, k) = max(0, k - (p - 1 - s)): once the pipeline is full, p - 1 - s updates old
+
+In the list of a rank a STEP stands behind each backward, of that micro-batch alone and over what counts in it. STASH (keep the
+weights as they are, because a backward will need them) stands before a STEP where forwards are under way; RESTORE (have the kept
+weights in the model) and RENEW (have the newest ones again) round a backward whose forward has met older ones:
+
+    rank 0   F0 F1 F2  B0  STASH STEP  F3  RESTORE B1 RENEW  STASH STEP  F4 ...  B5 STEP  TALLY NORM
+
+A step of the run is what it is everywhere: `train.batch` samples, after which weights can be saved, evaluated and taken up on
+another plan. So at its end the pipeline empties, and the first micro-batches of the next meet weights that are new on all ranks.
+With n micro-batches a rank makes n updates per step: momentum, moments and weight decay go n times, and so does Adam's counter;
+the learning rate follows the schedule per step. An update in which nothing counts is left out.
+
+Cost: no bubble but that of filling and emptying, (p - 1) / (n + p - 1) of a step of n micro-batches: cheap where n is much larger
+than p. Part s keeps p - s versions of its weights, and all but the last copy them once per update; and the activations of as many
+micro-batches, so memory is even where weights weigh more than activations.
+Limits: not what one device computes, nor a plain step: the delay asks for a smaller rate or a warm-up. `verify` compares with a
+replay of these versions in one process. Nothing that looks at all parts at once fits in between: clipping by the norm of the
+whole gradient, the guard, a loss scale for float16, weights that several parts share. Shards are refused too; copies of the parts
+that see other data are not, and their gradients are summed for each update. The norm that is told is the root of the mean square
+of those of the updates. One part per rank. Vertical sync, by which a micro-batch meets the same version on all ranks, is not
+there: it would keep p versions everywhere.
+Paper: Narayanan et al. 2019, "PipeDream", SOSP (section 3.3); Harlap et al. 2018, "PipeDream: Fast and Efficient Pipeline
+Parallel DNN Training", arXiv 1806.03377.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.pipeline.schedules import one_f_one_b
+from meshwright.parallel.pipeline.schedules.schedule import Order, count_faults
+from meshwright.plan.job.errors import Fault
+from meshwright.plan.job.job import Job
+from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.step.action import Action, Hold, Program, with_waits
+from meshwright.plan.step.single_device import Turn, steps
+from meshwright.plan.step.weight_stashing import forward_versions
+from meshwright.plan.strategy import Handler, Phase, Runtime, Strategy
+
+
+@dataclass(frozen=True)
+class PipeDream(Strategy):
+    """Puts runs of layers on the ranks along `axis`, which begin with `cuts`; every micro-batch is an update of its own."""
+
+    name: ClassVar[str] = "pipedream"
+    phase: ClassVar[Phase] = "order"
+    exact: ClassVar[bool] = False
+    axis: str = "pp"
+    cuts: tuple[str, ...] = ()
+
+    def check(self, job: Job, space: Space) -> Iterator[Fault]:
+        yield from (self._own(fault) for fault in self._pipeline.check(job, space))
+        each = "every micro-batch is an update of its own, and no rank has all gradients of one at a time"
+        for asked, key, what, fix in (
+            (job.train.clip > 0, "train.clip", f"train.clip = {job.train.clip}", "set train.clip = 0"),
+            (job.guard.action != "off", "guard.action", "the guard looks at whole steps", 'set guard.action = "off"'),
+            (
+                job.train.noise_scale,
+                "train.noise_scale",
+                "the noise scale needs whole gradients",
+                "set train.noise_scale = false",
+            ),
+            (job.precision.scales_loss, "precision.compute", "the loss is scaled for float16", 'use compute = "bfloat16"'),
+            (
+                space.anatomy.whole_batch,
+                "loss",
+                "the loss is taken on the whole batch at once",
+                "use one that is a sum over rows",
+            ),
+        ):
+            if asked:
+                yield Fault(f"{what}: {each}", f'{fix}, or use the strategy "pipeline"', key)
+
+    def partners(self, space: Space) -> Iterator[Fault]:
+        where = f"strategies.{self.name}"
+        tied = [home.weight.name for home in space.homes if len(space.users(home.weight)) > 1 and home.weight.trainable]
+        if tied:
+            text = f"{len(tied)} parameters ({tied[0]}...) are used by parts on several ranks, which would step them apart"
+            fix = 'untie them, choose cuts that leave all their users in one part, or use the strategy "pipeline"'
+            yield Fault(text, fix, f"{where}.cuts")
+        else:
+            yield from (self._own(fault) for fault in self._pipeline.partners(space))
+        shards = sorted({axis for home in space.homes for axis in home.flat})
+        if shards or space.led:
+            what = f"cut into shards along {' and '.join(shards)}" if shards else f"stepped by one rank along {space.led[0]}"
+            text = f"weights are {what}, which nobody does for single micro-batches"
+            yield Fault(text, 'use the strategy "replicate" beside it, or "pipeline" in its place', where)
+
+    def place(self, space: Space) -> Space:
+        return self._pipeline.place(space)
+
+    def turns(self, turns: Sequence[Turn], space: Space) -> Sequence[Turn]:
+        found: list[Turn] = []
+        for turn in self._pipeline.turns(turns, space):
+            found += [turn] if turn.kind == "F" else [turn, turn._replace(kind="STEP")]
+        return found
+
+    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
+        held = sum(weight.numel * weight.width(job.precision.parameters) for weight in space.anatomy.trainable)
+        told = space.mesh.extent(space.data_axes) > 1
+        crossed = self._pipeline.rewrite(program, space, job)
+        crossed = crossed.edit(lambda actions: [_each_told(action, actions) for action in actions]) if told else crossed
+        return crossed.edit(lambda actions: _stashed(actions, held))
+
+    def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
+        return self._pipeline.bind(runtime)
+
+    def order(self, space: Space, micros: int) -> Order:
+        """Who runs which part for which of so many micro-batches, all ranks of the pipeline together."""
+        return self._pipeline.order(space, micros)
+
+    @property
+    def _pipeline(self) -> Pipeline:
+        """The exact one with the same lists."""
+        return Pipeline(axis=self.axis, schedule="1f1b", cuts=self.cuts)
+
+    def _own(self, fault: Fault) -> Fault:
+        """What is wrong with the exact one, as it is said here."""
+        return replace(fault, where=fault.where.replace("strategies.pipeline", f"strategies.{self.name}"))
+
+
+class Version(NamedTuple):
+    """How many updates the weights of `stage` have seen that a micro-batch meets, forward and backward."""
+
+    stage: int
+    micro: int
+    forward: int
+    backward: int
+
+
+def order(ranks: int, micros: int) -> Order:
+    """The lists of `ranks` ranks, a part each, for `micros` micro-batches: all those after which the pipeline empties."""
+    return one_f_one_b.order(ranks, micros)
+
+
+def versions(order: Order, *, stashed: bool = True) -> list[Version]:
+    """The weights that each stage uses for each micro-batch when it updates them after each backward, in the order of backwards.
+
+    `stashed` keeps the weights of a forward for its backward; otherwise a backward meets the newest ones.
+    """
+    found: list[Version] = []
+    for slots in order.slots:
+        seen = [0] * len(order.stages)
+        used: dict[tuple[int, int], int] = {}
+        newest: dict[tuple[int, int], int] = {}
+        for kind, stage, micro in slots:
+            if kind == "F":
+                used[stage, micro] = seen[stage]
+            if kind in ("B", "I"):
+                newest[stage, micro] = seen[stage]
+            if kind in ("B", "W"):
+                forward = used[stage, micro]
+                found.append(Version(stage, micro, forward, forward if stashed else newest[stage, micro]))
+                seen[stage] += 1
+    return found
+
+
+def kept(order: Order) -> list[int]:
+    """The most versions of its weights that each stage keeps at once, the newest one among them."""
+    most = [1] * len(order.stages)
+    for slots in order.slots:
+        seen = [0] * len(order.stages)
+        used: dict[tuple[int, int], int] = {}
+        for kind, stage, micro in slots:
+            if kind == "F":
+                used[stage, micro] = seen[stage]
+            needed = {version for (at, _), version in used.items() if at == stage}
+            most[stage] = max(most[stage], len(needed | {seen[stage]}))
+            if kind in ("B", "W"):
+                del used[stage, micro]
+                seen[stage] += 1
+    return most
+
+
+def faults(ranks: int, micros: int) -> Iterator[Fault]:
+    """Why these counts cannot work."""
+    yield from count_faults(ranks, micros)
+
+
+def _each_told(action: Action, actions: Sequence[Action]) -> Action:
+    """`action`; a COUNT that tells what counts in each micro-batch, too: ranks have other rows."""
+    if action.kind != "COUNT" or action.transfer is None:
+        return action
+    nbytes = action.transfer.nbytes + 8 * len(steps(actions))
+    return replace(action, transfer=replace(action.transfer, nbytes=nbytes))
+
+
+def _stashed(actions: Sequence[Action], nbytes: int) -> list[Action]:
+    """The list of a rank with its own versions: `nbytes` are those of its weights that are stepped.
+
+    A room holds one version. That of the forward of a micro-batch is asked for where it is no longer the newest one.
+    """
+    met, order = forward_versions(actions), steps(actions)
+    last = {met[micro]: micro for micro in order}  # the last backward that needs a version
+    rooms: dict[int, str] = {}
+    free = [f"old weights({room})" for room in reversed(range(len(order)))]
+    begun: set[int] = set()
+    done, newest = list[Action](), 0
+    for action in actions:
+        micro = action.micro or 0
+        stale = action.kind in ("B", "SQUARE") and met[micro] < newest
+        if action.kind == "B" and micro not in begun:
+            begun.add(micro)
+            done += [Action("RESTORE", rooms[met[micro]], micro)] if stale else []
+        elif action.kind == "SQUARE" and stale:
+            ends = last[met[micro]] == micro
+            room = rooms.pop(met[micro]) if ends else rooms[met[micro]]
+            done.append(Action("RENEW", room, micro, waits=action.waits, frees=(room,) if ends else ()))
+            free += [room] if ends else []
+        if action.kind == "STEP":
+            if last.get(newest, micro) != micro:
+                rooms[newest] = free.pop()
+                done.append(Action("STASH", rooms[newest], micro, waits=action.waits, takes=(Hold(rooms[newest], nbytes),)))
+                action = with_waits(action, (done[-1].name,))
+            newest += 1
+        done.append(action)
+    return done

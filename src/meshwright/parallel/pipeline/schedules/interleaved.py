@@ -1,0 +1,69 @@
+"""Interleaved 1F1B: several small parts per rank instead of a large one, so that what ranks wait for is smaller too.
+
+Why it works: a rank waits at the begin until a micro-batch has come through the parts before its own, once round the ranks.
+With v parts (chunks) per rank, dealt out in turn, these parts are v times smaller, and so is the wait; all else is 1F1B over p v
+parts. Micro-batches go round in groups: a group through chunk 0, then the same group through chunk 1, then the next group.
+
+    p = 2, v = 2: rank 0 has parts 0 and 2, rank 1 has 1 and 3; lower case is the second chunk
+    rank 0   F0 F1 f0 f1 .. b0 F2 b1 F3 B0 f2 B1 f3 b2 .. b3 .. B2 .. B3
+    rank 1   .. F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 .. B2 .. B3 ..
+
+    bubble = (p - 1) (F + B) / v of time, F and B those of a whole rank, where m >= p
+             (p - 1 + (v - 1) (p - m)) (F + B) / v otherwise: a small group comes round to a rank that waits for it
+    rank 0 holds (v - 1) g + 2 (p - 1) + 1 chunks of micro-batches; g = p: p (1 + (p - 1) / (p v)) times those of a rank
+
+Any number of micro-batches works: m are dealt out into max(1, m // p) groups as even as they can be, so no group is smaller
+than p unless m is, and none waits for its own chunk 0. Where p divides m these are the groups of g = p of the paper.
+Cost: v times as many messages as 1F1B, each of the same size; more memory on the first rank, since forwards run further ahead,
+and most, g < 2 p, where m is just below 2 p.
+Limits: the blocks must be cut into v p parts. With fewer micro-batches than ranks little is won.
+Paper: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", arXiv 2104.04473
+(section 2.2.2); Grattafiori et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783 (section 3.3.2, groups of any size).
+"""
+
+from collections.abc import Iterator, Sequence
+
+from meshwright.parallel.pipeline.schedules.schedule import KEY, Order, Slot, count_faults
+from meshwright.plan.job.errors import Fault
+
+
+def order(ranks: int, micros: int, chunks: int = 2) -> Order:
+    """The lists of `ranks` ranks with `chunks` parts each: part k lies on rank k modulo `ranks`."""
+    sizes = groups(ranks, micros)
+    forwards, backwards = list(_turns(sizes, range(chunks))), list(_turns(sizes, range(chunks)[::-1]))
+    hops = 2 if chunks > 1 else 1  # to the next chunk it is once round, there and back; a single chunk is 1F1B
+
+    def slots(rank: int) -> Iterator[Slot]:
+        ahead = min((chunks - 1) * max(sizes) + hops * (ranks - 1 - rank), len(forwards))
+        for at in range(ahead + len(backwards)):
+            if at < len(forwards):
+                chunk, micro = forwards[at]
+                yield Slot("F", chunk * ranks + rank, micro)
+            if at >= ahead:
+                chunk, micro = backwards[at - ahead]
+                yield Slot("B", chunk * ranks + rank, micro)
+
+    return Order.looped(map(slots, range(ranks)), chunks)
+
+
+def groups(ranks: int, micros: int) -> list[int]:
+    """How many micro-batches go round together, group by group: larger ones first, sizes that differ by one at most."""
+    count = max(1, micros // ranks)
+    each, more = divmod(micros, count)
+    return [each + (group < more) for group in range(count)]
+
+
+def _turns(sizes: Sequence[int], chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(chunk, micro-batch) of one direction, in order: each group through all chunks."""
+    first = 0
+    for size in sizes:
+        yield from ((chunk, first + micro) for chunk in chunks for micro in range(size))
+        first += size
+
+
+def faults(ranks: int, micros: int, chunks: int = 2) -> Iterator[Fault]:
+    """Why these counts cannot work."""
+    yield from count_faults(ranks, micros, chunks)
+    if ranks == 1 and chunks > 1:
+        text = f"chunks = {chunks} on one rank, which has no one to take turns with"
+        yield Fault(text, "write chunks = 1, or give the pipeline more ranks", f"{KEY}.chunks")

@@ -1,0 +1,32 @@
+"""Model parallelism without a pipeline: the model lies on several ranks, and one of them works at a time.
+
+Why it works: a part needs nothing but what the part before it gives out, and backward what the part behind it gives back. So a
+model that is too large for one device is cut into runs of layers, one per rank, and every micro-batch goes through all of them
+and back before the next one starts. Nothing overlaps: this is the lesson that every pipeline answers.
+
+    rank 0   F0  ..  ..  ..  ..  B0  F1  ..  ..  ..  ..  B1
+    rank 1   ..  F0  ..  ..  B0  ..  ..  F1  ..  ..  B1  ..
+    rank 2   ..  ..  F0  B0  ..  ..  ..  ..  F1  B1  ..  ..
+
+    time = m p (F + B),  bubble = (p - 1) / p of it, for m micro-batches on p ranks with F and B of a part
+
+Cost: p - 1 of p devices stand still at any time, however many micro-batches there are; activations of one micro-batch, the least
+of all schedules. Sent, as in every pipeline: what crosses a cut, forward, and its gradient, backward, once per micro-batch.
+Limits: none but the speed. For a model that fits no device and runs rarely, an evaluation say, it is enough.
+Paper: Huang et al. 2019, "GPipe", arXiv 1811.06965 (figure 2b shows it as what not to do).
+"""
+
+from collections.abc import Iterator
+
+from meshwright.parallel.pipeline.schedules.schedule import Order, Slot, count_faults
+from meshwright.plan.job.errors import Fault
+
+
+def order(ranks: int, micros: int) -> Order:
+    """The lists of `ranks` ranks, a part each: forward and backward of one micro-batch, then those of the next."""
+    return Order.looped([Slot(kind, rank, micro) for micro in range(micros) for kind in ("F", "B")] for rank in range(ranks))
+
+
+def faults(ranks: int, micros: int) -> Iterator[Fault]:
+    """Why these counts cannot work."""
+    yield from count_faults(ranks, micros)

@@ -1,0 +1,43 @@
+"""1F1B (PipeDream-flush): one forward, one backward, so that no rank holds more than p micro-batches.
+
+Why it works: in GPipe the first rank goes on sending forwards although the last one could already send gradients back. Here rank
+r does p - 1 - r forwards ahead, just enough to have work until the first gradient comes back, and from then on a backward for
+every forward: each frees what it took. The bubble is that of GPipe, for the first micro-batch has as far to go there and back.
+
+    rank 0   F0  F1  F2  ..  ..  B0  F3  B1  ..  B2  ..  B3
+    rank 1   ..  F0  F1  ..  B0  F2  B1  F3  B2  ..  B3  ..
+    rank 2   ..  ..  F0  B0  F1  B1  F2  B2  F3  B3  ..  ..
+
+    time = (m + p - 1) (F + B),  bubble = (p - 1) / (m + p - 1) of it, for m micro-batches on p ranks
+    rank r holds min(p - r, m) micro-batches
+
+Cost: the memory does not grow with m, so a small bubble costs only a larger batch. The first rank holds p micro-batches, the
+last one holds one: what is uneven here, `interleaved` makes worse and the folded schedules make even.
+Limits: with fewer micro-batches than ranks it is GPipe.
+Paper: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training", arXiv 2006.09503 (PipeDream-Flush, section 3.2);
+Fan et al. 2021, "DAPPLE", arXiv 2007.01045 (early backward scheduling).
+"""
+
+from collections.abc import Iterator
+
+from meshwright.parallel.pipeline.schedules.schedule import Order, Slot, count_faults
+from meshwright.plan.job.errors import Fault
+
+
+def order(ranks: int, micros: int) -> Order:
+    """The lists of `ranks` ranks, a part each."""
+    return Order.looped(_slots(rank, min(ranks - 1 - rank, micros), micros) for rank in range(ranks))
+
+
+def _slots(rank: int, ahead: int, micros: int) -> Iterator[Slot]:
+    """`ahead` forwards, then pairs of a forward and a backward, then the backwards that are left."""
+    yield from (Slot("F", rank, micro) for micro in range(ahead))
+    for micro in range(micros - ahead):
+        yield Slot("F", rank, micro + ahead)
+        yield Slot("B", rank, micro)
+    yield from (Slot("B", rank, micro) for micro in range(micros - ahead, micros))
+
+
+def faults(ranks: int, micros: int) -> Iterator[Fault]:
+    """Why these counts cannot work."""
+    yield from count_faults(ranks, micros)

@@ -1,0 +1,370 @@
+"""Who runs which part of the model for which micro-batch, one after another: all that a schedule says.
+
+    rank 0   F0  F1  F2  F3  ..  ..  B0  B1  B2  B3        F  forward        B  backward
+    rank 1   ..  F0  F1  F2  F3  B0  B1  B2  B3  ..        I  the half of a backward for what went in    W  that for the weights
+
+The model is cut into *parts*, runs of blocks one behind the other. A *stage* is a part on a rank; a rank may have several. A
+schedule gives each rank its list of slots; what must be sent, what waits for what and when memory returns follows from the
+list, and so does the time it takes:
+
+    F(part, micro) needs F(part - 1, micro)         I or B(part, micro) needs F(part, micro), and I or B(part + 1, micro)
+    W(part, micro) needs I(part, micro)             between two ranks lies the time of a transfer
+
+Lists are data: drawn, checked and played on paper before anything runs. One in which somebody waits for ever is found here.
+
+What is counted of a schedule: ranks, micro-batches and parts at all, and how often each part was done for each micro-batch.
+
+How often each of the four kinds was done is kept as one number, in sixteen bits each; so whole lists are counted in one pass.
+
+A schedule that was played on paper as spans, to be drawn: its slots, the waits for messages between them, what ranks hold.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal, NamedTuple
+
+from meshwright.plan.job.errors import Fault
+from meshwright.plan.step.simulator import Span
+
+KEY = "strategies.pipeline"  # of the one strategy whose data schedules are
+BITS = 16
+WEIGHTS: Mapping[str, int] = {"F": 1, "B": 1 << BITS, "I": 1 << 2 * BITS, "W": 1 << 3 * BITS}
+WHOLE = (WEIGHTS["F"] + WEIGHTS["B"], WEIGHTS["F"] + WEIGHTS["I"] + WEIGHTS["W"])
+
+
+def count_faults(ranks: int, micros: int, chunks: int = 1) -> Iterator[Fault]:
+    """What no schedule can do: no rank, no micro-batch, no part per rank."""
+    for count, what, key in (
+        (ranks, "ranks", "mesh.pp"),
+        (micros, "micro-batches", "micro_batch"),
+        (chunks, "parts per rank", f"{KEY}.chunks"),
+    ):
+        if count < 1:
+            yield Fault(f"{count} {what}; needed is at least one", "write a positive number", key)
+
+
+def missing(done: Mapping[tuple[int, int], int], parts: int, micros: Sequence[int]) -> Iterator[str]:
+    """What parts have not done of micro-batches, or too often; alike ones in one line."""
+    wrong: dict[tuple[int, int], list[int]] = {}
+    for part in range(parts):
+        for micro in micros:
+            count = done.get((part, micro), 0)
+            if count not in WHOLE:
+                wrong.setdefault((part, count), []).append(micro)
+    for (part, count), which in wrong.items():
+        found = "".join(kind * (count // weight % (1 << BITS)) for kind, weight in WEIGHTS.items()) or "nothing"
+        several = f"micro-batches {numbers(which)} have" if len(which) > 1 else f"micro-batch {which[0]} has"
+        yield f"{several} {found} in part {part}: needed is one F, and one B or one I and one W"
+
+
+def numbers(rising: Sequence[int]) -> str:
+    """Rising numbers in words: 0 .. 3, 5, 7 .. 9."""
+    runs: list[list[int]] = []
+    for number in rising:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]} .. {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+
+
+Kind = Literal["F", "B", "I", "W"]
+KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+Need = tuple[str, int, int]  # (F or I, part, micro)
+
+
+class Slot(NamedTuple):
+    """One act of a rank: `kind` of the stage with this number, for this micro-batch."""
+
+    kind: Kind
+    stage: int
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro} of stage {self.stage}"
+
+
+class Stage(NamedTuple):
+    """Where a part of the model runs. Two stages may run the same part, on several ranks, for other micro-batches."""
+
+    rank: int
+    part: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """The stages by number, and the slots of each rank in the order in which it does them."""
+
+    stages: tuple[Stage, ...]
+    slots: tuple[tuple[Slot, ...], ...]
+
+    @classmethod
+    def looped(cls, slots: Iterable[Iterable[tuple[Kind, int, int]]], chunks: int = 1) -> "Order":
+        """The order of `slots`, a list per rank, where part `k` is stage `k` and lies on rank `k` modulo the ranks."""
+        lists = tuple(tuple(Slot(*slot) for slot in each) for each in slots)
+        return cls(tuple(Stage(part % len(lists), part) for part in range(len(lists) * chunks)), lists)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.slots)
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the model is cut."""
+        return 1 + max((stage.part for stage in self.stages), default=-1)
+
+    @property
+    def micros(self) -> int:
+        """How many micro-batches go through."""
+        return len({slot[2] for slots in self.slots for slot in slots})
+
+    def needs(self, slot: Slot) -> Iterator[Need]:
+        """What must have ended before `slot`, as (F or I, part, micro): B counts as I, which gives the same gradient."""
+        part, micro = self.stages[slot.stage].part, slot.micro
+        if slot.kind == "F":
+            if part:
+                yield "F", part - 1, micro
+        elif slot.kind == "W":
+            yield "I", part, micro
+        else:
+            yield "F", part, micro
+            if part + 1 < self.parts:
+                yield "I", part + 1, micro
+
+    def gives(self, slot: Slot) -> Need | None:
+        """What others may wait for once `slot` has ended; None for W."""
+        part = self.stages[slot.stage].part
+        return None if slot.kind == "W" else ("F" if slot.kind == "F" else "I", part, slot.micro)
+
+    def faults(self) -> Iterator[str]:
+        """What is wrong with the lists as lists: slots on the wrong rank, twice, or missing. `play` tells who waits for ever."""
+        stages, parts = self.stages, self.parts
+        done: dict[tuple[int, int], int] = {}  # (part, micro) -> how often each kind, as one number
+        place: dict[tuple[int, int], int] = {}  # (part, micro) -> the stage that does it
+        split: dict[tuple[int, int], set[int]] = {}
+        for rank, slots in enumerate(self.slots):
+            once = dict.fromkeys(slots)
+            if len(once) < len(slots):
+                yield from (f"rank {rank} does {slot} {n} times" for slot, n in Counter(slots).items() if n > 1)
+            for kind, stage, micro in once:
+                if not 0 <= stage < len(stages):
+                    yield f"rank {rank} does {kind}{micro} of stage {stage}, and there are {len(stages)} stages"
+                    continue
+                at, part = stages[stage]
+                if at != rank:
+                    yield f"rank {rank} does {kind}{micro} of stage {stage}, which lies on rank {at}"
+                key = part, micro
+                done[key] = done.get(key, 0) + WEIGHTS[kind]
+                if place.setdefault(key, stage) != stage:
+                    split.setdefault(key, {place[key]}).add(stage)
+        micros = sorted({micro for _, micro in done})
+        if micros != list(range(len(micros))):
+            yield f"the micro-batches are {numbers(micros)}: needed are 0 .. {len(micros) - 1}, each number once"
+        yield from missing(done, parts, micros)
+        for (part, micro), at in sorted(split.items()):
+            yield f"micro-batch {micro} is split in part {part}, over the stages {', '.join(map(str, sorted(at)))}"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds (or any unit) of F, I and W by part; B takes I and W together. `transfer` lies between two ranks.
+
+    Memory in any unit: a part keeps `held` from F to the backward, of which `late` stays from I to W.
+    """
+
+    forward: Sequence[float]
+    inputs: Sequence[float]
+    weights: Sequence[float]
+    transfer: float = 0.0
+    held: Sequence[float] = ()
+    late: Sequence[float] = ()
+
+    @classmethod
+    def equal(
+        cls,
+        parts: int,
+        forward: float = 1.0,
+        inputs: float = 1.0,
+        weights: float = 1.0,
+        transfer: float = 0.0,
+        held: float = 1.0,
+    ) -> "Costs":
+        """Of equal parts, each of which takes these times and keeps `held` of a micro-batch, all of it until W."""
+        each = [held] * parts
+        return cls([forward] * parts, [inputs] * parts, [weights] * parts, transfer, each, each)
+
+    def seconds(self, kind: Kind, part: int) -> float:
+        """How long a slot of this kind takes."""
+        if kind == "F":
+            return self.forward[part]
+        return {"I": self.inputs[part], "W": self.weights[part], "B": self.inputs[part] + self.weights[part]}[kind]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each slot of each rank starts and ends, and the most memory that a rank holds."""
+
+    order: Order
+    spans: tuple[tuple[tuple[float, float], ...], ...]
+    peaks: tuple[float, ...]
+
+    @property
+    def end(self) -> float:
+        """When the last slot ends; the first starts at 0."""
+        return max((spans[-1][1] for spans in self.spans if spans), default=0.0)
+
+    def busy(self, rank: int) -> float:
+        """How long `rank` works."""
+        return sum(end - start for start, end in self.spans[rank])
+
+    @property
+    def bubble(self) -> float:
+        """The share of the time in which ranks wait, over all of them: (end - work) / end, as published rates are stated."""
+        return 1.0 - sum(map(self.busy, range(self.order.ranks))) / (self.end * self.order.ranks)
+
+
+class Stuck(Exception):
+    """Nobody can go on. The message shows where each rank stands; an arrow marks the root: `rank`, at its slot number `at`."""
+
+    def __init__(self, text: str, rank: int = 0, at: int = 0) -> None:
+        super().__init__(text)
+        self.rank, self.at = rank, at
+
+
+def play(order: Order, costs: Costs) -> Timeline:
+    """`order`, which has no faults, on paper: every slot as early as its list and what it needs allow.
+
+    Raises Stuck where the lists make ranks wait for each other for ever.
+    """
+    paper = _Paper(order, costs)
+    while paper.ready:
+        paper.advance(paper.ready.pop())
+    at = [len(spans) for spans in paper.spans]
+    if at != [len(slots) for slots in order.slots]:
+        raise _stuck(order, at)
+    peaks = tuple(max((during for during, _ in held(order, costs, rank)), default=0.0) for rank in range(order.ranks))
+    return Timeline(order, tuple(map(tuple, paper.spans)), peaks)
+
+
+class _Paper:
+    """How far each rank has come. What has ended is known by a number: 2 (micro parts + part), and 1 more for a gradient."""
+
+    def __init__(self, order: Order, costs: Costs) -> None:
+        self.slots, self.parts, self.transfer = order.slots, order.parts, costs.transfer
+        self.part = [stage.part for stage in order.stages]
+        self.seconds = {kind: [costs.seconds(kind, part) for part in range(order.parts)] for kind in KINDS}
+        self.spans: list[list[tuple[float, float]]] = [[] for _ in order.slots]
+        self.ended: dict[int, tuple[float, int]] = {}
+        self.waiting: dict[int, list[int]] = {}  # what ranks stand before
+        self.ready = list(range(order.ranks))
+
+    def advance(self, rank: int) -> None:
+        """Play `rank` until it waits for another one; those who waited for what it did become ready."""
+        spans, ended, waiting, parts = self.spans[rank], self.ended, self.waiting, self.parts
+        free = spans[-1][1] if spans else 0.0
+        for kind, stage, micro in islice(self.slots[rank], len(spans), None):
+            part = self.part[stage]
+            own = 2 * (micro * parts + part)
+            needs: tuple[int, ...] = ()
+            if kind == "F":
+                needs = (own - 2,) if part else ()
+            elif kind == "W":
+                needs = (own + 1,)
+            else:
+                needs = (own, own + 3) if part + 1 < parts else (own,)
+            start = free
+            for need in needs:
+                if need not in ended:
+                    waiting.setdefault(need, []).append(rank)
+                    return
+                end, at = ended[need]
+                start = max(start, end if at == rank else end + self.transfer)
+            free = start + self.seconds[kind][part]
+            spans.append((start, free))
+            if kind != "W":
+                given = own if kind == "F" else own + 1
+                ended[given] = free, rank
+                self.ready += waiting.pop(given, ())
+
+
+def held(order: Order, costs: Costs, rank: int) -> list[tuple[float, float]]:
+    """What `rank` holds during each of its slots, and after it: F takes when it starts, backwards give back when they end."""
+    if not costs.held:
+        return []
+    late = costs.late or [0.0] * len(costs.held)
+    change = [
+        {"F": (keeps, 0.0), "B": (0.0, keeps), "I": (0.0, keeps - rest), "W": (0.0, rest)}
+        for keeps, rest in zip(costs.held, late, strict=True)
+    ]
+    now, found = 0.0, []
+    for kind, stage, _ in order.slots[rank]:
+        takes, gives = change[order.stages[stage].part][kind]
+        found.append((now + takes, now + takes - gives))
+        now += takes - gives
+    return found
+
+
+def _stuck(order: Order, at: Sequence[int]) -> Stuck:
+    """Where each rank stands (`at` its slot with this number) and what it waits for."""
+    stands = {rank: slots[done] for rank, (done, slots) in enumerate(zip(at, order.slots, strict=True)) if done < len(slots)}
+    ended = {order.gives(slot) for done, slots in zip(at, order.slots, strict=True) for slot in slots[:done]}
+    needed = {rank: [need for need in order.needs(slot) if need not in ended] for rank, slot in stands.items()}
+    kinds = {order.gives(slot): slot.kind for slots in order.slots for slot in slots}  # B where no I gives a gradient
+    root, why = _root(order, at, needed)
+    lines = ["nobody can go on:"]
+    for rank, slots in enumerate(order.slots):
+        if rank in stands:
+            what = " and ".join(f"{kinds.get(need, need[0])}{need[2]} of part {need[1]}" for need in needed[rank])
+            arrow = f"  <-- {why}" if rank == root else ""
+            lines.append(f"  rank {rank}: slot {at[rank]} of {len(slots)}, {stands[rank]}, waits for {what}{arrow}")
+        else:
+            lines.append(f"  rank {rank}: finished")
+    return Stuck("\n".join(lines), root, at[root])
+
+
+def _root(order: Order, at: Sequence[int], needed: Mapping[int, Sequence[Need]]) -> tuple[int, str]:
+    """The rank at which a standstill begins, and why: from the first rank that waits, along what each waits for."""
+    doers: dict[Need | None, tuple[int, int]] = {}
+    for rank in needed:
+        for index in range(at[rank], len(order.slots[rank])):
+            doers.setdefault(order.gives(order.slots[rank][index]), (rank, index))
+    path = [min(needed)]
+    while path[-1] not in path[:-1]:
+        rank = path[-1]
+        for need in needed[rank]:
+            if need not in doers:
+                return rank, "waits for ever: nobody does it"
+            if doers[need][0] == rank:
+                return rank, f"waits for ever: it does that itself, later, in slot {doers[need][1]}"
+        path.append(doers[needed[rank][0]][0])
+    circle = path[path.index(path[-1]) : -1]
+    first = circle.index(min(circle))
+    turned = [*circle[first:], *circle[:first], circle[first]]
+    return turned[0], f"waits for ever: {' for '.join(f'rank {rank}' for rank in turned)}"
+
+
+def planned(found: Timeline, costs: Costs) -> list[list[Span]]:
+    """The spans of a schedule on paper. Where a rank is free and waits for a transfer, this is a span of its own."""
+    order = found.order
+    ended = {
+        order.gives(slot): (end, rank)
+        for rank, (slots, spans) in enumerate(zip(order.slots, found.spans, strict=True))
+        for slot, (_, end) in zip(slots, spans, strict=True)
+    }
+    rows: list[list[Span]] = []
+    for rank, (slots, spans) in enumerate(zip(order.slots, found.spans, strict=True)):
+        mine = sorted(number for number, stage in enumerate(order.stages) if stage.rank == rank)
+        holds = held(order, costs, rank) or [(0.0, 0.0)] * len(slots)
+        row: list[Span] = []
+        free, now = 0.0, 0.0
+        for slot, (begin, end), (during, after) in zip(slots, spans, holds, strict=True):
+            sent = max((ended[need][0] for need in order.needs(slot) if ended[need][1] != rank), default=begin)
+            if max(free, sent) < begin:
+                row.append(Span("~", max(free, sent), begin, held=now, left=now))
+            row.append(Span(slot.kind, begin, end, slot.micro, mine.index(slot.stage), during, after))
+            free, now = end, after
+        rows.append(row)
+    return rows

@@ -1,0 +1,143 @@
+"""Folded zero-bubble pipelines: each rank has two parts, one on the way down and one on the way back, and W fills the gaps.
+
+Why it works: part k lies on rank k for k < p, and on rank 2 p - 1 - k after the turn. Where a rank keeps a micro-batch long in
+the one part it keeps it briefly in the other, so all ranks hold the same; and the loss comes to the rank that began, which has
+work until then. Three orders differ in how long a micro-batch is under way, and so in what is held.
+
+    p = 3, lower case is the second part (5, 4, 3 on ranks 0, 1, 2)
+    v       rank 0   F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 w2 F5 I0 W0 f3 i3 w3 ...
+            rank 1   .. F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 ...
+            rank 2   .. .. F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 ...
+    half,   every 6 slots each rank does each of F f i I for the next micro-batch, and W in the two that are left; a micro-batch
+    min     goes on from rank to rank by 1, 2, 1, 2 slots on its four ways (half), by 1, 1, 1, 1 (min)
+
+    idle time of a rank, from its first slot to its last, F, I and W those of a rank with both parts:
+        v     = (p - 1) (F - W)          where F = I >= W: none where all take the same time
+        half <= (p - 1) (F + I + W) / 2  where F = I = W: half of that of 1F1B
+        min  <= (p - 1) (F + I + W) 2/3
+    held by a rank, in micro-batches of both its parts = p (v), floor(p / 2) + 1 (half), ceil((p + 2) / 3) (min); 1F1B holds p
+
+In `half` and `min` the lists are those of the pattern, with W moved to where ranks would wait when all slots take the same time
+(fill.py). Any number of micro-batches works: few leave slots out.
+Cost: twice the messages of 1F1B. The first and the last part lie on one rank, so tied weights need no sum.
+Limits: the blocks must be cut into 2 p parts; where times are unlike `half` and `min` wait more (automatic.py finds better).
+Paper: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv 2401.10241 (section 6, ZB-V); Qi et al. 2024, "Pipeline
+Parallelism with Controllable Memory", arXiv 2405.15362 (section 3: V-Min, V-Half, ZB-V).
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import permutations
+from typing import NamedTuple
+
+from meshwright.parallel.pipeline.schedules.list_scheduler import filled
+from meshwright.parallel.pipeline.schedules.schedule import Costs, Kind, Order, Slot, Stage, count_faults, play
+from meshwright.plan.job.errors import Fault, raise_faults
+
+INTERVAL = 6  # slots of a rank per micro-batch: F, I and W of two parts
+Act = tuple[Kind, int]  # and the part, or the stage
+
+
+class Pattern(NamedTuple):
+    """How many slots a micro-batch takes from rank to rank on its four ways, and how many it waits before the last three.
+
+    The ways are: F down and back, I down and back.
+    """
+
+    steps: tuple[int, int, int, int]
+    waits: tuple[int, int, int]
+
+
+def folded(ranks: int) -> tuple[Stage, ...]:
+    """Two parts per rank, down and back again."""
+    return tuple(Stage(min(part, 2 * ranks - 1 - part), part) for part in range(2 * ranks))
+
+
+def v(ranks: int, micros: int) -> Order:
+    """The lists of ZB-V: the memory of 1F1B on every rank, no bubble where all slots take the same time."""
+    raise_faults(faults(ranks, micros))
+    return Order(folded(ranks), tuple(_kept(_acts(rank, ranks, max(micros, 2 * ranks - 1)), micros) for rank in range(ranks)))
+
+
+def v_half(ranks: int, micros: int) -> Order:
+    """The lists of V-Half: about half the memory and half the bubble of 1F1B."""
+    return _repeated(ranks, micros, Pattern((1, 2, 1, 2), (1, 0, 0) if ranks % 2 else (3, 0, 4)))
+
+
+def v_min(ranks: int, micros: int) -> Order:
+    """The lists of V-Min: about a third of the memory and two thirds of the bubble of 1F1B."""
+    return _repeated(ranks, micros, Pattern((1, 1, 1, 1), (0, 0, 0) if ranks % 3 else (2, 0, 2)))
+
+
+def faults(ranks: int, micros: int) -> Iterator[Fault]:
+    """Why these counts cannot work."""
+    yield from count_faults(ranks, micros)
+
+
+def times(count: int, *acts: Act) -> tuple[Act, ...]:
+    """These acts, one behind the other, so many times."""
+    return acts * count
+
+
+def _acts(rank: int, ranks: int, micros: int) -> Iterator[Act]:
+    """(kind, part) of ZB-V, one after the other; the k-th of each is that of micro-batch k."""
+    down, back = rank, 2 * ranks - 1 - rank
+    gradient: tuple[Act, ...] = (("F", back), ("I", back), ("W", back))
+    ahead = 2 * (ranks - rank) - 1 + rank  # forwards down before the first gradient
+    yield from times(ahead - rank, ("F", down))
+    yield from times(rank, ("F", back), ("F", down))
+    yield from times(ranks - rank, *gradient)
+    for micro in range(micros - ranks):
+        if micro < micros - ahead:
+            yield "F", down
+        yield from (("I", down), ("W", down), *gradient)
+    yield from times(rank, ("I", down), ("I", back))
+    yield from times(ranks - rank, ("I", down), ("W", down))
+    yield from times(rank, ("W", back))
+    yield from times(rank, ("W", down))
+
+
+def _kept(acts: Iterator[Act], micros: int) -> tuple[Slot, ...]:
+    """The slots of `acts` for the first `micros` micro-batches: leaving out whole micro-batches makes nobody wait for ever."""
+    done: dict[Act, int] = {}
+    slots = []
+    for act in acts:
+        micro = done[act] = done.get(act, -1) + 1
+        if micro < micros:
+            slots.append(Slot(*act, micro))
+    return tuple(slots)
+
+
+def _repeated(ranks: int, micros: int, pattern: Pattern) -> Order:
+    """The pattern, once per micro-batch and interval, with W moved to where ranks would wait."""
+    raise_faults(faults(ranks, micros))
+    lists = []
+    for rank in range(ranks):
+        begins = _begins(rank, ranks, pattern)
+        timed = sorted((begin + micro * INTERVAL, *act, micro) for act, begin in begins.items() for micro in range(micros))
+        lists.append(tuple(Slot(kind, part, micro) for _, kind, part, micro in timed))
+    order, costs = Order(folded(ranks), tuple(lists)), Costs.equal(2 * ranks)
+    return filled(order, costs, play(order, costs).peaks)
+
+
+def _begins(rank: int, ranks: int, pattern: Pattern) -> dict[Act, int]:
+    """When `rank` does what for micro-batch 0, in slots."""
+    down, back, others = rank, 2 * ranks - 1 - rank, ranks - 1
+    turn = others * pattern.steps[0] + 1 + pattern.waits[0]
+    end = turn + others * pattern.steps[1]  # the last part, on rank 0
+    begin = end + 1 + pattern.waits[1]
+    again = begin + others * pattern.steps[2] + 1 + pattern.waits[2]
+    begins: dict[Act, int] = {
+        ("F", down): rank * pattern.steps[0],
+        ("F", back): turn + (others - rank) * pattern.steps[1],
+        ("I", back): begin + rank * pattern.steps[2],
+        ("I", down): again + (others - rank) * pattern.steps[3],
+    }
+    free = [slot for slot in range(INTERVAL) if slot not in {each % INTERVAL for each in begins.values()}]
+    gradients = (begins["I", down], begins["I", back])
+    soonest = min((_after(gradients, slots) for slots in permutations(free, 2)), key=sum)
+    return {**begins, ("W", down): soonest[0], ("W", back): soonest[1]}
+
+
+def _after(begins: Sequence[int], slots: Sequence[int]) -> list[int]:
+    """The first times behind `times` that fall into these slots of the interval."""
+    return [begin + 1 + (slot - begin - 1) % INTERVAL for begin, slot in zip(begins, slots, strict=True)]

@@ -1,0 +1,183 @@
+"""Products and collectives side by side: what a rank computes while a tensor of its layer is under way.
+
+    backward of columns     dX = dY W     sum of dX over the ranks ............
+                                          dW = dY X of all layers that took X     while the sum is under way
+    forward of rows         Y_0 = X_0 W    sum of Y_0 ....    sum of Y_1 ....
+                                           Y_1 = X_1 W        Y_2 = X_2 W         in chunks of samples, where a plan asks for them
+
+Why it works: the gradient of a weight is wanted by nobody before the block's backward ends, that of an input by all blocks before
+it. So products of the one kind wait until a sum of the other is on its way: always, where columns layers take in what was moved.
+
+    seconds of a layer and direction: max(sum, products) for sum + products
+
+Cost: dY of the columns layers is kept a moment longer. `chunks` cost smaller messages and products, and a sum over chunks of the
+weights' gradients: they are for links on which a message takes longer than that. Two ranks of one host over gloo (2 cores, which
+the messages need themselves; 25 M Llama, 2 x 128 tokens): nothing gained in CPU, and with 2 chunks 4 % lost.
+Limits: a weight that is cast, or whose rows are picked, has its gradient at once. Chunks are samples: one has none.
+Paper: Megatron-LM's "async tensor-parallel all-reduce" (Narayanan et al. 2021, arXiv 2104.04473); chunks: Wang et al. 2022,
+"Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models" (ASPLOS 2023).
+
+Sums of several layers that end in one move: each hands its summand on, and the last of them moves what all have added up.
+
+    a = A(x)     summand of a, on every rank ----+             gives out zeros
+    m = M(x)     summand of m, on every rank ----+--> out --> + the biases of both
+    y = x + a + m                                                                        (the model's own line, as it is)
+
+It is for layers whose outputs meet in additions alone (model/summands.py), so zeros in the place of one and more in the place of
+another make no difference. What is handed on lives from one layer to the next, and its gradient is that of the sum.
+Cost: zeros of the size of the stream, and the summand while it waits.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from meshwright.comm.collectives.redistribute import Later
+from meshwright.plan.sharding.placement import Place
+
+Meanwhile = Callable[[], None] | None
+Send = Callable[[torch.Tensor, Meanwhile], torch.Tensor]
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, later: Later, *, transposed: bool) -> torch.Tensor:
+    """The product x W^T + b, whose backward leaves the gradient of W to `later`; with `transposed`, W has a row per input."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return _Product.apply(x, weight, bias, transposed, later)
+
+
+def in_chunks(x: torch.Tensor, chunks: int, compute: Callable[[torch.Tensor], torch.Tensor], send: Send) -> torch.Tensor:
+    """What `send(compute(x), None)` gives, in chunks of samples: each is computed while the one before is under way.
+
+    `send(y, meanwhile)` moves y, and calls `meanwhile()` while it is under way.
+    """
+    parts = chunked(x, chunks)
+    if len(parts) == 1:
+        return send(compute(x), None)
+    mode, ready = torch.is_grad_enabled(), [compute(parts[0])]
+
+    def ahead(part: torch.Tensor) -> None:
+        with torch.set_grad_enabled(mode):  # a tensor is sent where gradients are off
+            ready.append(compute(part))
+
+    sent = [send(ready.pop(), partial(ahead, following)) for _, following in pairwise(parts)]
+    return torch.cat([*sent, send(ready.pop(), None)])
+
+
+def chunked(x: torch.Tensor, chunks: int) -> tuple[torch.Tensor, ...]:
+    """`x` in chunks of samples."""
+    chunks = min(chunks, x.shape[0])
+    return (x,) if chunks <= 1 else x.tensor_split(chunks)
+
+
+def sizes(rows: int, chunks: int) -> list[int]:
+    """The samples in each chunk of `rows`: the first have one more."""
+    chunks = max(1, min(chunks, rows))
+    each, more = divmod(rows, chunks)
+    return [each + (number < more) for number in range(chunks)]
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool, later: Later
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x.flatten(0, -2), weight)
+        ctx.leaf, ctx.transposed, ctx.later = weight if weight.is_leaf else None, transposed, later
+        y = F.linear(x.flatten(0, -2), weight.t() if transposed else weight, bias)
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))  # no view: a model may write into it in place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        needed, weighted, biased, *_ = ctx.needs_input_grad
+        into = grad @ (weight.t() if ctx.transposed else weight) if needed else None
+        of_bias = grad.flatten(0, -2).sum(0) if biased else None
+        of_weight = partial(_of_weight, x, grad, transposed=ctx.transposed)
+        if weighted and ctx.leaf is not None and needed:
+            ctx.later.append(partial(_add_to, ctx.leaf, of_weight))
+            return into, None, of_bias, None, None
+        return into, of_weight() if weighted else None, of_bias, None, None
+
+
+def _of_weight(x: torch.Tensor, grad: torch.Tensor, *, transposed: bool) -> torch.Tensor:
+    grad = grad.flatten(0, -2)
+    return x.t() @ grad if transposed else grad.t() @ x
+
+
+@torch.no_grad()
+def _add_to(leaf: torch.Tensor, gradient: Callable[[], torch.Tensor]) -> None:
+    """As autograd accumulates the gradient of a leaf."""
+    leaf.grad = gradient() if leaf.grad is None else leaf.grad.add_(gradient())
+
+
+@dataclass
+class Joint:
+    """What some of `layers`, in the order in which they run, have handed on in one forward of their block."""
+
+    layers: tuple[str, ...]
+    given: tuple[str, ...] = ()
+    summand: torch.Tensor | None = None
+    biases: tuple[torch.Tensor, ...] = ()
+
+    def clear(self) -> None:
+        """Nobody has handed on anything yet."""
+        self.given, self.summand, self.biases = (), None, ()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The part of one layer in a sum of several."""
+
+    layer: str
+    joint: Joint
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether it leaves it to another one to move the sum."""
+        return self.layer != self.joint.layers[-1]
+
+    def hand(self, summand: torch.Tensor, biases: Iterable[torch.Tensor], place: Place, ranks: int) -> torch.Tensor:
+        """Zeros in the place of what the layer gives out, which may be written into.
+
+        `summand` is its product, whose sum over `ranks` ranks would come to lie in `place`; `biases` are added once to that.
+        """
+        joint = self.joint
+        if self.layer == joint.layers[0]:  # a forward that has failed may have left something
+            joint.clear()
+        joint.given += (self.layer,)
+        joint.summand = added(summand, joint.summand)
+        joint.biases += tuple(biases)
+        shape = list(summand.shape)
+        if place.dim is not None:
+            shape[place.dim] //= ranks
+        return summand.new_zeros(shape)
+
+    def take(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """What the other layers have handed on since the first of them ran: their summands, added up, and their biases."""
+        joint = self.joint
+        given, summand, biases = joint.given, joint.summand, joint.biases
+        joint.clear()
+        if summand is None or given != joint.layers[:-1]:
+            text = f"{self.layer} ends the sum of {', '.join(joint.layers)}, and {', '.join(given) or 'none'} ran before it"
+            raise RuntimeError(f"{text}: needed are all, in the order of the trial run. Call them in every forward of the block")
+        return summand, biases
+
+
+def turns_of(sums: Mapping[str, tuple[str, ...]]) -> dict[str, Turn]:
+    """The turns of layers, of each of which `sums` tells all that end in one sum with it."""
+    joints = {layers: Joint(layers) for layers in sums.values()}
+    return {layer: Turn(layer, joints[layers]) for layer, layers in sums.items()}
+
+
+def added(summand: torch.Tensor, more: torch.Tensor | None) -> torch.Tensor:
+    """`summand`, which nobody else holds, with `more` added to it."""
+    return summand if more is None else summand.add_(more)

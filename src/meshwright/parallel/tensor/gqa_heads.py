@@ -1,0 +1,108 @@
+"""What a rank does with single heads, where attention is divided by heads: its numbers, portions, and the keys of its heads.
+
+Why it works: a head of attention needs its own query, one key and one value, and nothing of other heads. Several query heads may
+share a key (grouped query; one key for all: multi-query). As long as ranks are at most as many as keys, whole groups are dealt
+out. Beyond that, single query heads are, and the weights of keys and values stay whole on every rank: each rank multiplies with
+the rows of those heads that its own query heads use, and the gradients are summed, for a rank's own is that of its rows alone.
+
+    4 ranks, 6 query heads in 2 groups      q  | 0 1 | 2 3 | 4 | 5 |        rows of k  | 0 | 0 1 | 1 | 1 |
+
+    numbers     while a module computes, it holds the rank's number of heads, not the model's
+    portions    a bias by head, which a block is given, is cut to the rank's heads
+
+    one rank computes k = x W_k[rows], dW_k = sum over ranks of (x^T dk placed at rows)
+
+Cost: with whole keys, their weights, gradients and moments on every rank, and one all_reduce of each gradient per micro-batch
+(2 (t-1)/t of its bytes). A rank whose heads have several keys makes each key as often as it uses it. A packed weight of queries,
+keys and values stays whole as one.
+Limits: at most as many ranks as query heads. Of a table by head, the batch dim must stand first and heads second.
+Paper: Ainslie et al. 2023, "GQA: training generalized multi-query transformer models from multi-head checkpoints", arXiv
+2305.13245 (section 2.2, on sharding of keys and values); Shazeer 2019, arXiv 1911.02150 (multi-query).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.model.tensor_parallel.slice_plan import local_numbers, portioned, taken
+from meshwright.parallel.tensor.layer_sharding import Compute, Held, Way, Ways
+from meshwright.plan.model_spec.dim_split import Span
+from meshwright.plan.model_spec.layer_calls import Number, Portion
+from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.strategy import Runtime
+
+
+def overlapping(space: Space, axis: str, ways: Ways) -> dict[str, Way]:
+    """By name, the ways of columns layers that stay whole, because ranks share some of what they give out."""
+    ranks = space.mesh.size(axis)
+    layers = dict.fromkeys(
+        layer
+        for weight in (home.weight for home in space.homes)
+        for layer in weight.layers
+        if weight.role == "columns" and (cut := weight.side("out")) is not None and cut.overlaps(ranks)
+    )
+    return {name: replace(ways.get(name, ways["columns"]), cut={}, shared=(axis,)) for name in layers}
+
+
+def picking(space: Space, axis: str, ways: Ways) -> Ways:
+    """`ways`, those of layers that stay whole computing with the rows that this rank needs."""
+    index, ranks = dict(space.coordinate)[axis], space.mesh.size(axis)
+    named = {name: home.weight for home in space.homes for name in home.weight.names}
+    spans: dict[str, dict[str, Span]] = {}
+    for name, weight in named.items():
+        layer, _, leaf = name.rpartition(".")
+        cut = weight.side("out")
+        if layer in ways and weight.role == "columns" and cut is not None and cut.overlaps(ranks):
+            spans.setdefault(layer, {})[leaf] = cut.span(index, ranks)
+    return {
+        **ways,
+        **{name: replace(ways[name], compute=partial(_picked, each, ways[name].compute)) for name, each in spans.items()},
+    }
+
+
+def told(runtime: Runtime, *axes: str) -> None:
+    """Have modules hold this rank's numbers, and blocks be given its portions, while they compute; heads lie along `axes`."""
+    space = runtime.plan.space
+    index, ranks = space.mesh.index(dict(space.coordinate), axes), space.mesh.extent(axes)
+    numbers: dict[str, list[Number]] = {}
+    for number in space.anatomy.numbers:
+        numbers.setdefault(number.module, []).append(number)
+    for name, each in numbers.items():
+        runtime.fill(name, partial(_told, each, index, ranks, {}))
+    for portion in space.anatomy.portions:
+        runtime.wrap(portion.block, partial(_given, portion, index, ranks))
+
+
+def _picked(spans: Mapping[str, Span], compute: Compute, runtime: Runtime, module: nn.Module, held: Held, x: torch.Tensor) -> Any:
+    rows = {leaf: taken(held[leaf], (span,)) for leaf, span in spans.items() if held.get(leaf) is not None}
+    return compute(runtime, module, {**held, **rows}, x)
+
+
+def _told(
+    numbers: Sequence[Number], index: int, ranks: int, values: dict[str, Any], holder: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    if not values:
+        values.update(local_numbers(holder, numbers, index, ranks))
+    with _holding(holder, values):
+        return type(holder).forward(holder, *args, **kwargs)
+
+
+@contextmanager
+def _holding(holder: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
+    held = vars(holder)  # past nn.Module.__setattr__, which takes a microsecond to find that a number is no parameter
+    before = {name: held[name] for name in values}
+    held.update(values)
+    try:
+        yield
+    finally:
+        held.update(before)
+
+
+def _given(portion: Portion, index: int, ranks: int, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = portioned(portion, index, ranks, args, kwargs)
+    return inner(*args, **kwargs)

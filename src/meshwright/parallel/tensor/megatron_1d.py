@@ -1,0 +1,104 @@
+"""Tensor parallelism, 1-D (Megatron): pairs of matrices divided by columns, then by rows.
+
+Why it works: in y = f(x A) B the columns of A need not know of each other as long as f works element by element, or head by head.
+So each rank has some columns of A and the same rows of B, and computes a summand of y; one sum over the ranks ends the pair.
+
+    x ----I -> R----> x A_0 -> f -> ... B_0 ---P -> I---> y + b         rank 0
+    x ----I -> R----> x A_1 -> f -> ... B_1 ---P -> I---> y + b         rank 1
+      backward: sum                     backward: nothing
+
+    weights: A S(out), B S(in), its bias I (added once, after the sum); stream I: every rank holds it whole
+    forward: one all_reduce for each of the m sums in which pairs end
+    backward: one for each of the d tensors that columns layers take in (q, k and v share one)
+    sent per rank, micro-batch and layer: 2 (m + d) b s h (t-1)/t elements = 4 k b s h (t-1)/t, k = (m + d)/2
+    weights, gradients and moments of the pairs: 1/t; norms, embedding and head: whole on every rank
+
+Pairs one behind the other end in sums of their own: k = 2 in a Llama's layer. Pairs side by side, x + attention(n x) + mlp(n x),
+end in one, where a trial run shows that their outputs meet in additions alone (model/summands.py): the first hands its summand
+to the last and gives out zeros, the last moves both (joined.py). So m = 1, and d = 1 with one norm n (Falcon 7B, Cohere, Phi:
+k = 1), or 2 with a norm for each (NeoX, later Falcons: k = 3/2). What stands before the sum (dropout, a factor) keeps m = 2.
+
+Units that are divided are whole heads (groups of heads, where several share a key) and single features; they need not divide by
+the number of ranks: the first ranks get one more. Where groups are fewer than ranks, single heads are dealt out (grouped.py).
+Packed matrices (q k v, gate and up) are divided part by part. What stands between the two (a norm over single heads) is used by
+every rank with its own features: its gradient is a sum over the ranks. Columns without rows, where a user asks for them, have
+their output gathered.
+Cost: the sums stand in the way of the computation, one or two per layer and direction: for fast links, inside a host. Backward
+hides them behind the gradients of weights; forward, with `chunks`, behind other samples (overlap.py).
+Limits: a layer whose features another one needs whole stays whole, and so does what does not run on slices (`meshwright plan
+--explain-model` says which). Whole stays, too, what is multiplied by a trained gate of the stream, by a parameter of the block's
+own, or has a norm for each single head: there a rank would have another gradient than one device.
+Paper: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053 (section 3).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from meshwright.parallel.tensor.comm_accounting import booked, heard
+from meshwright.parallel.tensor.gqa_heads import overlapping, picking, told
+from meshwright.parallel.tensor.layer_sharding import WIDTH, Move, Way, Ways, filled, own, placed
+from meshwright.parallel.tensor.validation import axis_fault, lone_faults, twice_faults, unit_faults, unknown_faults
+from meshwright.plan.job.errors import Fault
+from meshwright.plan.job.job import Job
+from meshwright.plan.sharding.param_sharding import Home
+from meshwright.plan.sharding.placement import I, P, R
+from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.step.action import Program
+from meshwright.plan.strategy import Handler, Phase, Runtime, Strategy
+
+
+@dataclass(frozen=True)
+class Line(Strategy):
+    """Pairs of linear layers divided along `axis`.
+
+    Rows layers compute and send what they give out in `chunks` of samples, each while the one before is under way.
+    """
+
+    name: ClassVar[str] = "line"
+    phase: ClassVar[Phase] = "shard"
+    axis: str = "tp"
+    chunks: int = 1
+
+    def check(self, job: Job, space: Space) -> Iterator[Fault]:
+        where = "strategies.line"
+        if self.axis != "tp":
+            yield axis_fault(self.axis, "matrices", where)
+            return
+        if self.chunks < 1:
+            fix = "write a number from 1 up; with 1, rows layers send what they give out whole"
+            yield Fault(f"chunks = {self.chunks}", fix, f"{where}.chunks")
+        yield from twice_faults(space, self.axis, where)
+        yield from unknown_faults(space.anatomy, where)
+        yield from unit_faults(space, self.ways(space))
+        yield from lone_faults(space, self.axis)
+
+    def ways(self, space: Space) -> Ways:
+        """How layers compute, by role; the stream lies where the space says."""
+        stream = space.stream.place(self.axis)
+        columns = Way({self.axis: "out"}, into=Move(self.axis, stream, R), again=space.anew)
+        shared = (self.axis,) if space.through else ()
+        rows = Way({self.axis: "in"}, out=Move(self.axis, P, stream), shared=shared, chunks=self.chunks)
+        whole = replace(columns, into=Move(self.axis, I, R), again=False)
+        apart = (call for call in space.anatomy.calls if call.role == "columns" and space.stream_for([call], self.axis) != stream)
+        inside = Way({self.axis: "out"}, shared=(self.axis,), compute=own)
+        gathered = replace(columns, out=Move(self.axis, WIDTH, stream))  # columns without rows: the user asked for them
+        ways = {"columns": columns, "rows": rows, "inside": inside, "gathered": gathered, **{call.name: whole for call in apart}}
+        return ways | overlapping(space, self.axis, ways)
+
+    def place(self, space: Space) -> Space:
+        ways = self.ways(space)
+
+        def divided(home: Home) -> Home:
+            return placed(home, ways)
+
+        return space.with_homes(divided).with_homes(divided, frozen=True)
+
+    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
+        return heard(booked(program, self.ways(space), space, job), self.axis)
+
+    def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
+        space = runtime.plan.space
+        filled(runtime, picking(space, self.axis, self.ways(space)))
+        told(runtime, self.axis)
+        return {}

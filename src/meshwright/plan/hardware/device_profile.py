@@ -1,0 +1,257 @@
+"""What a device was measured to do: products by their sizes, attention, what passes through memory, what a call costs.
+
+A maker's peak says what a device can do at most, a profile what it does: `meshwright bench device` measures it and writes it
+into a file, device.toml (run/profile.py). It answers for every size, measured or not (core/law.py), in seconds:
+
+    product_seconds      [m, k] by [k, n], `batch` of them          seconds = call + a m n k + b m k + c k n + d m n
+    attention_seconds    rows x heads of queries by keys            seconds = call + a pairs width + b pairs + c numbers
+    moved_seconds        bytes that an operation reads and writes; numbers, of those that compute much for each (core/work.py)
+    behind_seconds       how far the last of several that meet is behind (core/steadiness.py)
+
+and never with more than the best that was measured: a law that is drawn beyond its points must not find a faster device.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import inf, log
+from statistics import median
+
+from meshwright.plan.hardware.cost_fit import Law, Seen, unseen
+from meshwright.plan.hardware.stragglers import Stretch, behind
+from meshwright.plan.job.errors import Fault, PlanError, nearest
+from meshwright.plan.model_spec.op_costs import RICH, Pairs
+
+VERSION = 1
+LEAST = 6  # products of a dtype, and calls of attention: a law has five causes
+HALVES = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Point:
+    """`batch` products of [m, k] by [k, n] in `dtype`: FLOP/s, and the quartiles' distance as a share of it."""
+
+    m: int
+    n: int
+    k: int
+    batch: int
+    dtype: str
+    flops_per_s: float
+    spread: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """What all of them took."""
+        return 2.0 * self.batch * self.m * self.n * self.k / self.flops_per_s
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Fused attention of `rows` x `heads`, `queries` by `keys` of `width`, no pair masked: seconds forward and backward."""
+
+    rows: int
+    heads: int
+    queries: int
+    keys: int
+    width: int
+    dtype: str
+    forward_s: float
+    backward_s: float
+    spread: float = 0.0
+
+
+@dataclass(frozen=True)
+class Moved:
+    """An operation that reads and writes `nbytes` in all, into new memory, and computes little: bytes/s."""
+
+    nbytes: int
+    bytes_per_s: float
+    spread: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """What it took."""
+        return self.nbytes / self.bytes_per_s
+
+
+@dataclass(frozen=True)
+class Computed:
+    """An operation that computes much for each number that it makes: seconds of one."""
+
+    operation: str
+    seconds: float
+    spread: float = 0.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A measured device: `kind` is cpu or cuda, `device` what its driver or its maker calls it, `memory` its bytes.
+
+    On a CPU `ranks` processes measured at once, `threads` in each: figures are those of one of them, and `memory` is its share.
+    `call_s` and `call_backward_s` are what any operation takes at least, forward (recorded for a backward) and backward.
+    """
+
+    version: int
+    date: str
+    kind: str
+    device: str
+    torch: str
+    threads: int
+    ranks: int
+    memory: int
+    call_s: float
+    call_backward_s: float
+    products: tuple[Point, ...]
+    attention: tuple[Attended, ...]
+    moved: tuple[Moved, ...]
+    computed: tuple[Computed, ...] = ()
+    stretches: tuple[Stretch, ...] = ()
+
+    def product_seconds(self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32") -> float:
+        """Seconds of `batch` products of [m, k] by [k, n] in `dtype`. Raises PlanError where none was measured in it."""
+        if min(m, n, k, batch) <= 0:
+            return 0.0
+        dtype = self._measured(dtype, tuple(self._products))
+        least = 2.0 * batch * m * n * k / self.best(dtype)
+        return max(least, self.call_s, self._products[dtype].seconds((m, n, k, batch), _product(m, n, k, batch)))
+
+    def attention_seconds(self, size: Pairs, dtype: str = "float32", *, backward: bool = False) -> float:
+        """Seconds of fused attention, or of its `backward` alone. Raises PlanError where none was measured in `dtype`.
+
+        All pairs are computed. Of a kernel that leaves out what a mask hides, ask with the keys that a query sees on average.
+        """
+        if min(size) <= 0:
+            return 0.0
+        rows, heads, queries, keys, width = size
+        dtype = self._measured(dtype, tuple(dict.fromkeys(each.dtype for each in self.attention)))
+        law, best = self._attention[dtype, backward]
+        pairs = rows * heads * queries * keys * width
+        causes = _attention(rows, heads, queries, keys, width)
+        least = self.call_backward_s if backward else self.call_s
+        return max(least, pairs * best, law.seconds((rows * heads, queries, keys, width), causes))
+
+    def moved_seconds(self, nbytes: float, operation: str = "", numbers: float = 0.0) -> float:
+        """Seconds of one operation that reads and writes `nbytes` in all, and makes `numbers` if it was measured by them."""
+        return max(self._passing(nbytes), self._computed.get(operation, 0.0) * numbers)
+
+    def behind_seconds(self, seconds: float, ranks: int) -> float:
+        """Seconds that the last of `ranks` such devices is behind their mean, after work of so many."""
+        return behind(self.stretches, seconds, ranks)
+
+    def _passing(self, nbytes: float) -> float:
+        points = self._moved
+        if nbytes <= points[0].nbytes:
+            return max(self.call_s, points[0].seconds)
+        for low, high in pairwise(points):
+            if nbytes <= high.nbytes:
+                part = log(nbytes / low.nbytes) / log(high.nbytes / low.nbytes)
+                return max(low.seconds, low.seconds ** (1 - part) * high.seconds**part)
+        return nbytes / points[-1].bytes_per_s
+
+    def best(self, dtype: str) -> float:
+        """The FLOP/s of the fastest product in `dtype`. Raises PlanError where none was measured in it."""
+        dtype = self._measured(dtype, self.dtypes)
+        return max(each.flops_per_s for each in self.products if each.dtype == dtype)
+
+    def unseen(self) -> tuple[float, float]:
+        """The median relative error of products and of attention, where only every other measurement is known."""
+        products = [unseen(law) for law in self._products.values()]
+        attention = [unseen(law) for law, _ in self._attention.values()]
+        return median(products), median(attention)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Those in which products were measured."""
+        return tuple(dict.fromkeys(each.dtype for each in self.products))
+
+    def faults(self) -> Iterator[Fault]:
+        """Everything that is wrong with its figures."""
+        again = "measure again: meshwright bench device"
+        if self.version != VERSION:
+            yield Fault(f"version {self.version}; this meshwright reads {VERSION}", again, "version")
+        if self.kind not in ("cpu", "cuda"):
+            yield Fault(f"a device of kind '{self.kind}'", "write cpu or cuda", "kind")
+        for name, least in (("threads", 1), ("ranks", 1), ("memory", 1)):
+            if vars(self)[name] < least:
+                yield Fault(f"{name} {vars(self)[name]}", f"write a whole number, {least} or more", name)
+        for name in ("call_s", "call_backward_s"):
+            if not 0 < vars(self)[name] < inf:
+                yield Fault(f"a call of {vars(self)[name]} s", "write seconds, above 0", name)
+        for name in ("products", "attention", "moved", "computed", "stretches"):
+            for number, each in enumerate(vars(self)[name]):
+                yield from _wrong(each, f"{name}.{number}")
+        for name, found in (("products", self.products), ("attention", self.attention)):
+            for dtype, count in Counter(each.dtype for each in found).items():
+                if count < LEAST:
+                    yield Fault(f"{count} of {dtype}; a law takes {LEAST} at least", again, name)
+        for name, least in (("products", LEAST), ("attention", LEAST), ("moved", 2)):
+            if len(vars(self)[name]) < least and not (vars(self)[name] and name != "moved"):
+                yield Fault(f"{len(vars(self)[name])} were measured; needed are {least}", again, name)
+        for each in sorted({each.operation for each in self.computed}.difference(RICH)):
+            yield Fault(f"nobody asks what '{each}' takes", nearest(each, RICH), "computed")
+        lengths = {"moved": [each.nbytes for each in self.moved], "stretches": [each.seconds for each in self.stretches]}
+        for name, sizes in lengths.items():
+            if sizes != sorted(set(sizes)):
+                unit = "bytes" if name == "moved" else "seconds"
+                yield Fault(f"sizes of {sizes} {unit}", "write each once, in rising order", name)
+
+    def _measured(self, dtype: str, known: tuple[str, ...]) -> str:
+        """`dtype`, or the other half where one of them alone was measured."""
+        tried = (dtype, *(HALVES if dtype in HALVES else ()))
+        for each in tried:
+            if each in known:
+                return each
+        text = f"nothing was measured in {dtype} on {self.device}"
+        raise PlanError(
+            text, fix=f"compute in one of {', '.join(known)}, or measure it: meshwright bench device", where="hardware"
+        )
+
+    @cached_property
+    def _products(self) -> dict[str, Law]:
+        found: dict[str, list[Seen]] = {}
+        for each in self.products:
+            causes = _product(each.m, each.n, each.k, each.batch)
+            found.setdefault(each.dtype, []).append(Seen((each.m, each.n, each.k, each.batch), causes, each.seconds))
+        return {dtype: Law(tuple(seen)) for dtype, seen in found.items()}
+
+    @cached_property
+    def _attention(self) -> dict[tuple[str, bool], tuple[Law, float]]:
+        """By dtype and direction: the law, and seconds per pair and width of the fastest."""
+        found: dict[tuple[str, bool], list[Seen]] = {}
+        for each in self.attention:
+            sizes = (each.rows * each.heads, each.queries, each.keys, each.width)
+            causes = _attention(each.rows, each.heads, each.queries, each.keys, each.width)
+            for backward, seconds in ((False, each.forward_s), (True, each.backward_s)):
+                found.setdefault((each.dtype, backward), []).append(Seen(sizes, causes, seconds))
+        return {key: (Law(tuple(seen)), min(each.seconds / each.causes[1] for each in seen)) for key, seen in found.items()}
+
+    @cached_property
+    def _computed(self) -> dict[str, float]:
+        return {each.operation: each.seconds for each in self.computed}
+
+    @cached_property
+    def _moved(self) -> tuple[Moved, ...]:
+        return tuple(sorted(self.moved, key=lambda each: each.nbytes))
+
+
+def _product(m: float, n: float, k: float, batch: float) -> tuple[float, ...]:
+    """How often each cause occurs: a call, multiplications, numbers of both operands and of the result."""
+    return (1.0, batch * m * n * k, batch * m * k, batch * k * n, batch * m * n)
+
+
+def _attention(rows: float, heads: float, queries: float, keys: float, width: float) -> tuple[float, ...]:
+    """How often each cause occurs: a call, multiplications, scores, numbers that go in and out."""
+    pairs = rows * heads * queries * keys
+    return (1.0, pairs * width, pairs, rows * heads * (queries + keys) * width)
+
+
+def _wrong(each: Point | Attended | Moved | Computed | Stretch, where: str) -> Iterator[Fault]:
+    for key, value in vars(each).items():
+        if key in ("dtype", "operation"):
+            continue
+        share = key in ("spread", "behind")
+        if not (0 <= value < inf) or (value == 0 and not share):
+            fix = "write a share, 0 or more" if share else "write a number above 0"
+            yield Fault(f"{key} of {value}", fix, f"{where}.{key}")

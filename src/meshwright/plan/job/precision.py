@@ -1,0 +1,115 @@
+"""A dtype per role: what a step keeps, computes in and sends. What each role is for stands in `engine/precision.py`.
+
+    parameters   what blocks compute with and UNSHARD sends         master   what the optimizer steps; "" is the parameters' dtype
+    gradients    the sum that the optimizer reads; "" likewise      moments  what it keeps per element; "" is the master's dtype
+    compute      the operands of matrix products                    reduce   what gradients travel in
+
+Some combinations lose training without a word: float16 without a master, a master narrower than what it stands for. They are
+refused here, before anything is built.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import frexp
+from typing import Literal
+
+from meshwright.plan.job.errors import Fault
+
+Float = Literal["float64", "float32", "bfloat16", "float16"]
+Compute = Literal["float64", "float32", "bfloat16", "float16", "float8"]
+OrSame = Literal["", "float64", "float32", "bfloat16", "float16"]
+
+HALVES = ("bfloat16", "float16")
+ROLES = ("parameters", "master", "compute", "gradients", "reduce", "moments")
+SCALE, WINDOW = 65536.0, 2000
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A dtype per role; "" is explained at the top of the file.
+
+    Where something is float16, the loss is multiplied by a scale that begins with `loss_scale`, doubles after
+    `loss_scale_window` steps without an overflow, and is halved by one.
+    """
+
+    parameters: Float = "float32"
+    compute: Compute = "float32"
+    reduce: Float = "float32"
+    master: OrSame = ""
+    gradients: OrSame = ""
+    moments: OrSame = ""
+    loss_scale: float = SCALE
+    loss_scale_window: int = WINDOW
+
+    @property
+    def resolved(self) -> "Precision":
+        """The same with no role left open."""
+        master = self.master or self.parameters
+        return replace(self, master=master, gradients=self.gradients or self.parameters, moments=self.moments or master)
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """The dtype of each role, none left open, in the order of ROLES."""
+        said = self.resolved
+        return {role: vars(said)[role] for role in ROLES}
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients may leave the range of float16, so that the loss is scaled."""
+        return "float16" in (self.parameters, self.compute)
+
+    def faults(self) -> Iterator[Fault]:
+        """Every combination that cannot train."""
+        yield from self._compute_faults()
+        yield from self._master_faults()
+        yield from self._gradient_faults()
+        if self.moments not in ("", self.resolved.master):
+            text = f"moments in {self.moments}; the optimizer keeps them in the dtype of what it steps, {self.resolved.master}"
+            yield Fault(text, f'remove it, or set precision.master = "{self.moments}"', "precision.moments")
+        yield from self._scale_faults()
+
+    def _compute_faults(self) -> Iterator[Fault]:
+        if self.compute == "float8":
+            text = (
+                "compute in float8; there are no float8 products here, and most devices have none (needed: H100, RTX 40, MI300)"
+            )
+            yield Fault(text, 'use compute = "bfloat16"', "precision.compute")
+            return
+        if self.parameters in HALVES and self.compute != self.parameters:
+            text = f"{self.parameters} parameters with {self.compute} compute"
+            yield Fault(text, f'use compute = "{self.parameters}", or parameters = "float32"', "precision.compute")
+        if self.parameters == "float64" and self.compute != "float64":
+            yield Fault(f"float64 parameters with {self.compute} compute", 'use compute = "float64"', "precision.compute")
+        if self.compute == "float64" and self.parameters != "float64":
+            text = f"float64 compute with {self.parameters} parameters"
+            yield Fault(text, 'use parameters = "float64"', "precision.parameters")
+
+    def _master_faults(self) -> Iterator[Fault]:
+        master = self.resolved.master
+        if master != self.parameters and (self.parameters not in HALVES or master != "float32"):
+            text = f"a {master} master of {self.parameters} parameters; a master is float32 beside bfloat16 or float16 parameters"
+            fix = 'set master = "float32"' if self.parameters in HALVES else 'remove it, or set parameters = "bfloat16"'
+            yield Fault(text, fix, "precision.master")
+        elif master == "float16":
+            text = "float16 parameters without a master: steps below 6e-8 vanish, and so does the optimizer's eps of 1e-8"
+            yield Fault(text, 'set master = "float32"', "precision.master")
+
+    def _gradient_faults(self) -> Iterator[Fault]:
+        for role, dtype in (("gradients", self.resolved.gradients), ("reduce", self.reduce)):
+            if role == "gradients" and (dtype == "float64") != (self.parameters == "float64"):
+                text = f"{dtype} gradients of {self.parameters} parameters"
+                yield Fault(text, f'remove it: then they are {self.parameters}, or set "float32"', "precision.gradients")
+            elif dtype == "float16" and not self.scales_loss:
+                text = f"{role} in float16, and the loss is not scaled: small gradients vanish"
+                yield Fault(text, f'set {role} = "bfloat16", or compute = "float16"', f"precision.{role}")
+
+    def _scale_faults(self) -> Iterator[Fault]:
+        if not 1 <= self.loss_scale <= 2.0**100 or frexp(self.loss_scale)[0] != 0.5:
+            text = f"a loss scale of {self.loss_scale:g}; needed is a power of two from 1 up, so that scaling rounds nothing"
+            yield Fault(text, "write 65536.0", "precision.loss_scale")
+        if self.loss_scale_window < 1:
+            text = f"a window of {self.loss_scale_window} steps"
+            yield Fault(text, "write a number from 1 up; 2000 is usual", "precision.loss_scale_window")
+        if not self.scales_loss and (self.loss_scale, self.loss_scale_window) != (SCALE, WINDOW):
+            text = f"a loss scale, and nothing is computed in float16, but in {self.compute}"
+            yield Fault(text, 'remove loss_scale and loss_scale_window, or set compute = "float16"', "precision.loss_scale")

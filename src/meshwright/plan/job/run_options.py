@@ -1,0 +1,125 @@
+"""What surrounds the training and changes no number.
+
+How long one wait for another rank may last, by what the run is doing.
+
+A limit holds for ONE wait, not for a phase: a step that takes an hour of computing on every rank waits for nobody. What it
+must cover is how far apart ranks may drift: a slow file system at the start, the compilation of a first step, a callback on
+rank 0 for which all others wait in the next step, the slowest writer of a checkpoint.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from math import isfinite
+from typing import Literal, Self
+
+from meshwright.plan.job.errors import Fault, nearest
+
+Phase = Literal["init", "first_step", "step", "evaluate", "save"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The seconds that one wait for another rank may last; then the rank that did not come is reported, and the run ends.
+
+    `init_s` holds outside the loop (starting, resuming, leaving), `first_step_s` in the first step of a process, `step_s` in
+    every later one, callbacks included, `evaluate_s` in an evaluation, `save_s` while a checkpoint is saved.
+    """
+
+    init_s: float = 600.0
+    first_step_s: float = 600.0
+    step_s: float = 300.0
+    evaluate_s: float = 300.0
+    save_s: float = 600.0
+
+    @classmethod
+    def every(cls, seconds: float) -> Self:
+        """The same limit for every phase."""
+        return cls(*(seconds for _ in fields(cls)))
+
+    @property
+    def longest(self) -> float:
+        """The longest of them."""
+        return max(self.init_s, self.first_step_s, self.step_s, self.evaluate_s, self.save_s)
+
+    def of(self, phase: Phase) -> float:
+        """The limit of `phase`, in seconds."""
+        match phase:
+            case "init":
+                return self.init_s
+            case "first_step":
+                return self.first_step_s
+            case "step":
+                return self.step_s
+            case "evaluate":
+                return self.evaluate_s
+            case "save":
+                return self.save_s
+
+    def faults(self) -> Iterator[Fault]:
+        """Everything that is wrong with them."""
+        said = {"init": self.init_s, "first_step": self.first_step_s, "step": self.step_s}
+        for name, seconds in {**said, "evaluate": self.evaluate_s, "save": self.save_s}.items():
+            if not (isfinite(seconds) and seconds > 0):
+                fix = "name a number of seconds above 0, such as 300; one wait for a slow rank must fit into it"
+                yield Fault(f"{name}_s = {seconds:g}: no wait can last that long", fix, f"run.limits.{name}_s")
+
+
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What surrounds the training and changes no number: where it writes, how often it saves, what it shows.
+
+    A checkpoint is saved every `save_every` steps (0: only at the end) and the newest `keep` stay. With `keep_best`, one
+    more is saved after each evaluation that is the best so far, and stays until a better one is saved. After the last
+    step, `sample_tokens` tokens are generated from `sample_prompt`.
+
+    `trackers` are told every line of metrics, under the name of the folder in `tracker_project`: tensorboard, wandb, trackio,
+    mlflow. `workers` threads make the batches of coming steps ahead of their use (0: each is made when its step begins), and
+    tokens are kept in the folder `cache` ("": `folder`/cache), where other runs find them. `trace_steps` steps, from the
+    second on, are timed act by act on every rank, into the folder's `trace`.
+
+    `limits` bound every wait for another rank (docs/hangs.md). Before each collective of the first step the ranks compare what
+    they are about to issue; with `check_collectives` always, for finding out why they do not meet: two collectives for one.
+
+    What a step takes is predicted where `hardware` names a device: a kind, or a file of `bench device`; of links, `cluster` names
+    one of `bench comm`. The report holds it against what was measured.
+
+    With `shared_memory`, CPU ranks of one host exchange through memory instead of sockets, where a C compiler is. Turn it off to
+    repeat a run that had none bit by bit: beyond two ranks gloo adds in another order. On a GPU it means nothing.
+    """
+
+    folder: str = "runs/default"
+    save_every: int = 100
+    keep: int = 3
+    keep_best: bool = True
+    sample_prompt: str = "def "
+    sample_tokens: int = 0
+    trackers: tuple[str, ...] = ()
+    tracker_project: str = "meshwright"
+    trace_steps: int = 0
+    workers: int = 0
+    cache: str = ""
+    limits: Limits = field(default_factory=Limits)
+    check_collectives: bool = False
+    shared_memory: bool = True
+    hardware: str = ""
+    cluster: str = ""
+
+    def faults(self) -> Iterator[Fault]:
+        """Everything that is wrong with it."""
+        if self.save_every < 0:
+            yield Fault(f"save_every = {self.save_every}", "0 saves only at the end; 100 every 100 steps", "run.save_every")
+        if self.keep < 1:
+            yield Fault(f"keep = {self.keep}: no checkpoint would stay", "keep at least 1", "run.keep")
+        for name in self.trackers:
+            if name not in TRACKERS:
+                yield Fault(f"there is no tracker '{name}'", nearest(name, TRACKERS), "run.trackers")
+        if self.trackers and not self.tracker_project.strip():
+            yield Fault("no project is named", 'write tracker_project = "meshwright"', "run.tracker_project")
+        if self.workers < 0:
+            yield Fault(f"{self.workers} workers", "0 makes batches when they are needed; 1 or 2 ahead of it", "run.workers")
+        if self.trace_steps < 0:
+            yield Fault(f"trace_steps = {self.trace_steps}", "0 traces nothing; 3 traces three steps", "run.trace_steps")
+        yield from self.limits.faults()

@@ -1,0 +1,155 @@
+"""The grid of ranks: one name per axis, arithmetic only.
+
+A mesh says how many ranks stand along each axis and which rank stands at each coordinate. It starts no process.
+Axes in order, outermost first, so that neighbours along the last axis are neighbours in rank (and share a host):
+
+    pp            layers         pipeline stages
+    dp_replicate  samples        whole copies of the weights
+    dp_shard      samples        copies that share the storage of the weights
+    cp            tokens         slices of one sequence
+    tp_depth      features       slices of a matrix along its other side
+    tp            features       slices of one matrix
+
+    Mesh.of(dp_replicate=2, tp=3): rank = dp_replicate * 3 + tp        ranks 0 1 2 | 3 4 5
+"""
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
+from math import prod
+
+from meshwright.plan.job.errors import Fault, nearest, raise_faults
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp_depth", "tp")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The sizes of the axes; an axis of size 1 is an axis that is not used."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp_depth: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        raise_faults(
+            Fault(
+                f"the axis has {self.size(axis)!r} ranks; needed is a whole number of at least 1",
+                "write a positive number; -1 (infer one axis) is resolved by Mesh.infer, given the number of ranks",
+                f"mesh.{axis}",
+            )
+            for axis in AXES
+            if not isinstance(self.size(axis), int) or self.size(axis) < 1
+        )
+
+    @classmethod
+    def infer(cls, sizes: Mapping[str, int], world: int | None = None) -> "Mesh":
+        """The mesh with `sizes`, one of which may be -1: it becomes whatever makes the product equal `world`.
+
+        Raises PlanError for an unknown axis, two unknown sizes, a world that does not divide, or no world to infer from.
+        """
+        faults = [Fault(f"there is no axis '{axis}'", nearest(axis, AXES), f"mesh.{axis}") for axis in sizes if axis not in AXES]
+        open_axes = [axis for axis, size in sizes.items() if size == -1]
+        if len(open_axes) > 1:
+            faults.append(
+                Fault(
+                    f"{' and '.join(open_axes)} are both -1; only one axis can be inferred",
+                    "write the number of ranks of all axes but one",
+                    "mesh",
+                )
+            )
+        faults += [
+            Fault(f"the size is {size}; needed is a number of at least 1, or -1 to infer it", "write 1, 2, 3...", f"mesh.{axis}")
+            for axis, size in sizes.items()
+            if size < 1 and size != -1
+        ]
+        raise_faults(faults)
+        fixed = prod(size for size in sizes.values() if size != -1)
+        if open_axes and world is None:
+            raise_faults([Fault(f"{open_axes[0]} is -1 and the number of ranks is not known", "say how many: --world N", "mesh")])
+        if open_axes and world is not None:
+            if world % fixed:
+                text = f"{world} ranks do not divide by {fixed}, the product of the other axes"
+                raise_faults([Fault(text, f"use a multiple of {fixed} ranks, or change the other axes", f"mesh.{open_axes[0]}")])
+            sizes = {**sizes, open_axes[0]: world // fixed}
+        mesh = cls(**sizes)
+        if world is not None and mesh.world != world:
+            text = f"the mesh {mesh} has {mesh.world} ranks and {world} were started"
+            raise_faults([Fault(text, f"start {mesh.world} ranks, or set one axis to -1", "mesh")])
+        return mesh
+
+    def size(self, axis: str) -> int:
+        """The number of ranks along `axis`."""
+        return {
+            "pp": self.pp,
+            "dp_replicate": self.dp_replicate,
+            "dp_shard": self.dp_shard,
+            "cp": self.cp,
+            "tp_depth": self.tp_depth,
+            "tp": self.tp,
+        }[axis]
+
+    def as_dict(self) -> dict[str, int]:
+        """The sizes by axis, as plans hold them; tp_depth, which most do not know, where it is used."""
+        return {axis: self.size(axis) for axis in AXES if axis != "tp_depth" or self.tp_depth > 1}
+
+    @property
+    def world(self) -> int:
+        """The number of ranks in all."""
+        return prod(map(self.size, AXES))
+
+    def extent(self, axes: Iterable[str]) -> int:
+        """The number of ranks in a group that spans `axes`."""
+        return prod(map(self.size, axes))
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands: its index along every axis. Raises ValueError for a rank that the mesh does not have."""
+        if not 0 <= rank < self.world:
+            raise ValueError(f"there is no rank {rank} in {self}: it has {self.world}. Count ranks from 0 to {self.world - 1}")
+        index = {}
+        for axis in reversed(AXES):
+            rank, index[axis] = divmod(rank, self.size(axis))
+        return {axis: index[axis] for axis in AXES}
+
+    def rank(self, coordinate: Mapping[str, int]) -> int:
+        """The rank at `coordinate`; an axis that is left out counts as 0."""
+        return self.index(coordinate, AXES)
+
+    def index(self, coordinate: Mapping[str, int], axes: Iterable[str]) -> int:
+        """Where `coordinate` stands among the ranks along `axes`, the last one innermost; one that is left out counts as 0."""
+        index = 0
+        for axis in axes:
+            index = index * self.size(axis) + coordinate.get(axis, 0)
+        return index
+
+    def peers(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only along `axes`, itself included, in rank order."""
+        free = set(axes)
+        first = self.rank({axis: index for axis, index in self.coordinate(rank).items() if axis not in free})
+        return tuple(first + offset for offset in self._plane(free))
+
+    def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """Every group that spans `axes`: together they hold each rank once."""
+        free = set(axes)
+        offsets = self._plane(free)
+        return tuple(tuple(first + offset for offset in offsets) for first in self._plane(set(AXES) - free))
+
+    def _plane(self, axes: Set[str]) -> list[int]:
+        """The ranks at 0 along every axis other than `axes`, in rank order."""
+        ranks = [0]
+        for axis in AXES:
+            steps = range(self.size(axis)) if axis in axes else (0,)
+            ranks = [rank * self.size(axis) + step for rank in ranks for step in steps]
+        return ranks
+
+    def __str__(self) -> str:
+        used = [f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1]
+        return " x ".join(used) if used else "one device"
+
+
+def divisors(number: int) -> list[int]:
+    """The sizes that so many ranks can be divided by, rising."""
+    low = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
+    return sorted({*low, *(number // each for each in low)})

@@ -1,0 +1,82 @@
+"""Rates learnt from steps that were measured: the constants of a machine that explain them best, near what they were.
+
+    minimise   sum over steps of  rho(log(predicted / measured))   +   strength^2 sum over rates of  log(rate / rate before)^2
+
+rho is quadratic for small errors and linear for large ones, so that a run that was disturbed does not bend the rest. Sources
+weigh alike whatever their number of steps. What is learnt is of the machine: it holds for other models and other plans on it, and
+is judged on those.
+
+Method: least squares in the logarithms by a trust region, scipy.optimize.least_squares; Huber-like loss (soft l1).
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import exp, log
+
+from scipy.optimize import least_squares
+
+from meshwright.planner.analytic.model_shape import Shape
+from meshwright.planner.analytic.parallel_config import Layout
+from meshwright.planner.analytic.step_time import step
+from meshwright.planner.machine.efficiency import NAMES, Rates
+from meshwright.planner.machine.machine import Machine
+
+SOFT = 0.1  # errors above this count linearly
+# no rate leaves what hardware can be: a share is below 1, a kernel takes some microseconds to start
+LIMITS = {
+    **dict.fromkeys(("product", "product_float8", "product_blocks", "product_float4"), (0.05, 1.05)),
+    **dict.fromkeys(("memory", "link", "nic", "sums_hidden", "tensor_hidden"), (0.05, 0.98)),
+    "attention": (0.2, 0.8),
+    "attention_back": (0.5, 1.1),
+    "attention_old": (0.2, 1.0),
+    "attention_new": (1.0, 2.2),
+    "tail": (0.05, 1.0),
+    "beside": (0.01, 0.5),
+    "handover": (0.05, 2.0),
+    "turn_s": (1e-6, 1e-2),
+    "fixed_s": (1e-4, 5e-2),
+    "launch_s": (2e-6, 3e-5),
+    "start_s": (1e-6, 1.2e-5),
+    "latency_s": (1e-6, 1e-4),
+}
+ROUNDS = 25
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step that was measured: of what, laid out how, on which machine; seconds, and where the figure comes from."""
+
+    shape: Shape
+    layout: Layout
+    machine: Machine
+    seconds: float
+    source: str = ""
+
+    def predicted(self, rates: Rates) -> float:
+        """Its seconds at these rates."""
+        return step(self.shape, self.layout, replace(self.machine, rates=rates)).seconds
+
+
+def calibrated(
+    before: Rates, steps: Sequence[Measured], strength: float = 0.15, limits: Mapping[str, tuple[float, float]] = LIMITS
+) -> Rates:
+    """The rates that explain `steps`, near `before`: `strength` is how strongly each is held there, and none leaves `limits`."""
+    if not steps:
+        return before
+    start = [log(vars(before)[name]) for name in NAMES]
+    counts = Counter(each.source for each in steps)
+    weights = [3 / counts[each.source] ** 0.5 for each in steps]
+
+    def rates(point: Sequence[float]) -> Rates:
+        return Rates(**{name: exp(value) for name, value in zip(NAMES, point, strict=True)})
+
+    def errors(point: Sequence[float]) -> list[float]:
+        given = rates(point)
+        off = [weight * log(each.predicted(given) / each.seconds) for weight, each in zip(weights, steps, strict=True)]
+        return [*off, *(strength * (now - then) for now, then in zip(point, start, strict=True))]
+
+    borders = [tuple(map(log, limits.get(name, (1e-9, 1e9)))) for name in NAMES]
+    inside = [min(max(value, low + 1e-6), high - 1e-6) for value, (low, high) in zip(start, borders, strict=True)]
+    bounds = tuple(zip(*borders, strict=True))
+    return rates(least_squares(errors, inside, bounds=bounds, loss="soft_l1", f_scale=SOFT, max_nfev=ROUNDS).x)

@@ -1,0 +1,140 @@
+"""The sizes of a transformer: enough to plan for a model that nobody has at hand.
+
+    "175b: layers 96 hidden 12288 heads 96"        a name, and sizes by their names
+    ffn 4 x hidden, vocab 50304, sequence 2048, kv_heads = heads: what stands there where nothing is said
+
+Weights of a layer, h the hidden size, k / a the share of heads that keys and values have, f the inner size of the MLP:
+
+    attention   h w (2 + 2 k / a)          MLP   2 h f,  or 3 h f where a gate stands beside it (SwiGLU)
+
+where w is what all heads have together: h, unless a `head` is said to be wider or narrower than h / a.
+
+Shapes are a coarser source than a model's own trace: no convolutions, no experts, layers all alike. A plan made from them says
+so.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from math import inf
+
+from meshwright.plan.job.errors import Fault, PlanError, nearest
+
+FORM = '"NAME: layers 96 hidden 12288 heads 96", and where you know them kv_heads, head, ffn, vocab, sequence, gated, tied'
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder's sizes. `gated`: the MLP has a gate; `tied`: the last matrix is the embedding; `ffn`, `kv_heads` 0: the usual.
+
+    `head`: the width of one head of attention; 0: its share of the hidden size.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int = 0
+    ffn: int = 0
+    vocab: int = 50304
+    sequence: int = 2048
+    gated: bool = False
+    tied: bool = False
+    head: int = 0
+
+    @property
+    def width(self) -> float:
+        """Of one head."""
+        return self.head or self.hidden / self.heads
+
+    @property
+    def attended(self) -> float:
+        """Of all heads together: what queries have, and what attention gives out."""
+        return self.heads * self.width
+
+    @property
+    def groups(self) -> int:
+        """The heads that keys and values have."""
+        return self.kv_heads or self.heads
+
+    @property
+    def inner(self) -> int:
+        """The inner size of the MLP, of one of its matrices."""
+        return self.ffn or 4 * self.hidden
+
+    @property
+    def inward(self) -> int:
+        """How many matrices of the MLP go from the hidden size to the inner one."""
+        return 2 if self.gated else 1
+
+    @property
+    def layer_numel(self) -> float:
+        """The weights of a layer that are matrices."""
+        attention = self.hidden * self.attended * (2 + 2 * self.groups / self.heads)
+        return attention + (self.inward + 1) * self.hidden * self.inner
+
+    @property
+    def table_numel(self) -> int:
+        """The weights of the embedding, and of the head."""
+        return self.vocab * self.hidden
+
+    @property
+    def numel(self) -> float:
+        """All weights; norms and biases, less than one in a thousand, apart."""
+        return self.layers * self.layer_numel + self.table_numel * (1 if self.tied else 2)
+
+    def flops(self, tokens: float) -> float:
+        """Of a step on so many tokens, forward and backward, as mfu counts them: 6 per weight and token, and attention uncut."""
+        weights = self.layers * self.layer_numel + self.table_numel
+        return tokens * (6 * weights + 12 * self.layers * self.attended * self.sequence)
+
+    def faults(self) -> Iterator[Fault]:
+        """Sizes that no model has."""
+        for name in ("layers", "hidden", "heads", "vocab", "sequence"):
+            if not 0 < vars(self)[name] < inf:
+                yield Fault(f"{name} {vars(self)[name]}; needed is a whole number above 0", f"write it: {FORM}", self.name)
+        if self.heads > 0 and not self.head and self.hidden % self.heads:
+            text = f"hidden {self.hidden} is no multiple of heads {self.heads}"
+            yield Fault(text, "every head has the same width: change one of the two, or say it: head", self.name)
+        if self.heads > 0 and self.kv_heads and (self.kv_heads > self.heads or self.heads % self.kv_heads):
+            text = f"kv_heads {self.kv_heads} do not divide heads {self.heads}"
+            yield Fault(text, "as many heads share each head of keys and values: change one of the two", self.name)
+
+
+def parse_shape(text: str) -> Shape:
+    """The shape that `text` says (see the module).
+
+    Raises PlanError with every word that is not understood and every size that is missing or wrong.
+    """
+    name, _, rest = text.partition(":")
+    rest = re.sub(r"(?<=\d),(?=\d{3}\b)", "", rest)  # 4,096 is a number
+    words = rest.lower().replace("=", " ").replace(",", " ").split()
+    known = [field.name for field in fields(Shape) if field.name != "name"]
+    faults, said = [], {}
+    while words:
+        word = words.pop(0)
+        if word in said:
+            faults.append(Fault(f"{word} is said twice", "say it once", name))
+        if word in ("gated", "tied"):
+            said[word] = True
+        elif word not in known:
+            faults.append(Fault(f"'{word}' is no size of a model", nearest(word, known), name))
+        elif not words or not _whole(words[0]):
+            given = f", but '{words.pop(0)}'" if words and words[0] not in known else ""
+            faults.append(Fault(f"{word} without a whole number behind it{given}", f"write it: {FORM}", name))
+        else:
+            said[word] = int(words.pop(0))
+    missing = [word for word in ("layers", "hidden", "heads") if word not in said]
+    if missing:
+        faults.append(Fault(f"nothing is said of {', '.join(missing)}", f"write it: {FORM}", name))
+    if not faults:
+        shape = Shape(name.strip(), **said)
+        faults += shape.faults()
+        if not faults:
+            return shape
+    raise PlanError.of(faults)
+
+
+def _whole(word: str) -> bool:
+    """Whether it is a whole number, such as 12 or 12_000."""
+    return word.replace("_", "").isdecimal() and not word.startswith("_") and not word.endswith("_") and "__" not in word

@@ -1,0 +1,100 @@
+"""How fast a device does what blocks do: the words in which any device answers, a measured one or one from the table.
+
+    measured      core/profile.py, from `meshwright bench device`: on a CPU a call takes its time, and the next one waits for it
+    by its kind   planner/roofline.py: shares of the maker's peaks; the host asks ahead, so that short operations wait for it
+
+Both say seconds of one operation. `Ground` is the whole that a program is played on: a device for each rank, or cores that
+several ranks of a host share, and the links between them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Protocol
+
+from meshwright.plan.model_spec.op_costs import Pairs
+from meshwright.planner.machine.machine import Machine
+from meshwright.planner.machine.roofline import attention, passed, product
+from meshwright.planner.program_cost.network_time import Wire
+
+BACK = 0.75  # of what a call costs forward: autograd asks without Python between operations
+
+
+class Pace(Protocol):
+    """Seconds of single operations. `call_s` is what any takes at least, `call_backward_s` in a backward."""
+
+    @property
+    def call_s(self) -> float:
+        """Seconds of a call, forward."""
+
+    @property
+    def call_backward_s(self) -> float:
+        """Seconds of a call, backward."""
+
+    def product_seconds(self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32") -> float:
+        """Of `batch` products of [m, k] by [k, n]."""
+
+    def attention_seconds(self, size: Pairs, dtype: str = "float32", *, backward: bool = False) -> float:
+        """Of fused attention, or of its `backward` alone."""
+
+    def moved_seconds(self, nbytes: float, operation: str = "", numbers: float = 0.0) -> float:
+        """Of an operation that reads and writes so many bytes, and makes so many numbers if it is one of core.work.RICH."""
+
+    def behind_seconds(self, seconds: float, ranks: int) -> float:
+        """That the last of `ranks` such devices is behind their mean, after work of so many."""
+
+
+@dataclass(frozen=True)
+class ByKind:
+    """A device of the table, at the rates that its kind reaches."""
+
+    machine: Machine
+
+    @property
+    def call_s(self) -> float:
+        """Seconds in which the host asks for a kernel."""
+        return self.machine.rates.launch_s
+
+    @property
+    def call_backward_s(self) -> float:
+        """The same in a backward."""
+        return BACK * self.machine.rates.launch_s
+
+    def product_seconds(self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32") -> float:
+        """Of `batch` products of [m, k] by [k, n]."""
+        return product(self.machine, m * batch, n, k, dtype)
+
+    def attention_seconds(self, size: Pairs, dtype: str = "float32", *, backward: bool = False) -> float:
+        """Of fused attention, or of its `backward` alone."""
+        return attention(self.machine, 4 * prod(size), back=backward)
+
+    def moved_seconds(self, nbytes: float, operation: str = "", numbers: float = 0.0) -> float:
+        """Of an operation that reads and writes so many bytes: what it computes is hidden behind them."""
+        return passed(self.machine, nbytes)
+
+    def behind_seconds(self, seconds: float, ranks: int) -> float:
+        """None: how evenly it goes was not measured, and the rates that it reaches are those of steps, waiting included."""
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a program is played on: the `pace` of a rank's device, and the `wire` between ranks.
+
+    `ahead`: a host asks for operations ahead of the device, so that a call costs nothing where the device has enough to do.
+    `cores`: how many the ranks of a host share, of which each uses `threads`; 0: each rank has a device of its own. `slower`:
+    times as long as the pace says, where a rank has fewer cores than that was measured with. `hosts`: on how many the ranks lie.
+    Of attention under a causal mask a kernel leaves out whole blocks of so many keys. `peaks` are FLOP/s by dtype.
+    """
+
+    name: str
+    pace: Pace
+    wire: Wire
+    ahead: bool = True
+    cores: int = 0
+    threads: int = 1
+    slower: float = 1.0
+    hosts: int = 1
+    block: int = 128
+    peaks: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()

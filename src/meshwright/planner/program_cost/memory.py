@@ -1,0 +1,206 @@
+"""What a rank holds of the model's state, to the byte, read from a plan: from its layouts, its job, and what its actions hold.
+
+    parameters   what is kept of the weights between their uses: whole, or a shard; padding included
+    gradients    where the sums of a step lie until STEP
+    master       the copy that the optimizer steps where weights have a narrower dtype, or where a rank has slices of them
+    moments      what the optimizer keeps, counters included
+    buffers      memory of fixed size that the rest passes through: whole weights for their uses, messages, casts
+
+    rank 0 of 4, stored in shards   [ w/4 ][ g/4 ][ m/4 ][ v/4 ]  + [ block ][ block ] + [ block ][ block ]
+                                    what grows with the model        buffers: as large as the largest blocks
+
+Activations, and the gradients of one block between its backward and the PACK behind it, come and go within a step;
+`passing_bytes` says how much of that there is at most.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+
+from meshwright.plan.job.job import Job
+from meshwright.plan.model_spec.model_spec import NBYTES, Weight
+from meshwright.plan.optimizer_spec import moment_nbytes, stepping_of, update_nbytes
+from meshwright.plan.plan import Plan
+from meshwright.plan.step.action import Action
+from meshwright.plan.step.matrix_owners import owned_by
+from meshwright.plan.step.single_device import USES
+
+PASSING = (*USES, "LOSS", "JOIN", "JOIN_GRAD")  # kinds that take what comes and goes: activations, gradients that nobody keeps
+COUNTER = 4  # bytes of a count of steps, where it is a tensor
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that one rank holds, by category (see the module)."""
+
+    parameters: int
+    gradients: int
+    master: int
+    moments: int
+    buffers: int
+
+    @property
+    def states(self) -> int:
+        """All but the buffers: what grows with the model."""
+        return self.parameters + self.gradients + self.master + self.moments
+
+    @property
+    def total(self) -> int:
+        """Everything."""
+        return self.states + self.buffers
+
+    def as_dict(self) -> dict[str, int]:
+        """The bytes by category."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Of one bundle: bytes kept of the weights, elements kept as master, and what is stepped: weight, elements.
+
+    `owned` are the elements of whole weights that the rank steps and has slices of.
+    """
+
+    parameters: int
+    master: int
+    stepped: tuple[tuple[Weight, int], ...]
+    owned: int = 0
+
+
+def state_bytes(plan: Plan, rank: int) -> StateBytes:
+    """The bytes that `rank` of `plan` holds once it has taken a step.
+
+    Of an optimizer that the caller makes nothing is known: moments are those of the rules that the job names.
+    """
+    precision, plan = plan.job.precision.resolved, plan.at(rank)
+    width = NBYTES[precision.master]
+    kept = list(_kept(plan, rank))
+    gradients, buffers = _held(plan)
+    return StateBytes(
+        parameters=sum(each.parameters for each in kept),
+        gradients=gradients,
+        master=sum(each.owned + (each.master if precision.master != precision.parameters else 0) for each in kept) * width,
+        moments=sum(moment_bytes(plan.job, *pair) for each in kept for pair in each.stepped),
+        buffers=buffers + _cast(plan.job, kept),
+    )
+
+
+def passing_bytes(plan: Plan) -> int:
+    """The most that comes and goes in a step at any time, beside `state_bytes`: what blocks take, as far as it is known."""
+    most = 0
+    for _, actions in plan.program.roles:
+        freed = {name for action in actions if action.kind == "STEP" for name in action.frees}
+        now: dict[str, int] = {}
+        for action in actions:
+            if _passes(action) and action.kind != "LOSS":
+                now |= {hold.name: hold.nbytes for hold in action.takes if hold.name not in freed}
+            most = max(most, sum(now.values()))
+            for name in action.frees:
+                now.pop(name, None)
+    return most
+
+
+def peak_bytes(plan: Plan, rank: int) -> int:
+    """The most bytes that `rank` of `plan` holds at any moment of a step, as far as it is known.
+
+    That is what it keeps between steps, buffers and shards of gradients included, and what comes and goes at the fullest: whole
+    gradients, what blocks hand on and keep inside, what the loss takes for itself, and what rules of optimizers do, unless they
+    are the caller's. Scratch memory of single operations, and that in which messages arrive, is not in it.
+    """
+    return sum(peak_parts(plan, rank).values())
+
+
+def stepped(plan: Plan, rank: int) -> tuple[int, int]:
+    """The elements that `rank` of `plan` steps, and the bytes of what its optimizer remembers of them."""
+    plan = replace(plan, space=plan.space.at(plan.mesh.coordinate(rank)))
+    pairs = [pair for each in _kept(plan, rank) for pair in each.stepped]
+    return sum(numel for _, numel in pairs), sum(moment_bytes(plan.job, *pair) for pair in pairs)
+
+
+def peak_parts(plan: Plan, rank: int) -> dict[str, int]:
+    """The same as `peak_bytes`, by what it is; only what is there.
+
+    That is parameters, master, moments, buffers, gradients, activations, and what the optimizer has while it steps.
+    """
+    plan = plan.at(rank)
+    kept, said, most = list(_kept(plan, rank)), state_bytes(plan, rank), Counter[str]()
+    update = max((update_bytes(plan.job, *pair) for each in kept for pair in each.stepped), default=0)
+    passing = {hold.name for action in plan.actions if _passes(action) for hold in action.takes}
+    others = {hold.name: hold.nbytes for action in plan.actions for hold in action.takes if hold.name not in passing}
+    now: dict[str, int] = {}
+    for action in plan.actions:
+        now |= {hold.name: hold.nbytes for hold in action.takes if hold.name in passing}
+        beside = update if action.kind == "STEP" else 0
+        if sum(now.values()) + beside > most.total():
+            most = Counter(optimizer=beside)
+            for name, nbytes in now.items():
+                most["gradients" if name.startswith("gradient(") else "activations"] += nbytes
+        for name in action.frees:
+            now.pop(name, None)
+    for name, nbytes in others.items():
+        most["gradients" if name.startswith(("gradient(", "summed gradient")) else "buffers"] += nbytes
+    most["buffers"] += _cast(plan.job, kept)
+    states = {"parameters": said.parameters, "master": said.master, "moments": said.moments}
+    found = {**states, **{name: most[name] for name in ("gradients", "buffers", "activations", "optimizer")}}
+    return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+
+def moment_bytes(job: Job, weight: Weight, numel: int) -> int:
+    """What the optimizer keeps for `numel` elements of `weight`, all of it or a piece; a rule says its bytes in core/rules.py."""
+    stepping = stepping_of(job.optimizer, weight)
+    shape = weight.shape if numel == weight.numel else (numel,)
+    counter = COUNTER if stepping.rule == "adamw" else 0
+    return moment_nbytes(stepping.rule, shape, NBYTES[job.precision.resolved.moments], stepping.momentum) + counter
+
+
+def update_bytes(job: Job, weight: Weight, numel: int) -> int:
+    """What a step of `numel` elements of `weight`, all of it or a piece, has for itself; a rule says it in core/rules.py."""
+    shape = weight.shape if numel == weight.numel else (numel,)
+    return update_nbytes(stepping_of(job.optimizer, weight).rule, shape, NBYTES[job.precision.resolved.master])
+
+
+def _cast(job: Job, kept: Iterable[_Kept]) -> int:
+    """The bytes of the gradients of one bundle as they are stepped, where that is another dtype."""
+    precision = job.precision.resolved
+    if precision.gradients == precision.master:
+        return 0
+    return max((sum(numel for _, numel in each.stepped) for each in kept), default=0) * NBYTES[precision.master]
+
+
+def _kept(plan: Plan, rank: int) -> Iterator[_Kept]:
+    """What `rank` keeps of each bundle."""
+    space, parameters = plan.space, plan.job.precision.parameters
+    arenas, owned = space.arenas(), list(owned_by(space, rank))
+    apart = {home.weight.name for home in space.homes if home.apart}
+    for bundle in space.all_bundles():
+        arena, width = arenas.get(bundle.name), bundle.weights[0].width(parameters)
+        steps = bundle.trainable and plan.leads(rank)
+        whole = [(weight, weight.numel) for name, weight in owned if name == bundle.name]
+        if arena is None:
+            mine = [(weight, weight.numel) for weight in bundle.weights]
+            stepped = [(weight, numel) for weight, numel in mine if weight.name not in apart] if steps else []
+            kept, master = sum(numel for _, numel in mine), sum(numel for _, numel in stepped)
+        else:
+            weights = {weight.name: weight for weight in bundle.weights}
+            pieces = arena.pieces(plan.mesh.peers(rank, arena.axes).index(rank)) if steps else ()
+            stepped = [(weights[piece.name], piece.numel) for piece in pieces if piece.name not in apart]
+            kept = arena.shard if bundle.homes[0].in_shards else arena.numel
+            master = arena.shard if steps and not apart & set(weights) else 0
+        yield _Kept(kept * width, master, (*stepped, *whole), sum(numel for _, numel in whole))
+
+
+def _passes(action: Action) -> bool:
+    """Whether what `action` takes comes and goes within a step, as what another rank has sent does."""
+    return action.kind in PASSING or action.lane == "receive"
+
+
+def _held(plan: Plan) -> tuple[int, int]:
+    """The bytes of what actions take: what STEP frees are gradients, the rest is buffers.
+
+    What blocks take, activations and gradients that nobody keeps, comes and goes and is neither.
+    """
+    actions = plan.actions
+    freed = {name for action in actions if action.kind == "STEP" for name in action.frees}
+    kept = {hold.name: hold.nbytes for action in actions for hold in action.takes if hold.name in freed}
+    others = {hold.name: hold.nbytes for action in actions if not _passes(action) for hold in action.takes}
+    return sum(kept.values()), sum(nbytes for name, nbytes in others.items() if name not in freed)

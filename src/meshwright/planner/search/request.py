@@ -1,0 +1,151 @@
+"""What a search looks for: rows of a model per step on a machine, what is given of its layout, and what contradicts itself in it.
+
+    dp tp pp cp    ranks along an axis          shards    0 .. 3, of states; `within` so many copies
+    micro          rows that go through at once  chunks    of layers per rank along pp
+
+What is given is not searched. All that cannot be is told at once, before anything is searched.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Literal
+
+from meshwright.plan.job.errors import Fault, nearest
+from meshwright.planner.analytic.model_shape import Shape
+from meshwright.planner.analytic.parallel_config import Layout, Order, Rerun
+from meshwright.planner.machine.machine import Machine
+
+LONG = 4096  # tokens of a rank below which dividing a row further is not tried
+SHARE = 0.96  # of a device's memory that a plan may count on: the rest is the driver's
+AXES = ("dp", "tp", "pp", "cp")
+MOST = 1 << 32  # rows, tokens of a row or devices, beyond which nobody looks
+KNOWN = (*AXES, "shards", "within", "micro", "chunks")
+RERUNS: tuple[Rerun, ...] = ("none", "layers")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is looked for: `batch` rows of `shape` per step on `machine`.
+
+    `orders` are those that ranks along pp may take turns in, by name, with the chunks each needs (0: any). `fixed` says what is
+    given (see the module), `divided` along which of pp and cp there must be several ranks, `exchange` how many of those along cp
+    swap tokens for heads ("": any number), `reruns` what may be computed again. With `at_once` no more micro-batches go through
+    than ranks along pp take at once. A row is divided while `least` tokens are left on a rank; it has `longest` at most (0: any
+    number), where a model has learnt its positions. Of devices of several
+    `kinds`, said by their numbers, each copy takes one. `base` is what every layout has (its dtype, its kernels, where ranks
+    stand).
+    """
+
+    shape: Shape
+    machine: Machine
+    batch: int
+    orders: Mapping[str, tuple[Order, int]] = field(default_factory=lambda: {"1f1b": (Order(), 1)})
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    divided: tuple[str, ...] = ()
+    exchange: Literal["", "none", "all", "some"] = ""
+    reruns: tuple[Rerun, ...] = RERUNS
+    at_once: bool = False
+    least: int = LONG
+    longest: int = 0
+    kinds: tuple[int, ...] = ()
+    base: Layout = field(default_factory=Layout)
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a device that a plan may count on."""
+        return SHARE * self.machine.device.memory
+
+    def faults(self) -> Iterator[Fault]:
+        """What contradicts itself in it."""
+        yield from self.shape.faults()
+        if self.batch < 1:
+            yield Fault(f"a batch of {self.batch} rows", "write a whole number above 0", "batch")
+        sizes = {"batch": self.batch, "sequence": self.shape.sequence, "devices": self.machine.count}
+        if large := [Fault(f"{size:.3g} is beyond {MOST:,}", "write fewer", name) for name, size in sizes.items() if size > MOST]:
+            yield from large
+            return
+        for word, size in self.fixed.items():
+            if word not in KNOWN:
+                yield Fault(f"'{word}' is nothing that a search divides", nearest(word, KNOWN), word)
+            elif size < (0 if word == "shards" else 1):
+                yield Fault(f"{word} {size}", "write a whole number above 0", word)
+        able = {word: size for word, size in self.fixed.items() if word in KNOWN and (size > 0 or word == "shards")}
+        rest = replace(self, fixed=able)
+        yield from rest._axis_faults()
+        yield from rest._shape_faults()
+        yield from rest._row_faults() if self.batch > 0 else ()
+        yield from rest._share_faults()
+        yield from rest._turn_faults()
+
+    def _axis_faults(self) -> Iterator[Fault]:
+        """Axes that do not make up the devices."""
+        count = self.machine.count
+        given = {axis: self.fixed[axis] for axis in AXES if axis in self.fixed}
+        alone = [axis for axis, size in given.items() if count % size]
+        for axis in alone:
+            yield Fault(
+                f"{axis} {given[axis]} on {count} devices", "every rank has a device: write a divisor of their number", axis
+            )
+        product, words = prod(given.values()), " x ".join(f"{axis} {size}" for axis, size in given.items())
+        whole = len(given) == len(AXES)
+        if not alone and (product != count if whole else count % product):
+            text = f"{words} are {product} ranks, and there are {count} devices"
+            fix = f"fix fewer axes, or give {count // product * product or product} devices"
+            yield Fault(text, fix, " ".join(given))
+
+    def _shape_faults(self) -> Iterator[Fault]:
+        """Axes that the model cannot be divided along."""
+        shape, tp, pp, cp = self.shape, *(self.fixed.get(axis, 1) for axis in ("tp", "pp", "cp"))
+        if shape.heads > 0 and shape.heads % tp:
+            text = f"tp {tp} ranks share {shape.heads} heads"
+            yield Fault(text, "each takes as many: choose a divisor of the heads", "tp")
+        if pp * self.fixed.get("chunks", 1) > shape.layers > 0:
+            chunks = f" x {self.fixed['chunks']} chunks" if "chunks" in self.fixed else ""
+            yield Fault(f"pp {pp}{chunks} for {shape.layers} layers", "each part has a layer: choose fewer", "pp")
+        if cp > 1 and 2 * cp > shape.sequence > 0:
+            text = f"cp {cp} ranks take an early and a late part each of rows of {shape.sequence} tokens"
+            yield Fault(text, f"choose {shape.sequence // 2} ranks at most, or longer rows: --sequence", "cp")
+        if self.exchange == "all" and shape.heads > 0 and shape.heads // tp % cp:
+            text = f"cp {cp} ranks exchange tokens for {shape.heads // tp} heads"
+            yield Fault(text, "each takes as many heads: choose a divisor of them, or let keys go round", "cp")
+
+    def _row_faults(self) -> Iterator[Fault]:
+        """Rows that do not come out even."""
+        dp, micro = self.fixed.get("dp", 1), self.fixed.get("micro", 1)
+        if self.batch % dp:
+            text = f"a batch of {self.batch} rows on dp {dp} copies"
+            fix = f"each copy takes as many: a batch of {-(-self.batch // dp) * dp}, or another dp"
+            yield Fault(text, fix, "batch")
+        elif self.batch // dp % micro:
+            text = f"{self.batch // dp} rows of a copy in micro-batches of {micro}"
+            text = text if dp > 1 else f"a batch of {self.batch} rows in micro-batches of {micro}"
+            yield Fault(text, "they are equal: choose a divisor of the rows", "micro")
+
+    def _share_faults(self) -> Iterator[Fault]:
+        """Shares of nothing."""
+        shards, within = self.fixed.get("shards"), self.fixed.get("within")
+        if shards is not None and shards > 3:
+            yield Fault(f"states in shares of stage {shards}", "stages are 0, 1, 2 and 3", "shards")
+        if shards and self.fixed.get("dp") == 1 and self.fixed.get("cp", 1) == 1 and "cp" in self.fixed:
+            yield Fault(f"shares of stage {shards} on one copy", "leave one of dp and cp open, or share nothing", "shards")
+        if within and self.machine.count % within:
+            text = f"groups of {within} copies on {self.machine.count} devices"
+            yield Fault(text, "groups are equal: choose a divisor of the number of devices", "within")
+        if within and shards == 0:
+            yield Fault(f"groups of {within} copies share nothing", "share states, in stage 1 to 3, or fix no group", "within")
+        if within and self.fixed.get("dp", within) % within:
+            text = f"groups of {within} copies of dp {self.fixed['dp']}"
+            yield Fault(text, "groups are equal: choose a divisor of dp", "within")
+
+    def _turn_faults(self) -> Iterator[Fault]:
+        """Orders without ranks that could take turns."""
+        pp, chunks = self.fixed.get("pp"), self.fixed.get("chunks", 0)
+        for axis in self.divided:
+            if self.fixed.get(axis) == 1:
+                yield Fault(f"{axis} 1, and what is fixed needs several ranks along it", f"fix {axis} at 2 or more, or not", axis)
+        if chunks and not any(parts in (0, chunks) for _, parts in self.orders.values()):
+            named = ", ".join(f"{name} has {parts}" for name, (_, parts) in self.orders.items())
+            yield Fault(f"{chunks} chunks, and {named}", "fix no chunks, or an order that takes any number of them", "chunks")
+        if pp and pp % 2 and pp > 1 and all(order.both for order, _ in self.orders.values()):
+            yield Fault(f"pp {pp}, and {', '.join(self.orders)} enters at both ends", "choose an even number of ranks", "pp")

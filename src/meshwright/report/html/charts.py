@@ -1,0 +1,147 @@
+"""The drawings of a report: curves, the timeline of a step, where time and memory went. Plotly figures, no HTML.
+
+Texts that come from a run (names of blocks, of runs) are escaped here: plotly reads tags in them.
+"""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from meshwright.report.timeline.run_record import Record
+from meshwright.report.timeline.step_timeline import Bar, Timeline
+
+RUNS = ("#2563eb", "#ea580c")  # the first run and the second
+COLOURS = {
+    "forward": "#3b82f6",
+    "backward": "#10b981",
+    "packing": "#a3a3a3",
+    "communication": "#f59e0b",
+    "exposed communication": "#dc2626",
+    "waiting": "#dc2626",
+    "optimizer": "#8b5cf6",
+    "data": "#14b8a6",
+    "evaluate": "#db2777",
+    "save": "#78716c",
+    "step": "#3b82f6",
+    "other": "#d4d4d8",
+    "parameters": "#3b82f6",
+    "gradients": "#10b981",
+    "master": "#6366f1",
+    "moments": "#8b5cf6",
+    "buckets": "#f59e0b",
+    "activations": "#ec4899",
+}
+POINTS = 4000  # of a curve; of more, every n-th is drawn
+PANELS = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate", "tokens_per_s": "tokens per second"}
+SOMETIMES = {"noise_scale": "gradient noise scale (samples)"}  # panels of what only some runs measure
+LAYOUT: Mapping[str, Any] = {
+    "template": "plotly_white",
+    "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#27272a"},
+    "margin": {"l": 60, "r": 16, "t": 34, "b": 40},
+    "hoverlabel": {"namelength": -1},
+}
+
+
+def curves(records: Sequence[Record]) -> go.Figure:
+    """Loss (evaluations as dots), gradient norm, learning rate and speed over the global step, every run in its colour.
+
+    Where a run has measured it, the noise of the gradient too.
+    """
+    lines = [line for record in records for line in record.steps]
+    panels = PANELS | {key: title for key, title in SOMETIMES.items() if any(line.get(key) is not None for line in lines)}
+    rows = -(-len(panels) // 2)
+    spacing = {"vertical_spacing": 0.28 / rows, "horizontal_spacing": 0.08}
+    figure = make_subplots(rows=rows, cols=2, subplot_titles=list(panels.values()), **spacing)
+    for record, colour in zip(records, RUNS, strict=False):
+        steps = record.steps[:: -(-len(record.steps) // POINTS) or 1]
+        for place, key in enumerate(panels):
+            shown = [line for line in steps if isinstance(line.get(key), int | float)]
+            figure.add_scatter(
+                **_points(shown, key),
+                **{"mode": "lines" if len(shown) > 1 else "markers", "line": {"color": colour, "width": 1.8}},
+                **{"name": escape(record.name), "legendgroup": record.name, "showlegend": place == 0},
+                **{"row": place // 2 + 1, "col": place % 2 + 1},
+            )
+        evaluated = [line for line in record.evaluations if isinstance(line.get("loss"), int | float)]
+        if evaluated:
+            look = {"mode": "lines+markers", "line": {"color": colour, "width": 1, "dash": "dot"}, "marker": {"size": 6}}
+            figure.add_scatter(**_points(evaluated, "loss"), **look, name=f"{escape(record.name)}: evaluation", row=1, col=1)
+    figure.update_layout(**LAYOUT, height=280 * rows, legend={"orientation": "h", "y": 1.1})
+    figure.update_xaxes(title_text="step", row=rows)
+    figure.update_yaxes(rangemode="tozero", row=2)
+    return figure
+
+
+def _points(lines: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[Any]]:
+    return {"x": [line["step"] for line in lines], "y": [line[key] for line in lines]}
+
+
+def timeline_figure(found: Timeline) -> go.Figure:
+    """The step on its lanes, planned above measured, on one scale of milliseconds when both are measured."""
+    parts = [bars for bars in (found.planned, found.measured) if bars]
+    titles = [*(["planned"] if found.planned else []), *([f"measured, step {found.step}"] if found.measured else [])]
+    rows = [len({bar.row for bar in bars}) for bars in parts]
+    figure = make_subplots(
+        rows=len(parts), cols=1, shared_xaxes=True, subplot_titles=titles, row_heights=rows, vertical_spacing=0.16 / len(parts)
+    )
+    shown: set[str] = set()
+    for place, bars in enumerate(parts, start=1):
+        for part in dict.fromkeys(bar.part for bar in bars):
+            figure.add_bar(
+                **_bars([bar for bar in bars if bar.part == part], part, found), **_legend(part, shown), row=place, col=1
+            )
+        names = sorted({bar.row for bar in bars}, key=_row_order, reverse=True)
+        figure.update_yaxes(categoryorder="array", categoryarray=names, row=place, col=1)
+    legend = {"orientation": "h", "yref": "container", "y": 0.0, "yanchor": "bottom"}
+    figure.update_layout(**LAYOUT, barmode="overlay", bargap=0.25, height=190 + 30 * sum(rows), legend=legend)
+    figure.update_layout(margin_l=130, margin_b=90)
+    title = "milliseconds since the step began" if found.scaled else "order and share of operations; no times are known"
+    figure.update_xaxes(title_text=title, showticklabels=found.scaled, row=len(parts), col=1)
+    return figure
+
+
+def _bars(bars: Sequence[Bar], part: str, found: Timeline) -> dict[str, Any]:
+    unit = "%{x:.3f} ms" if found.scaled else ""
+    return {
+        "y": [bar.row for bar in bars],
+        "x": [bar.length for bar in bars],
+        "base": [bar.begin for bar in bars],
+        "orientation": "h",
+        "marker": {"color": COLOURS[part], "line": {"color": "white", "width": 0.6}},
+        "customdata": [[escape(bar.name), escape(bar.said)] for bar in bars],
+        "hovertemplate": f"<b>%{{customdata[0]}}</b> {unit}<br>%{{customdata[1]}}<extra></extra>",
+    }
+
+
+def _legend(part: str, shown: set[str]) -> dict[str, Any]:
+    first = part not in shown
+    shown.add(part)
+    return {"name": part, "legendgroup": part, "showlegend": first}
+
+
+def _row_order(row: str) -> tuple[int, int, str]:
+    """By rank (a role stands first), then run, compute, wire."""
+    words = row.split()
+    rank = int(words[1]) if words[0] == "rank" else -1
+    lane = next((i for i, lane in enumerate(("run", "compute", "wire")) if lane in words), 3)
+    return rank, lane, row
+
+
+def stacked(rows: Mapping[str, Mapping[str, float]], title: str) -> go.Figure:
+    """A bar per row, cut into parts; `rows` is row -> part -> amount in the unit that `title` names."""
+    figure = go.Figure()
+    names = list(rows)
+    for part in dict.fromkeys(part for parts in rows.values() for part in parts):
+        amounts = [rows[name].get(part, 0.0) for name in names]
+        if any(amounts):
+            colour = COLOURS.get(part, COLOURS["other"])
+            hover = f"{escape(part)}: %{{x:.4g}}<extra>%{{y}}</extra>"
+            figure.add_bar(x=amounts, y=names, orientation="h", name=escape(part), marker_color=colour, hovertemplate=hover)
+    legend = {"orientation": "h", "yref": "container", "y": 1.0, "yanchor": "top", "traceorder": "normal"}
+    figure.update_layout(**LAYOUT, barmode="stack", height=130 + 30 * len(names), legend=legend)
+    figure.update_yaxes(categoryorder="array", categoryarray=names[::-1])
+    figure.update_xaxes(title_text=title, rangemode="tozero")
+    return figure

@@ -1,0 +1,158 @@
+"""In words: which tokens of a sample each rank has, and what the busiest has to do of attention.
+
+The dtype of each role as a table (`engine/precision.py` says what they are for), and in one line.
+
+What a plan says that does not compute what one device computes: how old the weights are, and what is kept of them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from rich.table import Column, Table
+from rich.text import Text
+
+from meshwright.model.tensor_parallel.layer_roles import NUMBERED
+from meshwright.plan.job.errors import size
+from meshwright.plan.model_spec.sequence_info import Deal, Tokens
+from meshwright.plan.optimizer_spec import HALVED, QUANTISED
+from meshwright.plan.plan import Plan
+from meshwright.plan.step.action import Action
+from meshwright.plan.step.single_device import steps
+from meshwright.plan.step.weight_stashing import staleness
+
+PACKED, ENDS = "documents of a sixth, a third and a half of a row", (1 / 6, 1 / 2)  # what masks are is not known before
+EVEN = 0.05  # of the mean, which is not worth a word
+LONG = 1 << 13  # tokens; longer rows are as even
+
+
+def token_words(plan: Plan) -> dict[str, str]:
+    """How tokens are dealt to ranks, by heading; nothing where every rank has all of its samples."""
+    space, tokens = plan.space, plan.anatomy.tokens
+    if space.deal is None or tokens is None:
+        return {}
+    said = f"{tokens.length:,} of each sample on {space.deal.ranks} ranks: {_each(space.deal, tokens.length)} each"
+    said += "".join(f", and {length:,}: {_each(space.deal, length)}" for length in tokens.lengths[1:])
+    said += "".join(f"; {each}" for each in _evenness(space.deal, tokens))
+    reach = max((each.reach for each in tokens.convolves), default=0)
+    said += f"; convolutions take in up to {reach:,} neighbours of a token, of other ranks too" if reach else ""
+    whole = dict.fromkeys(NUMBERED.sub("*", each.visit) for each in tokens.visits if not tokens.run_by(each.visit))
+    said += f"; every rank runs {', '.join(whole)} on all there is" if whole else ""
+    if tokens.met:
+        numel = sum(each.numel for each in tokens.met)
+        behind = ", ".join(dict.fromkeys(f"glue behind {each.visit}" if each.visit else "the loss" for each in tokens.met))
+        said += f"; {behind} needs other ranks' tokens: {numel:,} elements per sample are brought together"
+        said += " for a batch like the example (it looks at values: another one may need others)" if tokens.looks else ""
+    return {"tokens": said}
+
+
+def _each(deal: Deal, length: int) -> str:
+    counts = deal.counts(length)
+    return f"{min(counts):,}" if min(counts) == max(counts) else f"{min(counts):,} to {max(counts):,}"
+
+
+def _evenness(deal: Deal, tokens: Tokens) -> Iterator[str]:
+    """How even ranks compute attention: under causal masks, and of masks, which are data, under one of packed documents."""
+    kinds = {
+        "causal attention": (any(attend.causal for attend in tokens.attends), ()),
+        f"attention under a mask, such as {PACKED}": (any(attend.masked for attend in tokens.attends), ENDS),
+    }
+    for name, (met, ends) in kinds.items():
+        if met:
+            share = busiest(deal, tokens.length, ends)
+            yield f"{name}: the busiest rank has {share:.2f} x the mean{_better(deal, tokens.length, ends, share)}"
+
+
+def _better(deal: Deal, length: int, ends: Sequence[float], share: float) -> str:
+    """What would be more even than `share`, if anything: `zigzag` before what serves less often."""
+    ways = {"zigzag": replace(deal, folded=True, striped=False), "striped": replace(deal, folded=False, striped=True)}
+    found = {name: busiest(way, length, ends) for name, way in ways.items()} if deal.ranks > deal.inner else {}
+    name = min(found, key=lambda each: round(found[each], 2), default="")
+    return f' (balance = "{name}": {found[name]:.2f})' if name and share - found[name] > EVEN else ""
+
+
+def busiest(deal: Deal, length: int, ends: Sequence[float] = ()) -> float:
+    """What the busiest rank has of the pairs of tokens that a mask leaves, over the mean of all ranks.
+
+    Each token looks at itself and those before it in its document; documents end at `ends`, as shares of the row, and with it.
+    """
+    length = min(length, LONG)
+    stops = [0, *(int(length * end) for end in ends), length]
+    firsts = range(0, deal.ranks, deal.inner)  # of those that have the same tokens for attention, and some of the heads each
+    work = [sum(_pairs(stops, *span) for span in deal.together(length, first)) for first in firsts]
+    return max(work) * len(work) / sum(work)
+
+
+def _pairs(stops: Sequence[int], begin: int, end: int) -> int:
+    """Over the positions from `begin` up to `end`, the sum of how many each looks at."""
+    found = 0
+    for start, stop in pairwise(stops):
+        low, high = max(begin, start) - start, min(end, stop) - start
+        found += (high * (high + 1) - low * (low + 1)) // 2 if high > low else 0
+    return found
+
+
+MEANINGS = {
+    "parameters": "what blocks use and what is gathered",
+    "master": "what the optimizer steps, and checkpoints hold",
+    "compute": "operands of matrix products",
+    "gradients": "the sum that the optimizer reads",
+    "reduce": "gradients under way",
+    "moments": "what the optimizer remembers",
+}
+
+
+def roles_of(plan: Plan) -> dict[str, str]:
+    """The dtype of each role, in words."""
+    roles, rule = plan.job.precision.roles, plan.job.optimizer.name
+    moments = "bfloat16" if rule in HALVED else "8 bits, scales float32" if rule in QUANTISED else roles["moments"]
+    return {**roles, "moments": moments}
+
+
+def roles_words(plan: Plan) -> str:
+    """The roles by dtype, in one line: those of one dtype together."""
+    found: dict[str, list[str]] = {}
+    roles = roles_of(plan)
+    if _steps_itself(plan):
+        roles.pop("master")
+    for role, dtype in roles.items():
+        found.setdefault(dtype, []).append(role)
+    said = "; ".join(f"{dtype} {', '.join(roles)}" for dtype, roles in found.items())
+    precision = plan.job.precision
+    return f"{said}; loss scale from {precision.loss_scale:g}" if precision.scales_loss else said
+
+
+def roles_table(plan: Plan) -> Table:
+    """Role, dtype, and what it is."""
+    table = Table(Column("role", min_width=12), "dtype", Column("what it is", overflow="fold"), box=None, header_style="bold")
+    table.padding = (0, 2, 0, 0)
+    same = {"master": "the parameters themselves"} if _steps_itself(plan) else {}
+    for role, dtype in roles_of(plan).items():
+        table.add_row(role, Text(dtype), Text(same.get(role, MEANINGS[role])))
+    return table
+
+
+def _steps_itself(plan: Plan) -> bool:
+    """Whether the optimizer steps the parameters, and no copy of them."""
+    return plan.job.precision.resolved.master == plan.job.precision.parameters
+
+
+def versions_words(plan: Plan) -> dict[str, str]:
+    """Rows of a summary of a plan that is not exact: which weights gradients meet, where every micro-batch is an update."""
+    if plan.exact:
+        return {}
+    names = ", ".join(strategy.name for strategy in plan.strategies if not strategy.exact)
+    found = {"not exact": f"{names} does not compute what one device computes"}
+    lists = [actions for _, actions in plan.program.roles]
+    if not any(map(steps, lists)):
+        return found
+    old = ", ".join(str(staleness(actions)) for actions in lists)
+    kept = [rooms(actions) for actions in lists]
+    said = ", ".join(f"{len(each)} ({size(sum(each.values()))})" if each else "none" for each in kept)
+    updates = f"{plan.num_micro}, one per micro-batch, with gradients at weights that are up to {old} updates old, by stage"
+    return found | {"updates per step": updates, "old weights kept": f"{said}, by stage"}
+
+
+def rooms(actions: tuple[Action, ...]) -> dict[str, int]:
+    """The memory in which a rank keeps old versions of its weights: bytes by name."""
+    return {hold.name: hold.nbytes for action in actions if action.kind == "STASH" for hold in action.takes}

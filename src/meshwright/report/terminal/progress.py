@@ -1,0 +1,121 @@
+"""A run as it goes on: on a terminal a small table and a bar that move, elsewhere plain lines, aligned, with their units.
+
+       step     loss  grad_norm        lr    memory  tokens/s      mfu      ETA
+     20/400   4.1234      1.234  3.00e-04   412 MiB    12,345   38.2 %  0:02:05
+
+`mfu` is the share of the devices' peak that the model's own operations make up (core/hardware.py). Where the peak is not
+known, the operations themselves stand there, in GFLOP/s. Where something is float16, `scale` follows, by which the loss of the
+next step is multiplied.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from time import perf_counter
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.plan.job.errors import size
+
+WIDTHS = {"step": 7, "loss": 7, "grad_norm": 9, "lr": 8, "memory": 8, "tokens/s": 8, "mfu": 7, "GFLOP/s": 8, "ETA": 8, "scale": 7}
+LINES = 20  # of a run that is not watched on a terminal
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What is shown of a step; `memory` in bytes. Speeds are of all ranks; None: not known, or no loss scale."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    memory: int
+    tokens_per_s: float
+    flops_per_s: float | None = None
+    mfu: float | None = None
+    loss_scale: float | None = None
+
+    def cells(self) -> dict[str, str]:
+        """The figures in words, by name."""
+        said = {
+            "loss": f"{self.loss:.4f}",
+            "grad_norm": f"{self.grad_norm:.3f}",
+            "lr": f"{self.lr:.2e}",
+            "memory": size(self.memory),
+            "tokens/s": f"{self.tokens_per_s:,.0f}",
+        }
+        if self.mfu is not None:
+            said["mfu"] = f"{100 * self.mfu:.1f} %"
+        elif self.flops_per_s is not None:
+            said["GFLOP/s"] = f"{self.flops_per_s / 1e9:,.1f}"
+        return said
+
+    def scale(self) -> dict[str, str]:
+        """The loss scale in words, where there is one."""
+        return {} if self.loss_scale is None else {"scale": f"{self.loss_scale:g}"}
+
+
+Show = Callable[[Figures], None]
+
+
+@contextmanager
+def training_view(console: Console, steps: int, first: int) -> Iterator[Show]:
+    """What to call after each step: moves a table and a bar on a terminal, prints about 20 lines elsewhere."""
+    if console.is_terminal:
+        with _moving(console, steps, first) as show:
+            yield show
+        return
+    started, often, headed = perf_counter(), max(1, steps // LINES), False
+
+    def line(figures: Figures) -> None:
+        nonlocal headed
+        step = figures.step
+        if step % often == 0 or step in (first + 1, steps):
+            left = (perf_counter() - started) / (step - first) * (steps - step)
+            cells = {"step": f"{step}/{steps}", **figures.cells(), "ETA": duration(left), **figures.scale()}
+            rows = [in_line(cells)] if headed else [in_line({name: name for name in cells}), in_line(cells)]
+            console.print("\n".join(rows), markup=False, soft_wrap=True)
+            headed = True
+
+    yield line
+
+
+def in_line(cells: Mapping[str, str]) -> str:
+    """The cells in a line, each as wide as its column."""
+    return "  ".join(f"{text:>{WIDTHS[name]}}" for name, text in cells.items())
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds, as 0:02:05."""
+    return str(timedelta(seconds=round(seconds)))
+
+
+@contextmanager
+def _moving(console: Console, steps: int, first: int) -> Iterator[Show]:
+    columns = (SpinnerColumn(), BarColumn(bar_width=None), TextColumn("ETA"), TimeRemainingColumn(compact=False))
+    bar = Progress(*columns, console=console, expand=True)
+    task = bar.add_task("train", total=steps, completed=first)
+    with Live(bar, console=console, refresh_per_second=8) as live:
+
+        def show(figures: Figures) -> None:
+            bar.update(task, completed=figures.step)
+            step = {"step": f"{figures.step}/{steps}"}
+            scale = [Text(f" loss {name} {said}") for name, said in figures.scale().items()]
+            live.update(Group(_table({**step, **figures.cells()}), *scale, bar))
+
+        yield show
+
+
+def _table(cells: Mapping[str, str]) -> RenderableType:
+    """One row under its names; it fits into 80 columns."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), header_style="bold", show_edge=False)
+    for name in cells:
+        table.add_column(name, justify="right", no_wrap=True, min_width=WIDTHS[name])
+    table.add_row(*cells.values())
+    return table

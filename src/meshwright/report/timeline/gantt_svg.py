@@ -1,0 +1,130 @@
+"""A schedule as an SVG that needs nothing else: a row of boxes per rank, what it holds as a hill below, parts on one scale.
+
+    planned       [F0][F1]      [B0   ][B1   ]      box: its kind's colour, darker for later parts of a rank, a title to hover
+    rank 0        .oooo..........oooooooooooooo.    red ground: the rank waits; amber: for a message on its way
+    measured      ...
+
+Whoever opens it needs no network and no script.
+
+The turns of a run through the parts of its model, as an SVG for its report: planned above measured, where that was traced.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+
+from meshwright.plan.job.errors import size
+from meshwright.plan.step.simulator import Rows, Span, Stuck
+from meshwright.report.timeline.gantt_text import MEANINGS, Units, words
+from meshwright.report.timeline.run_record import Record
+from meshwright.report.timeline.stage_table import row_word
+from meshwright.report.timeline.stage_turns import acts_on_paper, acts_traced, gantt_rows
+from meshwright.report.timeline.step_timeline import lengths, steps_traced
+
+COLOURS = {
+    "F": ("#93c5fd", "#3b82f6", "#1d4ed8"),
+    "B": ("#6ee7b7", "#10b981", "#047857"),
+    "I": ("#5eead4", "#14b8a6", "#0f766e"),
+    "W": ("#c4b5fd", "#8b5cf6", "#6d28d9"),
+    "~": ("#fbbf24",),
+    ".": ("#fee2e2",),
+}
+HELD = "#ec4899"
+LEFT, RIGHT, TOP, LEGEND = 70, 60, 26, 30  # pixels round the rows
+BOX, HILL, GAP = 20, 14, 6  # heights of a row, and of what it holds
+LETTER = 6.5  # the width of a letter in a label
+
+
+def order_svg(parts: Mapping[str, Rows], width: int = 1100, units: Units | None = None) -> str:
+    """The `parts`, such as planned and measured, as the text of an SVG `width` pixels wide. `units` say times and amounts."""
+    units = units or Units()
+    end = max((span.end for rows in parts.values() for row in rows for span in row), default=0.0) or 1.0
+    scale = (width - LEFT - RIGHT) / end
+    body: list[str] = []
+    y = 8.0
+    for name, rows in parts.items():
+        body.append(_text(LEFT, y + 14, f"{name}: {words(rows, units)}", weight="bold"))
+        y += TOP
+        most = max((span.held for row in rows for span in row), default=0.0)
+        for rank, row in enumerate(rows):
+            body += _row(rank, row, y, scale, end, units)
+            y += BOX
+            if most:
+                body.append(_hill(row, y, scale, most))
+                body.append(_text(LEFT + end * scale + 4, y + HILL, units.much(max((s.held for s in row), default=0.0))))
+                y += HILL
+            y += GAP
+    body += _legend(parts, y + 4)
+    height = y + LEGEND
+    frame = f'width="{width}" height="{height:g}" viewBox="0 0 {width} {height:g}"'
+    look = 'font-family="system-ui, sans-serif" font-size="11" fill="#27272a"'
+    ground = f'<rect width="{width}" height="{height:g}" fill="white"/>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {frame} {look}>{ground}{"".join(body)}</svg>\n'
+
+
+def _row(rank: int, row: Sequence[Span], y: float, scale: float, end: float, units: Units) -> Iterator[str]:
+    yield _text(8, y + 14, f"{units.rank} {rank}")
+    yield f'<rect x="{LEFT}" y="{y:g}" width="{end * scale:.2f}" height="{BOX}" fill="{COLOURS["."][0]}"/>'
+    for span in row:
+        x, length = LEFT + span.begin * scale, (span.end - span.begin) * scale
+        shades = COLOURS[span.kind]
+        colour = shades[min(span.chunk, len(shades) - 1)]
+        box = f'x="{x:.2f}" y="{y:g}" width="{length:.2f}" height="{BOX}" fill="{colour}"'
+        title = f"<title>{escape(_title(span, units))}</title>"
+        yield f'<rect {box} stroke="white" stroke-width="{0.5 if length > 4 else 0}">{title}</rect>'
+        label = str(span.micro)
+        if span.kind != "~" and len(label) * LETTER < length:
+            ink = "white" if span.chunk else "#18181b"
+            yield _text(x + length / 2, y + 14, label, anchor="middle", ink=ink)
+
+
+def _title(span: Span, units: Units) -> str:
+    what = MEANINGS[span.kind]
+    which = (
+        "" if span.kind == "~" else f" of micro-batch {span.micro}" + (f", part {span.chunk} of the rank" if span.chunk else "")
+    )
+    holds = f", {units.much(span.held)} held" if span.held else ""
+    return f"{what}{which}: {units.long(span.begin)} .. {units.long(span.end)}{holds}"
+
+
+def _hill(row: Sequence[Span], y: float, scale: float, most: float) -> str:
+    """What the rank holds over time, as steps."""
+    base = y + HILL
+    path = [f"M{LEFT} {base:g}"]
+    for span in row:
+        for amount, at in ((span.held, span.begin), (span.left, span.end)):
+            path.append(f"H{LEFT + at * scale:.2f}V{base - amount / most * (HILL - 1):.2f}")
+    return f'<path d="{"".join(path)}V{base:g}Z" fill="{HELD}" fill-opacity="0.45"/>'
+
+
+def _legend(parts: Mapping[str, Rows], y: float) -> Iterator[str]:
+    shown = {span.kind for rows in parts.values() for row in rows for span in row} | {"."}
+    x = float(LEFT)
+    for kind in (kind for kind in MEANINGS if kind in shown):
+        yield f'<rect x="{x:g}" y="{y:g}" width="12" height="12" fill="{COLOURS[kind][0]}"/>'
+        yield _text(x + 17, y + 10, MEANINGS[kind])
+        x += 34 + LETTER * len(MEANINGS[kind])
+    if any(span.held for rows in parts.values() for row in rows for span in row):
+        yield f'<rect x="{x:g}" y="{y:g}" width="12" height="12" fill="{HELD}" fill-opacity="0.45"/>'
+        yield _text(x + 17, y + 10, "held, and its peak")
+
+
+def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: str = "", ink: str = "") -> str:
+    more = (f' font-weight="{weight}"' if weight else "") + (f' fill="{ink}"' if ink else "")
+    return f'<text x="{x:.2f}" y="{y:g}" text-anchor="{anchor}"{more}>{escape(text)}</text>'
+
+
+def schedule_svg(record: Record) -> str:
+    """The drawing; "" where each rank runs the whole model, or where the run has not said what its parts are."""
+    program, parts = record.program, record.about.get("parts", [])
+    if program is None or len(program.roles) < 2 or len(parts) < 2:
+        return ""
+    events, step = steps_traced(record)
+    known = lengths(record, events) if step is not None else {}
+    try:
+        found: dict[str, Rows] = {"planned": gantt_rows(acts_on_paper(program, known), program, parts)}
+    except Stuck:  # a damaged file: such a list has been refused long before
+        return ""
+    if step is not None:
+        found[f"measured, step {step}"] = gantt_rows(acts_traced(program, events, step, record.world), program, parts)
+    long = "{:.4g} ms".format if known else (lambda flops: f"{flops:.4g} operations")
+    return order_svg(found, units=Units(long, size, row_word(record.world, len(program.roles))))

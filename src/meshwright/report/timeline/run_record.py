@@ -1,0 +1,170 @@
+"""What the folder of a run holds, read for its report: forgiving where a run was killed, or is still going.
+
+    metrics.jsonl       a line per step, and lines of a `kind` (evaluation, ...); of several of one step the last counts
+    plan.toml           every key of the plan
+    about.json          the plan in words, its program, versions, machine
+    ranks/rank-N.json   seconds, memory and bytes sent, per rank
+    trace/rank-N.json   traced steps, act by act
+
+Only metrics or a plan must be there. Nothing is written, nothing is run, neither the model nor the data is needed. What is
+missing or damaged is a note, in words.
+"""
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.step.action import Program, program_of
+
+Table = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run as its folder shows it. `steps` and `evaluations` are lines of metrics in order of their step."""
+
+    name: str
+    steps: list[Table]
+    evaluations: list[Table]
+    settings: Mapping[str, Any]
+    about: Table = field(default_factory=dict)
+    program: Program | None = None
+    ranks: Mapping[int, Table] = field(default_factory=dict)
+    traces: Mapping[int, Table] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def world(self) -> int:
+        """The number of ranks, as far as it is known."""
+        return int(self.about.get("world", len(self.ranks) or 1))
+
+
+def read_record(folder: Path) -> Record:
+    """What the run in `folder` left. Raises PlanError for a folder that is none of a run."""
+    _refuse_others(folder)
+    notes: list[str] = []
+    lines = list(_lines(folder / "metrics.jsonl", notes))
+    steps = {line["step"]: line for line in lines if not line.get("kind") and "loss" in line}
+    evaluations = {line["step"]: line for line in lines if line.get("kind") == "evaluation"}
+    about = _object(folder / "about.json", notes)
+    program = _program(about, notes)
+    world = about.get("world")
+    ranks, traces = (_by_rank(folder / name, world, notes) for name in ("ranks", "trace"))
+    if not steps:
+        notes.append("no step has ended yet")
+    return Record(
+        folder.resolve().name,
+        [steps[step] for step in sorted(steps)],
+        [evaluations[step] for step in sorted(evaluations)],
+        _settings(folder / "plan.toml", notes),
+        about,
+        program,
+        ranks,
+        {rank: trace for rank, trace in traces.items() if isinstance(trace.get("traceEvents"), list)},
+        tuple(notes),
+    )
+
+
+def differences(one: Record, other: Record) -> list[tuple[str, str, str]]:
+    """The keys in which two plans differ, each with both values; what only names a place or a file is left out."""
+    skipped = ("plan_hash", "version", "run.folder")
+    keys = dict.fromkeys([*one.settings, *other.settings])
+    found = [(key, one.settings.get(key), other.settings.get(key)) for key in keys if key not in skipped]
+    return [(key, _shown(mine), _shown(theirs)) for key, mine, theirs in found if mine != theirs]
+
+
+def _shown(value: object) -> str:
+    return "(not set)" if value is None else str(value)
+
+
+def _refuse_others(folder: Path) -> None:
+    if any((folder / name).is_file() for name in ("metrics.jsonl", "plan.toml")):
+        return
+    fix = "name a run's folder: the run.folder of its config"
+    if not folder.exists():
+        raise PlanError("there is no such folder", fix=fix, where=str(folder))
+    if not folder.is_dir():
+        raise PlanError("this is a file; needed is the folder of a run", fix=f"try {folder.parent}", where=str(folder))
+    inside = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
+    fix = f"name one of the runs in it: {', '.join(inside[:5])}" if inside else fix
+    raise PlanError("no run was here: there is no metrics.jsonl and no plan.toml", fix=fix, where=str(folder))
+
+
+def _lines(path: Path, notes: list[str]) -> Iterator[Table]:
+    if not path.is_file():
+        return
+    texts = path.read_bytes().split(b"\n")
+    for number, text in enumerate(texts, start=1):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+        except ValueError:
+            line = None
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            yield line
+        elif number == len(texts):
+            notes.append("the last line of metrics.jsonl is not whole yet, and was left out")
+        else:
+            notes.append(f"line {number} of metrics.jsonl cannot be read, and was left out")
+
+
+def _object(path: Path, notes: list[str]) -> dict[str, Any]:
+    """The JSON object in `path`; empty when there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError:
+        found = None
+    if isinstance(found, dict):
+        return found
+    notes.append(f"{path.name} cannot be read, and was left out")
+    return {}
+
+
+def _by_rank(folder: Path, world: object, notes: list[str]) -> dict[int, Table]:
+    """The object of each rank that the run has; files of ranks beyond `world` are left from an earlier start."""
+    found = {}
+    for path in folder.glob("rank-*.json"):
+        number = path.stem.removeprefix("rank-")
+        if number.isdecimal() and not (isinstance(world, int) and int(number) >= world):
+            said = _object(path, notes)
+            found |= {int(number): said} if said else {}
+    return dict(sorted(found.items()))
+
+
+def _program(about: Table, notes: list[str]) -> Program | None:
+    if "program" not in about:
+        return None
+    try:
+        return program_of(about["program"])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        notes.append("the program in about.json cannot be read, and was left out")
+        return None
+
+
+def _settings(path: Path, notes: list[str]) -> dict[str, Any]:
+    """The keys of a plan file, dotted; the strategies by their place in the list."""
+    if not path.is_file():
+        return {}
+    try:
+        return dict(_flat(tomllib.loads(path.read_text(encoding="utf-8"))))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+        notes.append("plan.toml cannot be read, and was left out")
+        return {}
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            for place, item in enumerate(value):
+                yield from _flat(item, f"{prefix}{key}.{item.get('name', place)}.")
+        elif isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,150 @@
+"""A model in parts, as tables and as a drawing: which blocks lie where, what crosses each border, and who works when."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Column, Table
+from rich.text import Text
+
+from meshwright.plan.job.errors import size
+from meshwright.plan.model_spec.stage_boundaries import Borders, Value
+from meshwright.plan.plan import Plan
+from meshwright.plan.step.simulator import Rows
+from meshwright.report.timeline.gantt_text import Units, order_view, words
+from meshwright.report.timeline.stage_turns import Parts, acts_on_paper, gantt_rows, in_flight
+
+AMOUNT = 14  # columns for an amount at the end of a line
+SHOWN = 12  # rows of a table, unless all are asked for
+Row = TypeVar("Row")
+SCALES = ("", "K", "M", "G", "T", "P")
+
+
+def parts_of(plan: Plan) -> Parts:
+    """The visits of each part, in order of the forward; one part where each rank runs the whole model."""
+    return [part.visits for part in plan.space.parts] or [plan.anatomy.visits]
+
+
+def parts_view(plan: Plan, *, every: bool = False) -> RenderableType | None:
+    """The parts of `plan`, the values between them and the order of the turns; None where each rank runs the whole model.
+
+    `every` shows all rows, and the drawing with every label.
+    """
+    if not plan.space.stages or plan.anatomy.borders is None:
+        return None
+    return Group(
+        *_idle(plan),
+        _parts_table(plan, every=every),
+        "",
+        _values_table(plan, plan.anatomy.borders, every=every),
+        "",
+        _Drawing(plan, every),
+    )
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """The turns on paper, as wide as the terminal is."""
+
+    plan: Plan
+    every: bool
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        found = turns_on_paper(self.plan)
+        end = max((span.end for row in found for span in row), default=0.0)
+        known = any(self.plan.anatomy.flops)
+        units = Units(partial(_work, end) if known else "{:.4g}".format, _bytes, row_word(self.plan.mesh.world, len(found)))
+        yield order_view(
+            {"planned, by operations" if known else "planned": found}, options.max_width - AMOUNT, units, whole=self.every
+        )
+
+
+def turns_on_paper(plan: Plan) -> Rows:
+    """When each role of `plan` is at which turn, to the scale of its operations; messages take no time."""
+    return gantt_rows(acts_on_paper(plan.program, {}), plan.program, parts_of(plan))
+
+
+def row_word(world: int, roles: int) -> str:
+    """What a row of a drawing is called: a rank, or a stage where several ranks have the same role."""
+    return "rank" if world == roles else "stage"
+
+
+def _idle(plan: Plan) -> Iterator[Text]:
+    """A word where there are too few micro-batches to keep all ranks of a line at work."""
+    ranks = len(plan.space.stages)
+    if plan.num_micro < ranks:
+        found = turns_on_paper(plan)
+        said = words(found).split(", ")[1]
+        text = f"{plan.num_micro} micro-batch{'es' if plan.num_micro > 1 else ''} for {ranks} ranks in a line: {said}. "
+        text += f"With a smaller micro_batch (now {plan.micro_batch}), or a larger train.batch, more of them work at a time"
+        yield Text(f"{text}\n", style="yellow")
+
+
+def _work(end: float, flops: float) -> str:
+    """Operations, in the unit that fits the longest."""
+    power = next((power for power in range(len(SCALES) - 1) if end < 1000 ** (power + 1)), len(SCALES) - 1)
+    return f"{flops / 1000**power:.4g} {SCALES[power]}FLOP"
+
+
+def _bytes(amount: float) -> str:
+    return size(round(amount))
+
+
+def _parts_table(plan: Plan, *, every: bool) -> Table:
+    heads = ("parameters", "work", "in flight")
+    columns = [Column(head, justify="right") for head in heads]
+    where = row_word(plan.mesh.world, len(plan.space.stages))
+    table = Table(Column("part"), Column(where), Column("blocks", overflow="fold"), *columns, box=None, header_style="bold")
+    table.padding = (0, 2, 0, 0)
+    parts, flops = parts_of(plan), dict(zip(plan.anatomy.visits, plan.anatomy.flops, strict=True))
+    for number, part in _first(list(enumerate(parts)), every=every):
+        own = set(part)
+        stages = [index for index, stage in enumerate(plan.space.stages) if own <= set(stage)]
+        numel = sum(weight.numel for weight in plan.anatomy.weights if own & set(plan.anatomy.needing(weight)))
+        work = 100 * sum(map(flops.__getitem__, part)) / (sum(plan.anatomy.flops) or 1)
+        most = max(in_flight(plan.program.roles[index][1], part) for index in stages)
+        blocks = part[0] if len(part) == 1 else f"{part[0]} .. {part[-1]} ({len(part)})"
+        cells = (str(number), ", ".join(map(str, stages)), blocks, f"{numel:,}", f"{work:.1f} %", f"{most} of {plan.num_micro}")
+        table.add_row(*map(Text, cells))
+    _say_hidden(table, len(parts), every=every)
+    return table
+
+
+def _values_table(plan: Plan, borders: Borders, *, every: bool) -> Table:
+    """What is live at each border, skips over several parts at each that they pass."""
+    columns = (
+        Column("border"),
+        Column("value", overflow="fold"),
+        Column("goes"),
+        Column("shape"),
+        Column("bytes", justify="right"),
+    )
+    table = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
+    of = {visit: number for number, part in enumerate(parts_of(plan)) for visit in part}
+    found = [(number, value) for number, cut in enumerate(plan.space.cuts, start=1) for value in borders.live(cut)]
+    for number, value in _first(found, every=every):
+        table.add_row(*map(Text, (f"{number - 1} | {number}", str(value), _way(value, of), *_amount(value, plan.micro_batch))))
+    _say_hidden(table, len(found), every=every)
+    return table
+
+
+def _way(value: Value, of: dict[str, int]) -> str:
+    """From part to part: a value goes from each that uses it to the next one that does."""
+    return " > ".join(map(str, sorted({of[value.made], *(of[visit] for visit in value.used)})))
+
+
+def _amount(value: Value, rows: int) -> tuple[str, str]:
+    shape = " x ".join(map(str, value.shape(rows)))
+    back = ", and back" if value.needed else ""
+    return f"{shape} {value.dtype}", f"{size(value.nbytes(rows))}{back}"
+
+
+def _first(found: Sequence[Row], *, every: bool) -> Iterator[Row]:
+    yield from found if every else found[:SHOWN]
+
+
+def _say_hidden(table: Table, count: int, *, every: bool) -> None:
+    if count > SHOWN and not every:
+        table.caption, table.caption_justify = f"and {count - SHOWN} more (--all shows them)", "left"

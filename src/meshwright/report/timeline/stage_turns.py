@@ -1,0 +1,182 @@
+"""Who ran which part of a model for which micro-batch, and when: turns, of a program on paper or of a step that was traced.
+
+A turn is a run of actions of one kind on one part for one micro-batch: its forwards, its backwards, or a half of those. It lasts
+from the begin of the first to the end of the last, what lies between them included. Where a rank is free and what its next turn
+takes is on its way, it waits for a message; until that was sent, nobody could have helped it.
+
+    actions   F F F F  .....  RECEIVE  B B B B         spans   F0  . ~  B0        (core/spans.py)
+    held      what these actions take and have not freed of activations, messages that have come included
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.plan.step.action import Action, Program
+from meshwright.plan.step.simulator import Rows, Span, full_name, play
+from meshwright.plan.step.single_device import COMPLETING, SCRATCH
+from meshwright.report.timeline.memory_and_bytes import category
+
+Parts = Sequence[Sequence[str]]  # the visits of each part of a model, in order of the forward
+GLUE = "glue"  # the kind of event of a model's own forward
+LETTERS = {"F": "F", "F_LEAN": "F", "LOSS": "", "RERUN": "", "B": "B", "I": "I", "W": "W"}  # "": of the backward behind it
+
+
+@dataclass(frozen=True)
+class Act:
+    """An action of a role, and when it began and ended."""
+
+    action: Action
+    begin: float
+    end: float
+
+
+def acts_on_paper(program: Program, seconds: Mapping[str, float]) -> dict[str, list[Act]]:
+    """When each role does what, with what each action takes by its name; without any, to the scale of their operations.
+
+    Raises Stuck where somebody waits for ever.
+    """
+    known = any(action.flops for _, actions in program.roles for action in actions)
+
+    def length(action: Action) -> float:
+        if seconds:
+            return seconds.get(action.name, 0.0)
+        return float(action.flops) if known else {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}.get(action.kind, 0.0)
+
+    acts: dict[str, list[Act]] = {role: [] for role, _ in program.roles}
+    for tick in play(program, length):
+        acts[tick.role].append(Act(tick.action, tick.start, tick.end))
+    return acts
+
+
+def gantt_rows(acts: Mapping[str, Sequence[Act]], program: Program, parts: Parts) -> Rows:
+    """The turns of each role in the order of the program's roles, as spans; what they hold is in bytes."""
+    sent = {full_name(role, act.action.name): act.begin for role, each in acts.items() for act in each}
+    start = min((span.begin for role, each in acts.items() for span in _turns(each, parts)), default=0.0)
+    found = []
+    for role, actions in program.roles:
+        came, holds = _arrivals(role, actions, sent), _holds(actions)
+        found.append(list(_row(_turns(acts.get(role, ()), parts), came, holds, start)))
+    return found
+
+
+def in_flight(actions: Iterable[Action], part: Sequence[str]) -> int:
+    """The most micro-batches whose forward through `part` has begun and whose backward has not ended."""
+    now: set[int | None] = set()
+    most = 0
+    for action in actions:
+        if LETTERS.get(action.kind) == "F" and action.subject == part[0]:
+            now.add(action.micro)
+        elif action.kind in COMPLETING and action.subject == part[0]:
+            now.discard(action.micro)
+        most = max(most, len(now))
+    return most
+
+
+@dataclass(frozen=True)
+class _Turn:
+    kind: str
+    micro: int
+    part: int
+    acts: tuple[Act, ...]
+
+    @property
+    def begin(self) -> float:
+        return self.acts[0].begin
+
+    @property
+    def end(self) -> float:
+        return max(act.end for act in self.acts)
+
+
+def _turns(acts: Sequence[Act], parts: Parts) -> list[_Turn]:
+    of = {visit: number for number, part in enumerate(parts) for visit in part}
+    found: list[_Turn] = []
+    ahead: list[Act] = []  # the loss, and forwards once more, which belong to the backward that follows
+    for act in sorted((act for act in acts if act.action.kind in LETTERS), key=lambda act: (act.begin, act.end)):
+        letter, part, micro = LETTERS[act.action.kind], of.get(act.action.subject, len(parts) - 1), act.action.micro or 0
+        if not letter:
+            ahead.append(act)
+        elif found and (found[-1].kind, found[-1].micro, found[-1].part) == (letter, micro, part):
+            found[-1] = _Turn(letter, micro, part, (*found[-1].acts, *ahead, act))
+            ahead = []
+        else:
+            found.append(_Turn(letter, micro, part, (*ahead, act)))
+            ahead = []
+    return found
+
+
+def _row(turns: Sequence[_Turn], came: Mapping[str, float], holds: Mapping[str, tuple[int, int]], start: float) -> Iterator[Span]:
+    numbers = sorted({turn.part for turn in turns})
+    free, now = start, 0.0
+    for turn in turns:
+        told = [came[act.action.name] for act in turn.acts if act.action.name in came]
+        on_its_way = max(free, *told) if told else turn.begin
+        if on_its_way < turn.begin:
+            yield Span("~", on_its_way - start, turn.begin - start, held=now, left=now)
+        kept = [holds.get(act.action.name, (0, 0)) for act in turn.acts]
+        during, left = float(max(most for most, _ in kept)), float(kept[-1][1])
+        chunk = numbers.index(turn.part)
+        yield Span(turn.kind, turn.begin - start, turn.end - start, turn.micro, chunk, during, left)
+        free, now = turn.end, left
+
+
+def _arrivals(role: str, actions: Sequence[Action], sent: Mapping[str, float]) -> dict[str, float]:
+    """By action, when the last of what it waits for began to be sent; only of those that wait for another role."""
+    known = {action.name: action for action in actions}
+
+    def sources(action: Action) -> Iterator[str]:
+        for wait in action.waits:
+            if full_name(role, wait) == wait:
+                yield wait
+            elif wait in known and known[wait].lane != "compute":
+                yield from sources(known[wait])
+
+    found = {}
+    for action in actions:
+        begins = [sent[name] for name in sources(action) if name in sent] if action.kind in LETTERS else []
+        if begins:
+            found[action.name] = max(begins)
+    return found
+
+
+def _holds(actions: Sequence[Action]) -> dict[str, tuple[int, int]]:
+    """By action, the bytes of activations that are there during it, and behind it."""
+    found, now = {}, dict[str, int]()
+    for action in actions:
+        now |= {hold.name: hold.nbytes for hold in action.takes if category(hold.name) == "activations"}
+        during = sum(now.values())
+        for name in action.frees:
+            now.pop(name, None)
+        found[action.name] = during, sum(nbytes for name, nbytes in now.items() if name != SCRATCH)
+    return found
+
+
+def acts_traced(
+    program: Program, traces: Mapping[int, Sequence[Mapping[str, Any]]], step: int, world: int
+) -> dict[str, list[Act]]:
+    """When the first rank of each role did what in a traced step, in milliseconds; `traces` are events of each rank.
+
+    The glue of a forward belongs to it: from where the model's own forward was called, until it returned.
+    """
+    ranks = max(1, world // len(program.roles))  # of each role, one behind the other
+    found: dict[str, list[Act]] = {}
+    for number, (role, actions) in enumerate(program.roles):
+        known = {action.name: action for action in actions}
+        events = [event for event in traces.get(number * ranks, ()) if event["args"]["step"] == step]
+        acts = [
+            Act(known[event["args"]["action"]], event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3)
+            for event in events
+            if event["args"].get("action") in known
+        ]
+        for event in (event for event in events if event["cat"] == GLUE):
+            acts = _with_glue(acts, event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3)
+        found[role] = acts
+    return found
+
+
+def _with_glue(acts: Sequence[Act], begin: float, end: float) -> list[Act]:
+    """`acts`, of which the first forward that lies within the glue begins with it, and the last one ends with it."""
+    inside = [act for act in acts if LETTERS.get(act.action.kind) == "F" and begin <= act.begin and act.end <= end]
+    first, last = min(inside, key=lambda act: act.begin, default=None), max(inside, key=lambda act: act.end, default=None)
+    return [Act(a.action, begin if a is first else a.begin, end if a is last else a.end) for a in acts]

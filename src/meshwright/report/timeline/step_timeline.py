@@ -1,0 +1,184 @@
+"""One step as bars on lanes: as the program has it, and as every rank was seen to play it.
+
+*Measured* is what a trace says: from the begin of an act to its end, on the clock of its rank. *Planned* is the program
+played on paper (core/clock.py): the same acts in the order of the list and under its waits, each as long as
+
+    on the compute lane   it took on average, over all ranks and traced steps
+    on the wire           it took where it was quickest, over the same: there it waited least for slower ranks
+
+so that what is longer below than above is waiting, and what is missing above is time between acts that no act accounts
+for. Without a trace nothing is known of seconds; then the plan is drawn to the scale of its operations, as an order.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from meshwright.plan.step.action import Action, Program
+from meshwright.plan.step.simulator import Stuck, play
+from meshwright.report.timeline.run_record import Record
+
+PARTS = {
+    "forward": ("F", "F_LEAN", "RERUN", "glue"),
+    "backward": ("LOSS", "B", "I", "W"),
+    "packing": ("PACK", "UNPACK", "ADD"),
+    "communication": (
+        *("COUNT", "REDUCE", "UNSHARD", "RESHARD", "NORM", "TALLY", "NOISE", "TIE", "BRING", "HAND", "issue"),
+        *("SEND", "RECEIVE", "SEND_GRAD", "RECEIVE_GRAD", "JOIN", "JOIN_GRAD"),
+    ),
+    "waiting": ("wait", "READY"),
+    "optimizer": ("MEASURE", "SQUARE", "CLIP", "STASH", "RESTORE", "RENEW", "STEP", "ESTIMATE"),
+    "data": ("data",),
+    "evaluate": ("evaluate",),
+    "save": ("save",),
+}
+PART_OF = {kind: part for part, kinds in PARTS.items() for kind in kinds}
+SHOWN_RANKS = 8
+Events = Mapping[int, Sequence[Mapping[str, Any]]]  # of each rank
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One act: the row it stands in, when it begins and how long it takes (milliseconds), and what it says of itself."""
+
+    row: str
+    name: str
+    part: str
+    begin: float
+    length: float
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bars of one step, planned and measured; `step` is None and `scaled` False when nothing was measured."""
+
+    planned: list[Bar]
+    measured: list[Bar]
+    step: int | None
+    scaled: bool
+    hidden: int = 0  # ranks that are not drawn
+
+
+def timeline(record: Record) -> Timeline | None:
+    """The timeline of a run; None when neither its program nor a trace is there."""
+    events, step = steps_traced(record)
+    if record.program is None and step is None:
+        return None
+    drawn = dict(list(events.items())[:SHOWN_RANKS])
+    measured = [bar for rank, each in drawn.items() for bar in _measured(rank, each, step)] if step is not None else []
+    start = min((bar.begin for bar in measured), default=0.0)
+    shifted = [Bar(bar.row, bar.name, bar.part, bar.begin - start, bar.length, bar.said) for bar in measured]
+    planned = [] if record.program is None else _planned(record.program, lengths(record, events))
+    return Timeline(planned, shifted, step, step is not None, len(events) - len(drawn))
+
+
+def steps_traced(record: Record) -> tuple[Events, int | None]:
+    """The acts of traced steps of each rank, and the step to be drawn: of all, the middle one by length.
+
+    That is neither a hiccup nor a lucky one. None when nothing was traced.
+    """
+    events = {rank: _acts(trace) for rank, trace in record.traces.items()}
+    seen = sorted({step for each in events.values() for event in each for step in [event["args"]["step"]]})
+    return events, _middle(events, seen) if seen else None
+
+
+def lengths(record: Record, events: Events) -> dict[str, float]:
+    """Milliseconds of each action by its name, as a program on paper takes them.
+
+    A message from one rank to another takes what passed, where that was shortest, from when both were at it until it had come:
+    nobody is told when it left.
+    """
+    known = durations(events.values())
+    if record.program is None:
+        return known
+    ranks = max(1, record.world // len(record.program.roles))
+    at = {role: number * ranks for number, (role, _) in enumerate(record.program.roles)}
+    times = {
+        (rank, event["args"]["step"], event["args"]["action"]): (event["ts"] / 1e3, event["dur"] / 1e3)
+        for rank, each in events.items()
+        for event in each
+        if "action" in event["args"]
+    }
+    steps = {step for _, step, _ in times}
+    passed: dict[str, list[float]] = defaultdict(list)
+    for role, actions in record.program.roles:
+        for action in (action for action in actions if action.lane == "receive" and action.waits):
+            known[action.name] = 0.0
+            source, name = action.waits[0].split("/", 1)
+            for step in steps:
+                sent, came = times.get((at[source], step, name)), times.get((at[role], step, action.name))
+                if sent and came:
+                    passed[name].append(max(0.0, sum(came) - max(sent[0], came[0])))
+    return known | {name: min(each) for name, each in passed.items()}
+
+
+def durations(events: Any) -> dict[str, float]:
+    """Milliseconds of each action by its name: the mean on the compute lane, the least on the wire."""
+    found: dict[str, list[float]] = defaultdict(list)
+    wire: set[str] = set()
+    for event in (event for each in events for event in each):
+        name = event["args"].get("action")
+        if name:
+            found[name].append(event["dur"] / 1e3)
+            wire |= {name} if event["tid"] > 1 else set()
+    return {name: min(times) if name in wire else fmean(times) for name, times in found.items()}
+
+
+def _acts(trace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The events of a trace that have a length and belong to a step."""
+    events = trace["traceEvents"]
+    return [each for each in events if isinstance(each, dict) and each.get("ph") == "X" and "step" in each.get("args", {})]
+
+
+def _middle(events: Mapping[int, Sequence[Mapping[str, Any]]], steps: Sequence[int]) -> int:
+    length = {
+        step: sum(e["dur"] for each in events.values() for e in each if e["args"]["step"] == step and e["cat"] == "step")
+        for step in steps
+    }
+    return sorted(steps, key=lambda step: length[step])[len(steps) // 2]
+
+
+def _measured(rank: int, events: Sequence[Mapping[str, Any]], step: int) -> list[Bar]:
+    bars = []
+    for event in events:
+        if event["args"]["step"] != step or event["cat"] == "step":
+            continue
+        lane = ("run", "compute", "wire")[min(event["tid"], 2)]
+        more = f" ({event['tid'] - 1})" if event["tid"] > 2 else ""
+        said = "; ".join(f"{key} {event['args'][key]}" for key in ("bytes", "collective", "flops") if key in event["args"])
+        part = PART_OF.get(event["cat"], "communication" if lane == "wire" else "other")
+        bars.append(Bar(f"rank {rank} {lane}{more}", event["name"], part, event["ts"] / 1e3, event["dur"] / 1e3, said))
+    return bars
+
+
+def _planned(program: Program, known: Mapping[str, float]) -> list[Bar]:
+    total = sum(action.flops for _, actions in program.roles for action in actions) or 1
+
+    def length(action: Action) -> float:
+        return known.get(action.name, 0.0) if known else max(100 * action.flops / total, 0.3)
+
+    try:
+        ticks = play(program, length)
+    except Stuck:  # a list that cannot be played has been refused long before; a damaged file may hold one
+        return []
+    return [
+        Bar(
+            f"{tick.role} {tick.action.lane}",
+            tick.action.name,
+            PART_OF.get(tick.action.kind, "communication" if tick.action.lane == "wire" else "other"),
+            tick.start,
+            tick.end - tick.start,
+            _words(tick.action),
+        )
+        for tick in ticks
+    ]
+
+
+def _words(action: Action) -> str:
+    said = [f"bytes {action.transfer.nbytes}; {action.transfer.collective}"] if action.transfer else []
+    said += [f"flops {action.flops}"] if action.flops else []
+    said += [f"waits for {', '.join(action.waits[:4])}"] if action.waits else []
+    return "; ".join(said)

@@ -1,0 +1,142 @@
+"""The folders of checkpoints: one per step, and under which names a reader must not take one for a checkpoint.
+
+    step-00000100/                     a checkpoint
+    step-00000200.partial-5f3a9c01/    being written, or what a stopped save left behind, or on its way out
+    step-00000300.aside-0c77d1e4/      a checkpoint that a run went back behind; kept, never taken, removed by nobody
+    best.json                          {"step": 100, "folder": "step-00000100", "loss": 1.5}: the best by its evaluation
+
+A checkpoint comes to be by one rename, and goes by one: it is renamed to a partial one before it is deleted, so that a
+crash in the middle of either leaves nothing half-made under a good name. Links are neither followed nor removed.
+"""
+
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from meshwright.run.checkpoint.manifest import CheckpointError
+from meshwright.run.checkpoint.shard_io import check_sizes, read_manifest
+
+BEST = "best.json"
+STEP_FOLDER = re.compile(r"step-(\d{8,18})(\.partial-[0-9a-f]+)?")
+
+logger = logging.getLogger(__name__)
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` stands inside `folder`."""
+    return folder / f"step-{step:08d}"
+
+
+def partial_folder(place: Path, token: str) -> Path:
+    """Where the checkpoint that will stand at `place` is written; `token` is hexadecimal and tells attempts apart."""
+    return place.with_name(f"{place.name}.partial-{token}")
+
+
+def listed(folder: Path) -> list[tuple[int, Path]]:
+    """The step and path of all step folders in `folder`, newest first, partial ones after whole ones; [] without a folder."""
+    if not folder.is_dir():
+        return []
+    matches = [(STEP_FOLDER.fullmatch(path.name), path) for path in folder.iterdir()]
+    found = [(int(match[1]), match[2] is None, path) for match, path in matches if match]
+    return [(step, path) for step, _, path in sorted(found, reverse=True)]
+
+
+def publish(partial: Path, place: Path) -> None:
+    """Rename `partial` to `place`, on disk when this returns; what stood at `place` is renamed to a partial one."""
+    sync_folder(partial)
+    if os.path.lexists(place):
+        os.rename(place, partial_folder(place, secrets.token_hex(4)))
+    os.rename(partial, place)
+    sync_folder(place.parent)
+
+
+def prune(place: Path, keep: int) -> None:
+    """Remove stopped saves, damaged checkpoints, and all but the newest `keep` good ones; `place` and the best one stay.
+
+    The checkpoint at `place` is good by now, so what cannot be removed is a line in the log and no error.
+    """
+    kept = 0
+    best = step_folder(place.parent, best_step(place.parent))
+    try:
+        for step, path in listed(place.parent):
+            good = path == step_folder(place.parent, step) and _fits(path)
+            if path == place or (good and kept < keep):
+                kept += 1
+            elif path != best and path.is_dir() and not path.is_symlink():
+                remove(path)
+    except OSError as error:
+        logger.warning("old checkpoints in '%s' stay: %s", place.parent, error)
+
+
+def set_best(folder: Path, step: int, loss: float | None) -> None:
+    """Write into `folder` that its checkpoint of `step`, of evaluation loss `loss`, is the best.
+
+    A reader sees the old file or the new one. When there is no such checkpoint, no file is written, and one that names a
+    checkpoint which is not there is removed. A file that cannot be written is a line in the log.
+    """
+    path = folder / BEST
+    try:
+        if loss is None or not step_folder(folder, step).is_dir():
+            if not step_folder(folder, best_step(folder)).is_dir():
+                path.unlink(missing_ok=True)
+            return
+        part = path.with_suffix(".part")
+        with part.open("w", encoding="ascii") as file:
+            file.write(json.dumps({"step": step, "folder": step_folder(folder, step).name, "loss": loss}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+        sync_folder(folder)
+    except OSError as error:
+        logger.warning("the best checkpoint is that of step %d, and '%s' cannot say so: %s", step, path, error)
+
+
+def best_step(folder: Path) -> int:
+    """The step of the best checkpoint in `folder`, as best.json says; 0 when it says none."""
+    with suppress(OSError, ValueError):
+        said = json.loads((folder / BEST).read_text(encoding="ascii"))
+        if isinstance(said, dict) and isinstance(said.get("step"), int) and said["step"] > 0:
+            return said["step"]
+    return 0
+
+
+def set_aside(folder: Path, step: int) -> list[Path]:
+    """Rename the checkpoints in `folder` that are later than `step`, so that no reader takes them; returns their new places."""
+    later = [path for found, path in listed(folder) if found > step and path == step_folder(folder, found)]
+    return [path.rename(path.with_name(f"{path.name}.aside-{secrets.token_hex(4)}")) for path in reversed(later)]
+
+
+def remove(path: Path) -> None:
+    """Delete the step folder `path`, under the name of a partial one; what cannot be deleted is logged."""
+    try:
+        gone = path
+        if ".partial-" not in path.name:
+            gone = partial_folder(path, secrets.token_hex(4))
+            os.rename(path, gone)
+        shutil.rmtree(gone)
+    except OSError as error:
+        logger.warning("'%s' could not be removed: %s", path, error)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` survive a power cut. Windows cannot open folders; its file system journals renames."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _fits(path: Path) -> bool:
+    """Whether the manifest and all sizes are right; checksums are for the reader, who has to read the files anyway."""
+    with suppress(CheckpointError):
+        check_sizes(path, read_manifest(path).files)
+        return True
+    return False

@@ -1,0 +1,290 @@
+"""What a checkpoint holds, said in JSON: every tensor by its full name, in which file each slice of it lies, and what the
+files must weigh.
+
+    {"format": "meshwright checkpoint", "version": 1, "step": 100,
+     "entries": {"model/lm_head.weight": {"shape": [64, 8], "dtype": "float32", "slices": [
+         {"file": "rank-00000.safetensors", "key": "model/lm_head.weight", "start": [0, 0], "shape": [64, 8]}]}},
+     "files": {"rank-00000.safetensors": {"nbytes": 2136, "sha256": "..."}},
+     "meta": {"seed": 0, ...}, "sha256": "..."}
+
+An *entry* is one logical tensor; its name starts with its kind: "model/..." for parameters, "optimizer/exp_avg/..." for
+moments. A *slice* is a box of the entry; the slices of an entry tile it exactly, so a checkpoint does not depend on how
+many ranks wrote it. The JSON is canonical (sorted keys, no spaces, ASCII), and the last field is the sha256 of the rest, so
+one flipped bit is noticed.
+
+A manifest is read as if a stranger had written it. Nothing in it is believed before it is checked, and file names are plain
+names inside the checkpoint's own folder: a path, a link, a name that differs from another only in case are refused.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from math import prod
+from typing import TypeAlias
+
+from meshwright.plan.job.errors import PlanError
+
+FORMAT, VERSION = "meshwright checkpoint", 1
+FILE_NAME = "manifest.json"
+ITEMSIZE = {
+    **{"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1},
+    **{"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1},
+}
+MAX_NBYTES = 1 << 50  # of one file or tensor: 1 PiB; larger numbers are damage or malice
+MAX_DIMS = 64  # torch's own limit
+MAX_SLICES = 1 << 16  # of one entry; a rank has at most three boxes of a matrix, so this is enough for 20,000 of them
+MAX_NAME = 1000
+PLAIN_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")  # no separator, drive, "..", or hidden file fits
+SHA256 = re.compile(r"[0-9a-f]{64}")
+FIX = "resume from another checkpoint of the run; this one is damaged, or this version of meshwright did not write it"
+
+Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
+
+
+class CheckpointError(PlanError):
+    """A checkpoint that cannot be written, or must not be read."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A box of an entry: from index `start`, of size `shape`; stored in `file` as the tensor `key`."""
+
+    file: str
+    key: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One logical tensor: its shape, its dtype as in `ITEMSIZE`, and the slices that tile it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a file must weigh, in bytes, and its sha256 in hexadecimal."""
+
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of one checkpoint; an object that exists is consistent.
+
+    Raises CheckpointError for names that are not plain, slices that overlap or leave gaps, sizes beyond reason.
+    """
+
+    step: int
+    entries: Mapping[str, Entry] = field(hash=False)
+    files: Mapping[str, Shard] = field(hash=False)
+    meta: Mapping[str, Json] = field(hash=False)
+
+    def __post_init__(self) -> None:
+        _check_files(self.files)
+        for name, entry in self.entries.items():
+            _check_entry(name, entry, self.files)
+        stored = [(box.file, box.key, _nbytes(box.shape, entry.dtype)) for entry in self.entries.values() for box in entry.slices]
+        _need(
+            len({(file, key) for file, key, _ in stored}) == len(stored),
+            "entries",
+            "two slices are the same tensor of the same file",
+        )
+        held = dict.fromkeys(self.files, 0)
+        for file, _, nbytes in stored:
+            held[file] += nbytes
+        for file, shard in self.files.items():
+            _need(held[file] <= shard.nbytes, f"files.{file}", f"{shard.nbytes} bytes cannot hold slices of {held[file]} bytes")
+
+    def dump(self) -> str:
+        """The canonical JSON of this manifest, sealed with its own sha256.
+
+        Raises CheckpointError when `meta` is not plain JSON.
+        """
+        try:
+            return seal({"format": FORMAT, "version": VERSION, **asdict(self)})
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"meta is not plain JSON: {error}", fix="pass numbers, strings, lists and dicts", where="meta"
+            ) from error
+
+    @classmethod
+    def parse(cls, text: str) -> "Manifest":
+        """The manifest that `text` says. Raises CheckpointError for anything that is not exactly one."""
+        try:
+            body = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+            found = checksum(body) if isinstance(body, dict) else ""
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"it is not JSON as meshwright writes it: {error}", fix=FIX, where=FILE_NAME) from error
+        body = _fields(body, FILE_NAME, ("format", "version"), others=True)
+        _need(body["format"] == FORMAT, "format", f"{body['format']!r} is given; needed is {FORMAT!r}")
+        version = body["version"]
+        _need(
+            version == VERSION and type(version) is int,
+            "version",
+            f"version {version!r} is unknown; this meshwright reads {VERSION}",
+        )
+        body = _fields(body, FILE_NAME, ("format", "version", "step", "entries", "files", "meta", "sha256"))
+        _need(body["sha256"] == found, "sha256", "the manifest's own checksum differs: bit-flipped or edited")
+        return cls(
+            step=_whole(body["step"], "step"),
+            entries={name: _entry(value, f"entries.{name}") for name, value in _mapping(body["entries"], "entries").items()},
+            files={name: _shard(value, f"files.{name}") for name, value in _mapping(body["files"], "files").items()},
+            meta=_mapping(body["meta"], "meta"),
+        )
+
+
+def seal(body: Mapping[str, Json]) -> str:
+    """The canonical JSON of `body` with the field "sha256" set to the checksum of all other fields."""
+    return canonical({**body, "sha256": checksum(body)})
+
+
+def checksum(body: Mapping[str, Json]) -> str:
+    """The sha256 of the canonical JSON of all fields of `body` but "sha256"."""
+    return sha256(canonical({key: value for key, value in body.items() if key != "sha256"}).encode()).hexdigest()
+
+
+def canonical(value: Mapping[str, Json]) -> str:
+    """The one JSON text of `value`. Raises TypeError or ValueError when it is not plain JSON."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def _check_files(files: Mapping[str, Shard]) -> None:
+    seen: dict[str, str] = {}
+    for name, shard in files.items():
+        plain = PLAIN_FILE.fullmatch(name) is not None
+        _need(plain, "files", f"{name!r} is no plain file name (letters, digits, - and _, then .safetensors)")
+        twin = seen.setdefault(name.casefold(), name)
+        _need(twin == name, "files", f"{name!r} and {twin!r} differ only in case")
+        _need(0 <= shard.nbytes <= MAX_NBYTES, f"files.{name}", f"{shard.nbytes} bytes; needed are 0 to 2^50")
+        _need(SHA256.fullmatch(shard.sha256) is not None, f"files.{name}", f"{shard.sha256!r} is no sha256")
+
+
+def _check_entry(name: str, entry: Entry, files: Mapping[str, Shard]) -> None:
+    where = f"entries.{name}"
+    for text in (name, *(box.key for box in entry.slices)):
+        fit = 0 < len(text) <= MAX_NAME and text.isprintable() and text != "__metadata__"
+        _need(fit, where, f"{text[:80]!r} cannot name a tensor")
+    _need(entry.dtype in ITEMSIZE, where, f"the dtype {entry.dtype!r} is unknown")
+    _need(len(entry.shape) <= MAX_DIMS, where, f"{len(entry.shape)} dims; at most {MAX_DIMS} are possible")
+    _need(all(0 <= size <= MAX_NBYTES for size in entry.shape), where, f"the shape {entry.shape} is impossible")
+    nbytes = _nbytes(entry.shape, entry.dtype)
+    _need(nbytes <= MAX_NBYTES, where, f"the shape {entry.shape} takes {nbytes} bytes; at most 2^50 are believed")
+    _need(len(entry.slices) <= MAX_SLICES, where, f"{len(entry.slices)} slices; at most {MAX_SLICES} are believed")
+    for box in entry.slices:
+        _need(box.file in files, where, f"the file {box.file!r} is not listed")
+        ranks = len(box.start) == len(box.shape) == len(entry.shape)
+        _need(
+            ranks and all(map(_inside, box.start, box.shape, entry.shape)),
+            where,
+            f"a slice at {box.start} of {box.shape} leaves {entry.shape}",
+        )
+    _need(_disjoint(entry.slices), where, "slices overlap")
+    missing = prod(entry.shape) - sum(prod(box.shape) for box in entry.slices)
+    _need(missing == 0, where, f"slices are missing: {missing} elements lie in no file")
+
+
+def _inside(start: int, size: int, whole: int) -> bool:
+    return start >= 0 and size >= 0 and start + size <= whole
+
+
+def _disjoint(boxes: Iterable[Slice]) -> bool:
+    """Whether no two boxes share an element: a sweep along the dim with most borders, comparing only boxes in reach."""
+    full = [box for box in boxes if prod(box.shape)]
+    if len(full) < 2 or not full[0].shape:
+        return len(full) < 2
+    dim = max(range(len(full[0].shape)), key=lambda d: len({box.start[d] for box in full}))
+    open_boxes: list[Slice] = []
+    for box in sorted(full, key=lambda box: box.start[dim]):
+        open_boxes = [other for other in open_boxes if other.start[dim] + other.shape[dim] > box.start[dim]]
+        if any(_overlap(box, other) for other in open_boxes):
+            return False
+        open_boxes.append(box)
+    return True
+
+
+def _overlap(a: Slice, b: Slice) -> bool:
+    sides = zip(a.start, a.shape, b.start, b.shape, strict=True)
+    return all(a0 < b0 + bn and b0 < a0 + an for a0, an, b0, bn in sides)
+
+
+def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
+    return prod(shape) * ITEMSIZE[dtype]
+
+
+def _entry(value: Json, where: str) -> Entry:
+    body = _fields(value, where, ("shape", "dtype", "slices"))
+    boxes = [_fields(box, f"{where}.slices", ("file", "key", "start", "shape")) for box in _list(body["slices"], where)]
+    slices = [
+        Slice(_text(b["file"], where), _text(b["key"], where), _sizes(b["start"], where), _sizes(b["shape"], where))
+        for b in boxes
+    ]
+    return Entry(_sizes(body["shape"], where), _text(body["dtype"], where), tuple(slices))
+
+
+def _shard(value: Json, where: str) -> Shard:
+    body = _fields(value, where, ("nbytes", "sha256"))
+    return Shard(_whole(body["nbytes"], where), _text(body["sha256"], where))
+
+
+def _fields(value: Json, where: str, keys: tuple[str, ...], *, others: bool = False) -> dict[str, Json]:
+    body = _mapping(value, where)
+    missing = [key for key in keys if key not in body]
+    unknown = [] if others else sorted(set(body) - set(keys))
+    _need(not missing, where, f"missing: {', '.join(missing)}")
+    _need(not unknown, where, f"unknown: {', '.join(map(repr, unknown[:3]))}")
+    return body
+
+
+def _mapping(value: Json, where: str) -> dict[str, Json]:
+    if isinstance(value, dict):
+        return value
+    raise _refusal(where, "an object is needed")
+
+
+def _list(value: Json, where: str) -> list[Json]:
+    if isinstance(value, list):
+        return value
+    raise _refusal(where, "a list is needed")
+
+
+def _text(value: Json, where: str) -> str:
+    if isinstance(value, str):
+        return value
+    raise _refusal(where, "a string is needed")
+
+
+def _whole(value: Json, where: str) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_NBYTES:
+        return value
+    raise _refusal(where, "a whole number from 0 to 2^50 is needed")
+
+
+def _sizes(value: Json, where: str) -> tuple[int, ...]:
+    return tuple(_whole(size, where) for size in _list(value, where))
+
+
+def _need(true: bool, where: str, otherwise: str) -> None:
+    if not true:
+        raise _refusal(where, otherwise)
+
+
+def _refusal(where: str, what: str) -> CheckpointError:
+    return CheckpointError(what[:500], fix=FIX, where=f"{FILE_NAME}: {where[:200]}")
+
+
+def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    body = dict(pairs)
+    if len(body) < len(pairs):
+        raise ValueError("a key is written twice")
+    return body
+
+
+def _refuse_constant(word: str) -> Json:
+    raise ValueError(f"{word} is no number of JSON")

@@ -1,0 +1,283 @@
+"""Checkpoints that are whole or absent: written by all ranks together, published by one rename, checked before use.
+
+Every rank holds the same tensors, or shares of them, and writes its part; nobody gathers anything. Between the acts the
+ranks vote, so that a full disk under one of them is an error on all of them, and nobody waits for a rank that gave up.
+
+    agree      all ranks hold the same names, shapes and dtypes for the same step
+    begin      rank 0 makes   step-00000100.partial-5f3a9c01/
+    write      each rank      rank-00000.safetensors, rank-00001.safetensors ...     fsync, sha256; sizes and sums exchanged
+    publish    rank 0         manifest.json, fsync; rename to  step-00000100/ ; fsync of the folder above
+    prune      rank 0         all but the newest `keep` and the best, and what stopped saves left behind
+
+The rename is the only moment at which a checkpoint comes to be; a crash before it leaves a `.partial-` folder that no
+reader takes for a checkpoint, a crash after it leaves a good one. Old ones go last, after being renamed to `.partial-`
+themselves, so a half-deleted checkpoint is not taken for one either. Memory: at most one tensor is copied at a time.
+
+Reading trusts nothing: names and sizes, then checksums, then the contents of the files against the manifest. Ranks that read
+together share the checksums (run/checking.py). There is no pickle in any file, and ranks exchange plain numbers.
+"""
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+
+from meshwright.comm.collectives.group import Group
+from meshwright.engine.optim.state_dict import Saved
+from meshwright.model.tensors.lazy_tensors import OnDemand
+from meshwright.run.checkpoint.consensus import Undecided, Vote
+from meshwright.run.checkpoint.directories import listed, partial_folder, prune, publish, remove, step_folder
+from meshwright.run.checkpoint.manifest import FILE_NAME, MAX_NBYTES, CheckpointError, Entry, Json, Manifest, Shard
+from meshwright.run.checkpoint.shard_io import (
+    TAGS,
+    check_sums,
+    dtype_name,
+    read_entries,
+    read_entry,
+    read_manifest,
+    write_all,
+    write_shard,
+)
+from meshwright.run.checkpoint.write_plan import Parts, shares_of
+
+Wanted = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+Check = Callable[[Manifest, Path], None]  # raises CheckpointError
+Newest = tuple[Path | None, Manifest | None, list[tuple[Path, str]]]
+
+SHOWN = 5  # differences listed in a message
+
+logger = logging.getLogger(__name__)
+
+
+def save(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Saved],
+    meta: Mapping[str, Json],
+    group: Group,
+    keep: int,
+    device: torch.device | None = None,
+) -> Path:
+    """Write `tensors`, of which every rank of `group` holds all or a share, as the checkpoint of `step`; returns its folder.
+
+    Args:
+        folder: holds one folder per step; made when missing; all ranks must see the same one.
+        tensors: full name ("model/...", "optimizer/exp_avg/...") -> tensor, any strides; or a `Share` of it, by whoever has one.
+        meta: plain JSON; rank 0's is written.
+        keep: how many of the newest good checkpoints stay, at least 1.
+        device: where the collectives of `group` take their operands; the CPU when None.
+
+    What stands there for the same step is replaced, unless it equals what was written to the last bit; a good checkpoint
+    of another model is not overwritten.
+
+    Raises CheckpointError on every rank when any rank fails; on that rank the error is caused by its own OSError. The
+    partial folder is gone then and earlier checkpoints are untouched.
+    """
+    ranks = Vote(group, device or torch.device("cpu"), f"step {step} was not saved")
+    place = step_folder(folder, step)
+    fix = "hold the same tensors on every rank before saving"
+    ranks.agree("the list of tensors", lambda: _state_digest(step, tensors, meta, keep), fix=fix)
+    parts = Parts.of(tensors, ranks.told("listing shares", lambda: shares_of(tensors)))
+    token = ranks.do("making the folder", lambda: _begin(place, step, parts.outline) if group.index == 0 else b"")[0][:4]
+    partial = partial_folder(place, token.hex())
+    names = [_file_name(index) for index in range(group.size)]
+    try:
+        records = ranks.do("writing", lambda: _write(partial / names[group.index], parts.mine(tensors, group.index)))
+        files = {names[index]: _unpacked(records[index]) for index in parts.writers()}
+        ranks.do(
+            "publishing",
+            lambda: (
+                _publish(partial, place, Manifest(step, parts.entries(names), files, dict(meta))) if group.index == 0 else b""
+            ),
+        )
+    except CheckpointError:
+        if group.index == 0 and partial.exists():
+            remove(partial)
+        raise
+    if group.index == 0:
+        prune(place, keep)
+    return place
+
+
+def load(path: Path, wanted: Wanted | None = None) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Json]]:
+    """The tensors of the checkpoint in folder `path`, on the CPU, and its `meta`.
+
+    Checksums are looked at here, and each tensor is read when it is asked for, into memory of its own: who keeps none holds one
+    at a time. `wanted` names the tensors with the shape and dtype each must have; None stands for all. Only files that are
+    needed are read. Raises CheckpointError when a file is damaged, or a wanted tensor is missing or of another shape or dtype.
+    """
+    manifest = read_manifest(path)
+    chosen = {name: entry for name, entry in manifest.entries.items() if wanted is None or name in wanted}
+    if wanted is not None:
+        _refuse(differences(chosen, wanted), path)
+    needed = {box.file for entry in chosen.values() for box in entry.slices}
+    check_sums(path, {name: shard for name, shard in manifest.files.items() if name in needed})
+    return stored(path, chosen), manifest.meta
+
+
+def stored(path: Path, entries: Mapping[str, Entry]) -> Mapping[str, torch.Tensor]:
+    """The tensors that the checkpoint in folder `path` has by its `entries`, likewise; checksums are not looked at."""
+
+    def read(name: str, rows: range | None = None) -> torch.Tensor:
+        return read_entry(path, name, entries[name], rows)
+
+    return OnDemand(entries, read, read, lambda name: entries[name].shape)
+
+
+def newest_good(folder: Path, check: Check | None = None) -> Newest:
+    """The newest checkpoint in `folder` that is whole, its manifest, and the newer ones that were passed over, with reasons.
+
+    `check(manifest, path)` raises CheckpointError for one that must be passed over too, such as that of another model. No
+    good one: (None, None, all that were rejected); a folder that does not exist holds none.
+    """
+    return first_good(folder, listed(folder), lambda path, step: _whole(path, step, check))
+
+
+def first_good(folder: Path, places: Iterable[tuple[int, Path]], whole: Callable[[Path, int], Manifest]) -> Newest:
+    """Likewise, of `places` in `folder` by step the first; `whole(path, step)` is its manifest, or raises CheckpointError."""
+    rejected: list[tuple[Path, str]] = []
+    for step, path in places:
+        try:
+            if path != step_folder(folder, step):
+                raise CheckpointError("half-written: the save was stopped", fix="save again", where=str(path))
+            return path, whole(path, step), rejected
+        except Undecided:
+            raise
+        except CheckpointError as error:
+            rejected.append((path, "; ".join(f"{fault.where}: {fault.what}" for fault in error.faults)))
+    return None, None, rejected
+
+
+def believed(path: Path, step: int | None = None, check: Check | None = None) -> Manifest:
+    """The manifest of the checkpoint in `path`, that of `step` if one is named; its files are not looked at.
+
+    Raises CheckpointError for one that is damaged, of another step, or refused by `check`.
+    """
+    manifest = read_manifest(path)
+    if step is not None and manifest.step != step:
+        raise CheckpointError(f"its manifest is of step {manifest.step}", fix="rename the folder to match", where=str(path))
+    if check is not None:
+        check(manifest, path)
+    return manifest
+
+
+def check_state(manifest: Manifest, expected: Wanted, path: Path) -> None:
+    """Raise CheckpointError, listing the first differences, unless `manifest` holds exactly the tensors of `expected`."""
+    _refuse(differences(manifest.entries, expected), path)
+
+
+def differences(entries: Mapping[str, Entry], expected: Wanted) -> list[str]:
+    """One line per tensor that is missing in `entries`, left over, or of another shape or dtype; sorted by name."""
+    have = {name: f"{list(entry.shape)} {entry.dtype}" for name, entry in entries.items()}
+    need = {name: f"{list(shape)} {dtype_name(dtype)}" for name, (shape, dtype) in expected.items()}
+    return [
+        f"{name}: {have.get(name, 'nothing')} in the checkpoint, {need.get(name, 'nothing')} in this run"
+        for name in sorted({*have, *need})
+        if have.get(name) != need.get(name)
+    ]
+
+
+def compare(a: Path, b: Path) -> list[str]:
+    """The sorted names of the tensors that differ between two checkpoints in presence, shape, dtype or any bit.
+
+    Raises CheckpointError when one of them is damaged.
+    """
+    left, right = _whole(a), _whole(b)
+    both = sorted(set(left.entries) & set(right.entries))
+    alike = [
+        n for n in both if (left.entries[n].shape, left.entries[n].dtype) == (right.entries[n].shape, right.entries[n].dtype)
+    ]
+    ours = read_entries(a, {name: left.entries[name] for name in alike})
+    theirs = read_entries(b, {name: right.entries[name] for name in alike})
+    same = {name for (name, x), (_, y) in zip(ours, theirs, strict=True) if torch.equal(_bits(x), _bits(y))}
+    return sorted({*left.entries, *right.entries} - same)
+
+
+def _state_digest(step: int, tensors: Mapping[str, Saved], meta: Mapping[str, Json], keep: int) -> bytes:
+    if not 0 <= step <= MAX_NBYTES or keep < 1:
+        raise CheckpointError(
+            f"step {step}, keep = {keep}", fix="count steps from 0, and keep at least 1 checkpoint", where="checkpoint"
+        )
+    strange = [f"{name} is {dtype_name(tensor.dtype)}" for name, tensor in tensors.items() if tensor.dtype not in TAGS]
+    if strange:
+        known = ", ".join(map(dtype_name, TAGS))
+        raise CheckpointError(
+            f"{'; '.join(strange[:SHOWN])}: no such dtype in a checkpoint", fix=f"convert to one of {known}", where="checkpoint"
+        )
+    Manifest(step, {}, {}, dict(meta)).dump()  # refuses a meta that is not JSON before anything is written
+    alike = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+    state = [f"{name} {list(alike[name].shape)} {dtype_name(alike[name].dtype)}" for name in sorted(alike)]
+    return sha256(repr((step, state)).encode()).digest()
+
+
+def _begin(place: Path, step: int, outline: Wanted) -> bytes:
+    """Make the partial folder and return its token. Raises CheckpointError when `place` holds another model."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if os.path.lexists(place):
+        try:
+            manifest = _whole(place, step)
+        except CheckpointError as error:
+            logger.warning("a damaged checkpoint is replaced: %s", error)
+        else:
+            check_state(manifest, outline, place)
+    token = secrets.token_bytes(4)
+    os.mkdir(partial_folder(place, token.hex()))
+    return token
+
+
+def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> bytes:
+    if not tensors:
+        return b""
+    shard = write_shard(path, tensors)
+    return shard.nbytes.to_bytes(8, "little") + bytes.fromhex(shard.sha256)
+
+
+def _unpacked(record: bytes) -> Shard:
+    return Shard(int.from_bytes(record[:8], "little"), record[8:40].hex())
+
+
+def _publish(partial: Path, place: Path, manifest: Manifest) -> bytes:
+    if os.path.lexists(place) and _equals(place, manifest):
+        logger.info("step %d is saved already in '%s', equal to the last bit: left as it is", manifest.step, place)
+        remove(partial)
+        return b""
+    with (partial / FILE_NAME).open("xb", buffering=0) as file:
+        write_all(file.fileno(), memoryview(manifest.dump().encode()))
+        os.fsync(file.fileno())
+    publish(partial, place)
+    return b""
+
+
+def _equals(place: Path, manifest: Manifest) -> bool:
+    with suppress(CheckpointError):
+        return _whole(place).dump() == manifest.dump()
+    return False
+
+
+def _whole(path: Path, step: int | None = None, check: Check | None = None) -> Manifest:
+    """The manifest of the checkpoint in `path` after checking all of it. Raises CheckpointError."""
+    manifest = believed(path, step, check)
+    check_sums(path, manifest.files)
+    return manifest
+
+
+def _refuse(lines: list[str], path: Path) -> None:
+    if lines:
+        more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+        what = f"it holds another model or optimizer: {'; '.join(lines[:SHOWN])}{more}"
+        raise CheckpointError(
+            what, fix="resume with the model and optimizer that wrote it, or start in an empty folder", where=str(path)
+        )
+
+
+def _file_name(index: int) -> str:
+    return f"rank-{index:05d}.safetensors"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

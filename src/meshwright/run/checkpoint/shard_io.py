@@ -1,0 +1,199 @@
+"""One file of a checkpoint: tensors in the safetensors format, written piece by piece, and read back slice by slice.
+
+The library's own writer wants the bytes of a whole file at once, refuses views that share memory, and leaves the checksum
+to a second reading. Weights here are often views into one flat arena, and a state may fill most of the memory. So the file
+is written by hand; the format is small:
+
+    8 bytes: length of the header | header: JSON {name: {dtype, shape, data_offsets}} | the bytes of all tensors, no gaps
+
+Tensors go out one at a time, wide dtypes first (so that each starts at a multiple of its own item size), in pieces that
+are hashed as they are written. A view is written as its own elements only. Memory: nothing for a contiguous tensor on the
+CPU, one tensor for any other. Reading goes through the library, one slice at a time into a tensor of its own, so nothing
+stays mapped to a file that may be pruned later.
+
+Format: https://github.com/huggingface/safetensors (little-endian, row-major).
+"""
+
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from meshwright.run.checkpoint.manifest import FILE_NAME, FIX, CheckpointError, Entry, Manifest, Shard, Slice
+
+PIECE = 1 << 22  # bytes hashed and written at a time
+MAX_MANIFEST = 1 << 28  # bytes
+TAGS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TAGS}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype as a manifest writes it, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> Shard:
+    """Write `tensors` to the new file `path`, on disk when this returns; returns its size and sha256.
+
+    Raises OSError when the file exists, the disk is full, or the folder may not be written.
+    """
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, dict[str, str] | dict[str, str | list[int]]] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": TAGS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest, nbytes = sha256(), 0
+    with path.open("xb", buffering=0) as file:
+        for data in (len(text).to_bytes(8, "little"), text, *(tensors[name] for name in order)):
+            for piece in _pieces(data):
+                digest.update(piece)
+                nbytes += write_all(file.fileno(), piece)
+        os.fsync(file.fileno())
+    return Shard(nbytes, digest.hexdigest())
+
+
+def write_all(descriptor: int, data: memoryview) -> int:
+    """Write all of `data`, however little the system takes at a time; returns the number of bytes."""
+    done = 0
+    while done < len(data):
+        done += os.write(descriptor, data[done:])
+    return done
+
+
+def _pieces(data: bytes | torch.Tensor) -> Iterator[memoryview]:
+    if isinstance(data, torch.Tensor):
+        flat = data.detach().to("cpu").contiguous().reshape(-1)
+        view = flat.view(torch.uint8).numpy().data
+    else:
+        view = memoryview(data)
+    for start in range(0, len(view), PIECE):
+        yield view[start : start + PIECE]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of the checkpoint in `folder`. Raises CheckpointError when it has none that can be believed."""
+    if not stat.S_ISDIR(_status(folder).st_mode):
+        raise CheckpointError("it is no folder, or a link to one; links are not followed", fix=FIX, where=str(folder))
+    path = folder / FILE_NAME
+    nbytes = regular_status(path).st_size
+    if nbytes > MAX_MANIFEST:
+        raise CheckpointError(f"{nbytes} bytes are too many for a manifest", fix=FIX, where=str(path))
+    try:
+        return Manifest.parse(path.read_bytes().decode())
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"it cannot be read: {error}", fix=FIX, where=str(path)) from error
+
+
+def check_sizes(folder: Path, files: Mapping[str, Shard]) -> None:
+    """Raise CheckpointError unless every one of `files` is in `folder`, a regular file, of the right size."""
+    for name, shard in files.items():
+        nbytes = regular_status(folder / name).st_size
+        if nbytes != shard.nbytes:
+            word = "truncated" if nbytes < shard.nbytes else "too long"
+            raise CheckpointError(f"{word}: {nbytes} bytes of {shard.nbytes}", fix=FIX, where=str(folder / name))
+
+
+def check_sums(folder: Path, files: Mapping[str, Shard]) -> None:
+    """Raise CheckpointError unless every one of `files` has the right size and sha256; reads them whole."""
+    check_sizes(folder, files)
+    for name, shard in files.items():
+        digest = sha256()
+        try:
+            with (folder / name).open("rb") as file:
+                while piece := file.read(PIECE):
+                    digest.update(piece)
+        except OSError as error:
+            raise CheckpointError(f"it cannot be read: {error}", fix=FIX, where=str(folder / name)) from error
+        if digest.hexdigest() != shard.sha256:
+            raise CheckpointError("bit-flipped: its checksum differs from the manifest's", fix=FIX, where=str(folder / name))
+
+
+def regular_status(path: Path) -> os.stat_result:
+    """What the system says of the regular file `path`. Raises CheckpointError when it is missing, a link, or anything else."""
+    status = _status(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError("it is a link or no regular file; neither is followed", fix=FIX, where=str(path))
+    return status
+
+
+def _status(path: Path) -> os.stat_result:
+    try:
+        return os.lstat(path)
+    except OSError as error:
+        raise CheckpointError(f"missing or unreachable: {error.strerror}", fix=FIX, where=str(path)) from error
+
+
+def read_entries(folder: Path, entries: Mapping[str, Entry]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each of `entries` with its tensor, on the CPU and in memory of its own, one at a time; checksums are not looked at.
+
+    Raises CheckpointError when a file does not hold what its manifest says.
+    """
+    with ExitStack() as stack:
+        files: dict[str, safe_open] = {}
+        for name, entry in entries.items():
+            whole = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+            for box in entry.slices:
+                _place(whole, _slice(folder, box, files, stack), box, where=str(folder / box.file))
+            yield name, whole
+
+
+def read_entry(folder: Path, name: str, entry: Entry, rows: range | None = None) -> torch.Tensor:
+    """The tensor `name` of the checkpoint in `folder`, or its `rows` along dim 0 (nothing else is read), likewise."""
+    if rows is None:
+        return next(tensor for _, tensor in read_entries(folder, {name: entry}))
+    some = torch.empty((len(rows), *entry.shape[1:]), dtype=DTYPES[entry.dtype])
+    with ExitStack() as stack:
+        files: dict[str, safe_open] = {}
+        for box in entry.slices:
+            low, high = max(rows.start, box.start[0]), min(rows.stop, box.start[0] + box.shape[0])
+            if low < high:
+                mine = range(low - box.start[0], high - box.start[0])
+                found = replace(box, start=(low - rows.start, *box.start[1:]), shape=(high - low, *box.shape[1:]))
+                _place(some, _slice(folder, box, files, stack, mine), found, where=str(folder / box.file))
+    return some
+
+
+def _slice(folder: Path, box: Slice, files: dict[str, safe_open], stack: ExitStack, rows: range | None = None) -> torch.Tensor:
+    """The stored tensor of `box`, or `rows` of it; its file is opened once, kept in `files`, and closed by `stack`."""
+    try:
+        if box.file not in files:
+            files[box.file] = stack.enter_context(safe_open(folder / box.file, framework="pt"))
+        if rows is None:
+            return files[box.file].get_tensor(box.key)
+        return files[box.file].get_slice(box.key)[rows.start : rows.stop]
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"no tensor {box.key!r} in it: {error}", fix=FIX, where=str(folder / box.file)) from error
+
+
+def _place(whole: torch.Tensor, part: torch.Tensor, box: Slice, where: str) -> None:
+    if tuple(part.shape) != box.shape or part.dtype != whole.dtype:
+        needed = f"the manifest says {box.shape} {dtype_name(whole.dtype)}"
+        raise CheckpointError(f"{box.key!r} is {tuple(part.shape)} {dtype_name(part.dtype)}; {needed}", fix=FIX, where=where)
+    target = whole
+    for dim, (start, size) in enumerate(zip(box.start, box.shape, strict=True)):
+        target = target.narrow(dim, start, size)
+    target.copy_(part)

@@ -1,0 +1,345 @@
+"""A config file and a plan file have one schema, so a plan is a config in which nothing is left open.
+
+    micro_batch = 2                      samples per micro-batch and rank; 0: the whole local batch at once
+    cluster = "cluster.toml"             what `bench comm` measured: by it algorithm = "auto" chooses, once, for the plan
+
+    [model] [data] [train] [optimizer] [schedule] [precision] [evaluate] [guard]     together the Job (core/job.py)
+    [run]                                                         what surrounds it
+    [mesh]                               axis = size; -1: whatever makes the product fit the number of ranks
+    dp_replicate = -1
+
+    [[strategies]]                       one table per technique: its name and its fields
+    name = "replicate"
+
+A file without `strategies` asks for a choice; `strategies = []` asks for none. A plan file adds `plan_hash` and `version`.
+Every fault of a file and of the overrides is reported at once, with its dotted key and where it stands.
+
+Paths in cluster, run.hardware, run.cluster, model.source, model.weights, data.source, data.tokenizer, evaluate.source, and those
+of .csv and .py files in a strategy, are relative to the folder of the file (those given as overrides: to the current folder) if
+they exist there. They become absolute on reading, so a plan file can be moved to another folder.
+
+Keys of a config file, set from the command line.
+
+    --train.batch 16          a value, read as TOML (16, true, [1, 2], "text"); what is not TOML is a text
+    --train.batch=16          the same; needed when the value itself begins with --
+    --strategies.zero.stage 2 one table of a list of tables, by its name ...
+    --optimizer.groups.0.pattern *.bias     ... or by its place
+    --strategies.zero.field   without a value: true
+
+An override changes the document before anything is checked, so the command line obeys the same rules as the file.
+"""
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from datetime import date, time
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import tomli_w
+
+from meshwright.plan.job.errors import Fault, PlanError, nearest, raise_faults
+from meshwright.plan.job.job import Job
+from meshwright.plan.job.run_options import Run
+from meshwright.plan.sharding.mesh import AXES
+from meshwright.plan.strategy import Strategy
+from meshwright.run.config.schema import Check
+
+
+def overridden(
+    document: dict[str, Any], words: Sequence[str], faults: list[Fault]
+) -> tuple[dict[str, Any], frozenset[tuple[str, ...]]]:
+    """A copy of `document` with the overrides in `words`, and the paths that they set; `faults` grows by what is wrong."""
+    document = deepcopy(document)
+    paths = set()
+    for key, text in _pairs(words, faults):
+        path = _put(document, key.split("."), _value(text), faults)
+        paths.add(path)
+    return document, frozenset(paths - {()})
+
+
+def _pairs(words: Sequence[str], faults: list[Fault]) -> Iterator[tuple[str, str]]:
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or not all(word[2:].partition("=")[0].split(".")):
+            faults.append(Fault("this is not an override", "write --key.sub value, for example --train.batch 16", f"'{word}'"))
+            continue
+        key, equals, text = word[2:].partition("=")
+        if not equals:
+            text = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        if any("\ud800" <= letter <= "\udfff" for letter in key + text):  # how Python marks bytes that are not UTF-8
+            faults.append(Fault(f"{key + '=' + text!a} is not a text in UTF-8", "write it in UTF-8, as the file is", "override"))
+            continue
+        yield key, text
+
+
+def _value(text: str) -> Any:
+    try:
+        read = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    # No key takes a date, and a text with line breaks may hold further keys: both are texts.
+    if set(read) != {"value"} or isinstance(read["value"], (date, time)):
+        return text
+    return read["value"]
+
+
+def _put(document: dict[str, Any], path: Sequence[str], value: Any, faults: list[Fault]) -> tuple[str, ...]:
+    """Set `path` in `document`; returns it with names in place of positions, or () when it could not be set."""
+    node: Any = document
+    said: list[str] = []
+    for depth, part in enumerate(path):
+        where = f"--{'.'.join(path)}"
+        if not isinstance(node, (dict, list)):
+            text = f"{'.'.join(path[:depth])} is {node!r}, which has no keys"
+            faults.append(Fault(text, f"set it as a whole: --{'.'.join(path[:depth])} VALUE", where))
+            return ()
+        key: Any = _place(node, part, where, faults) if isinstance(node, list) else part
+        if key is None:
+            return ()
+        last = depth == len(path) - 1
+        if last:
+            node[key] = value
+        elif isinstance(node, dict) and key not in node:
+            node[key] = {}
+        node = node[key]
+        said.append(_name(node, part) if not last else part)
+    return tuple(said)
+
+
+def _place(items: list[Any], part: str, where: str, faults: list[Fault]) -> int | None:
+    """The position in `items` that `part` names: by the item's name, or by a number."""
+    named = [i for i, item in enumerate(items) if _name(item, "") == part]
+    if len(named) == 1:
+        return named[0]
+    if part.isdecimal() and int(part) < len(items):
+        return int(part)
+    if named:
+        text = f"{len(named)} tables of this list are named '{part}'"
+        faults.append(Fault(text, f"address one by its place: {' or '.join(map(str, named))} instead of '{part}'", where))
+    else:
+        faults.append(Fault(f"this list has no '{part}'", _repair(part, items), where))
+    return None
+
+
+def _repair(part: str, items: Iterable[Any]) -> str:
+    names = [_name(item, str(i)) for i, item in enumerate(items)]
+    add = f'add a table with name = "{part}" to the file'
+    return f"{nearest(part, names)} or {add}" if names else add
+
+
+def _name(item: Any, otherwise: str) -> str:
+    if isinstance(item, dict) and isinstance(item.get("name"), str):
+        return item["name"]
+    return otherwise
+
+
+FILE = re.compile(r"\.(csv|py)(:\w+)?$")  # a text of a strategy that names a file
+EXTRA = ("plan_hash", "version")  # written by a plan file
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a config or plan file asks for. `mesh` holds the sizes as written; `strategies` is None when none are listed,
+    `cluster` the path of what was measured of the links ("": none is named).
+    """
+
+    job: Job = field(default_factory=Job)
+    run: Run = field(default_factory=Run)
+    mesh: dict[str, int] = field(default_factory=dict)
+    micro_batch: int = 0
+    strategies: tuple[Strategy, ...] | None = None
+    extra: dict[str, str] = field(default_factory=dict)
+    cluster: str = ""
+
+
+def read_request(path: Path, overrides: Sequence[str], strategies: Mapping[str, type[Strategy]]) -> Request:
+    """The request in the TOML file at `path`, changed by `overrides` (run/overrides.py); `strategies` are known by name.
+
+    Values are checked for their types only: whether they make sense together is for Plan.make to say.
+    Raises PlanError with every fault of the file and the overrides.
+    """
+    faults: list[Fault] = []
+    document, said = overridden(_parse(path), overrides, faults)
+    tables: dict[str, Any] = {**get_type_hints(Job), "run": Run}
+    hints = {**tables, "mesh": dict[str, int], "micro_batch": int, "cluster": str, **dict.fromkeys(EXTRA, str)}
+    check = Check(str(path), said, tables, faults)
+    chosen = _strategies(document.pop("strategies", None), strategies, check, path.parent)
+    for key in (key for key in document if key not in hints):
+        check.unknown(key, (*hints, "strategies"), (key,))
+    values = {key: check.fit(document[key], hint, (key,)) for key, hint in hints.items() if key in document}
+    for axis in (axis for axis in values.get("mesh") or () if axis not in AXES):
+        faults.append(Fault(f"there is no axis '{axis}'", nearest(axis, AXES), check.where(("mesh", axis))))
+    raise_faults(faults)
+    job = Job(**{item.name: values[item.name] for item in fields(Job) if item.name in values})
+    return Request(
+        job=_with_absolute_sources(job, path.parent, said),
+        run=_with_absolute_files(values.get("run", Run()), path.parent, said),
+        mesh=values.get("mesh", {}),
+        micro_batch=values.get("micro_batch", 0),
+        strategies=chosen,
+        cluster=_anchored_cluster(values.get("cluster", ""), path.parent, said),
+        extra={key: values[key] for key in EXTRA if key in values},
+    )
+
+
+def write_request(request: Request, path: Path) -> None:
+    """Write `request` to `path` as TOML, every default spelled out; a reader sees the old file or the new one, never a part.
+
+    Raises PlanError when the file cannot be written.
+    """
+    text = tomli_w.dumps(as_dict(request)).encode()
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink()
+        fix = "name a file in a folder that can be written to"
+        raise PlanError(f"the file cannot be written: {error.strerror}", fix=fix, where=str(path)) from error
+
+
+def as_dict(request: Request) -> dict[str, Any]:
+    """`request` as plain values (dict, list, str, int, float, bool), in the schema of the file."""
+    document: dict[str, Any] = {**request.extra, "micro_batch": request.micro_batch, **_plain(request.job)}
+    document |= {"cluster": request.cluster} if request.cluster else {}
+    document |= {"run": _plain(request.run), "mesh": dict(request.mesh)}
+    if request.strategies is not None:
+        document["strategies"] = [{"name": strategy.name, **_plain(strategy)} for strategy in request.strategies]
+    return document
+
+
+def canonical_hash(document: Mapping[str, Any]) -> str:
+    """64 hex digits (sha256) that are the same for equal plain values, whatever the order of their keys."""
+    return sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        said = {item.name: (getattr(value, item.name), item.default) for item in fields(value) if item.init}
+        return {key: _plain(now) for key, (now, default) in said.items() if not (now is None and default is None)}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return {} if value is None else value  # TOML has no null; run/schema.py reads {} as None
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    where = str(path)
+    if path.is_dir():
+        names = ", ".join(sorted(found.name for found in path.glob("*.toml"))) or "there is none"
+        raise PlanError("this is a folder; needed is a TOML file", fix=f"name a file in it: {names}", where=where)
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError as error:
+        names = [found.name for found in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+        fix = nearest(path.name, names) if names else "check the path; the file is looked for from the current folder"
+        raise PlanError("there is no such file", fix=fix, where=where) from error
+    except OSError as error:
+        raise PlanError(f"the file cannot be read: {error.strerror}", fix="check its permissions", where=where) from error
+    except UnicodeDecodeError as error:
+        fix = f"save it as UTF-8; the byte at position {error.start} is not"
+        raise PlanError("the file is not a text in UTF-8", fix=fix, where=where) from error
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise _syntax_error(path, text, error) from error
+    if not document:
+        fix = "name at least a model and data: [model] source = ..., [data] source = ..."
+        raise PlanError("the file is empty: it sets no key", fix=fix, where=where)
+    return document
+
+
+def _syntax_error(path: Path, text: str, error: tomllib.TOMLDecodeError) -> PlanError:
+    lines = text.splitlines() or [""]
+    place = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
+    line = int(place[1]) if place else len(lines)
+    reason = str(error).split(" (at ")[0]
+    fix = 'write key = value; texts stand in quotes ("text"), lists in brackets ([1, 2])'
+    return PlanError(
+        f"not TOML: {reason}, in the line '{lines[min(line, len(lines)) - 1].strip()}'", fix=fix, where=f"{path}:{line}"
+    )
+
+
+def _strategies(listed: Any, known: Mapping[str, type[Strategy]], check: Check, folder: Path) -> tuple[Strategy, ...] | None:
+    if listed is None:
+        return None
+    path = ("strategies",)
+    if not isinstance(listed, list) or not all(isinstance(table, dict) for table in listed):
+        fix = '[[strategies]] in double brackets, then name = "replicate"; one such table for each technique'
+        check.faults.append(Fault("strategies is not a list of tables", fix, check.where(path)))
+        return None
+    chosen = []
+    for i, table in enumerate(listed):
+        name = table.get("name")
+        if not isinstance(name, str):
+            text = "the strategy has no name" if name is None else f"{name!r} is not the name of a strategy"
+            check.faults.append(Fault(text, f'write name = "...": {nearest("", known)}', check.where((*path, str(i), "name"))))
+        elif name not in known:
+            check.faults.append(
+                Fault(f"there is no strategy '{name}'", nearest(name, known), check.where((*path, str(i), "name")))
+            )
+        else:
+            places = (
+                (Path.cwd(), folder) if check.overridden & {("strategies", name, key) for key in table} else (folder, Path.cwd())
+            )
+            values = {key: _file(value, places) for key, value in table.items() if key != "name"}
+            chosen.append(check.fit(values, known[name], (*path, name)))
+    return tuple(chosen)
+
+
+def _file(value: Any, folders: Sequence[Path]) -> Any:
+    """`value`; the absolute path where it names a file of data or of Python that exists in one of `folders`."""
+    return _absolute(value, folders) if isinstance(value, str) and FILE.search(value) else value
+
+
+def _with_absolute_sources(job: Job, folder: Path, said: frozenset[tuple[str, ...]]) -> Job:
+    def anchored(table: str, source: str) -> str:
+        typed = (table, "source") in said or (table,) in said
+        return _absolute(source, (Path.cwd(), folder) if typed else (folder, Path.cwd()))
+
+    weights = anchored("model", job.model.weights)
+    model = replace(job.model, source=anchored("model", job.model.source) or weights, weights=weights)
+    data, (typed, tokenizer) = job.data, (("data", "tokenizer") in said, job.data.tokenizer)
+    tokenizer = _absolute(tokenizer, (Path.cwd(), folder) if typed else (folder, Path.cwd()))
+    mixture = tuple(replace(part, source=anchored("data", part.source)) for part in data.mixture)
+    where = data.source if data.source == "example" else anchored("data", data.source)
+    data = replace(data, source=where, tokenizer=tokenizer, mixture=mixture)
+    evaluate = job.evaluate
+    if evaluate.source not in ("", "example"):
+        evaluate = replace(evaluate, source=anchored("evaluate", evaluate.source))
+    return replace(job, model=model, data=data, evaluate=evaluate)
+
+
+def _with_absolute_files(run: Run, folder: Path, said: frozenset[tuple[str, ...]]) -> Run:
+    """`run`, where what names a file of measurements does so from anywhere."""
+    places = {key: (Path.cwd(), folder) if ("run", key) in said else (folder, Path.cwd()) for key in ("hardware", "cluster")}
+    hardware, cluster = (_absolute(vars(run)[key], where) for key, where in places.items())
+    return replace(run, hardware=hardware, cluster=cluster)
+
+
+def _anchored_cluster(cluster: str, folder: Path, said: frozenset[tuple[str, ...]]) -> str:
+    return _absolute(cluster, (Path.cwd(), folder) if ("cluster",) in said else (folder, Path.cwd()))
+
+
+def _absolute(source: str, folders: Sequence[Path]) -> str:
+    """`source` (a path, or path:factory) as seen from the first of `folders` in which it exists; unchanged when in none."""
+    head, colon, factory = source.rpartition(":")
+    for folder in folders:
+        for name, tail in ((source, ""), (head, colon + factory)):
+            if name and os.path.exists(folder / name):  # not Path.exists, which raises for texts that cannot be paths
+                return os.path.abspath(folder / name) + tail
+    return source

@@ -1,0 +1,169 @@
+"""Values of a TOML document, held against the fields of frozen dataclasses.
+
+The dataclasses of core are the schema: a field is a key, its annotation is its type, its default is its default. This
+file is the only place that knows pydantic; core stays free of it. pydantic answers "is this value of that type"; what it
+cannot answer stands here: which known key an unknown one resembles, in which table a misplaced key belongs, and what to
+write instead, in the words of the file.
+
+Strict means: no text becomes a number and no number a text, but a whole number may stand where a number is wanted.
+TOML has no null, so an empty table `{}` stands for None wherever None is allowed and a table is not.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from datetime import date, time
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from meshwright.plan.job.errors import Fault, PlanError, nearest
+
+Dotted = tuple[str, ...]  # a dotted path, split
+NEEDED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a text in quotes",
+    "tuple_type": "a list in [ ]",
+    "list_type": "a list in [ ]",
+    "dict_type": "a table of keys",
+    "dataclass_type": "a table of keys",
+    "none_required": "{} (none)",
+}
+
+
+@dataclass
+class Check:
+    """Holds values against types and gathers every fault in `faults`.
+
+    `file` and `overridden` (dotted paths, split) say where a value came from: a fault points to `file: train.batch` or
+    to `--train.batch`. `tables` maps the name of a table to its dataclass, to tell where a misplaced key belongs.
+    """
+
+    file: str
+    overridden: frozenset[Dotted] = frozenset()
+    tables: Mapping[str, type] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+
+    def fit(self, value: Any, hint: Any, path: Dotted) -> Any:
+        """`value` as an object of type `hint`; None, with the reasons added to `faults`, when it does not fit."""
+        known = self._known(value, hint, path)
+        try:
+            return TypeAdapter(hint).validate_json(json.dumps(known), strict=True)
+        except ValidationError as error:
+            self._translate(error.errors(include_url=False), known, path)
+        except PlanError as error:  # the dataclass itself refused its values
+            self.faults += error.faults
+        return None
+
+    def unknown(self, key: str, known: Iterable[str], path: Dotted) -> None:
+        """Add the fault that `path` ends in `key`, which is not one of `known`."""
+        homes = [f"{table}.{key}" for table, kind in self.tables.items() if key in _field_hints(kind)]
+        known = tuple(known)
+        if not known:
+            fix = "remove it: this table has no keys"
+        elif homes:
+            fix = f"it belongs to another table: write {' or '.join(homes)}"
+        else:
+            fix = nearest(key, known)
+        self.faults.append(Fault(f"there is no key '{key}' here", fix, self.where(path)))
+
+    def where(self, path: Dotted) -> str:
+        """The place of `path` in words: a word of the command line when an override set it, else the file and the key."""
+        dotted = ".".join(path)
+        given = any(path[: len(said)] == said or said[: len(path)] == path for said in self.overridden)
+        return f"--{dotted}" if given else f"{self.file}: {dotted}"
+
+    def _known(self, value: Any, hint: Any, path: Dotted) -> Any:
+        """`value` without unknown keys, which become faults, and with None where `{}` stands for it."""
+        if isinstance(value, (date, time)):
+            self.faults.append(Fault(f"{value} is read as a date", f'put it in quotes: "{value}"', self.where(path)))
+            return str(value)
+        members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        tables = [member for member in members if is_dataclass(member) or get_origin(member) is dict]
+        if value == {} and NoneType in members and not tables:
+            return None
+        if isinstance(value, dict) and tables:
+            return self._known_table(value, tables[0], path)
+        lists = [member for member in members if get_origin(member) in (tuple, list)]
+        if isinstance(value, list) and lists:
+            hints = _item_hints(lists[0], len(value))
+            return [self._known(item, hints[i], (*path, str(i))) for i, item in enumerate(value)]
+        return value
+
+    def _known_table(self, value: dict[str, Any], table: Any, path: Dotted) -> dict[str, Any]:
+        if get_origin(table) is dict:
+            hint = get_args(table)[1]
+            return {key: self._known(item, hint, (*path, key)) for key, item in value.items()}
+        hints = _field_hints(table)
+        for key in value:
+            if key not in hints:
+                self.unknown(key, hints, (*path, key))
+        return {key: self._known(item, hints[key], (*path, key)) for key, item in value.items() if key in hints}
+
+    def _translate(self, errors: list[ErrorDetails], value: Any, path: Dotted) -> None:
+        groups: dict[Dotted, list[ErrorDetails]] = {}
+        for error in errors:
+            inner = tuple(_steps_into(value, error))
+            groups.setdefault((*path, *inner), []).append(error)
+        for place, found in groups.items():
+            self.faults.append(_fault(found, self.where(place)))
+
+
+def _field_hints(kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {item.name: hints[item.name] for item in fields(kind) if item.init}
+
+
+def _item_hints(hint: Any, length: int) -> list[Any]:
+    args = get_args(hint)
+    if get_origin(hint) is list or args[-1] is Ellipsis:
+        return [args[0]] * length
+    return [*args, *[Any] * length][:length]
+
+
+def _steps_into(value: Any, error: ErrorDetails) -> Iterator[str]:
+    """The parts of an error's location that name keys of `value`; pydantic mixes in the members of unions it tried."""
+    *parts, last = error["loc"] or ("",)
+    for part in parts:
+        if _has(value, part):
+            value = value[part]
+            yield str(part)
+    if _has(value, last) or error["type"] == "missing":
+        yield str(last)
+
+
+def _has(value: Any, part: int | str) -> bool:
+    if isinstance(value, list):
+        return isinstance(part, int) and part < len(value)
+    return isinstance(value, dict) and part in value
+
+
+def _fault(errors: list[ErrorDetails], where: str) -> Fault:
+    """One fault for one value; a value that may be of several types comes with one error for each."""
+    kind, given = errors[0]["type"], errors[0]["input"]
+    if kind == "missing":
+        return Fault("this key is missing", "write it: it has no default", where)
+    if kind == "literal_error":
+        expected = errors[0]["ctx"]["expected"]
+        words = [word.strip("'") for word in expected.replace(" or ", ", ").split(", ")]
+        fix = nearest(given, words) if isinstance(given, str) else f"write {expected}"
+        return Fault(f"given is {_shown(given)}; needed is {expected}", fix, where)
+    needed = [NEEDED.get(error["type"], error["msg"]) for error in errors]
+    text = ", or ".join(dict.fromkeys(needed))
+    fix = f"write {text}" if kind in NEEDED else "change it accordingly"
+    if kind == "string_type" and len(errors) == 1:
+        fix = f"put it in quotes: {json.dumps(str(given))}" if not isinstance(given, (dict, list)) else fix
+    elif isinstance(given, str) and kind in ("int_type", "float_type", "bool_type"):
+        fix += ", without quotes"
+    elif kind in ("tuple_type", "list_type"):
+        fix = f"write [{_shown(given)}]" if not isinstance(given, dict) else fix
+    return Fault(f"given is {_shown(given)}; needed is {text}", fix, where)
+
+
+def _shown(given: Any) -> str:
+    return json.dumps(given)

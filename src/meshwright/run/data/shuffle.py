@@ -1,0 +1,117 @@
+"""The order in which samples are played: a shuffle that is computed, not stored.
+
+Each epoch is a permutation of all samples, keyed by (seed, epoch). It is a Feistel network: the index is cut into a left
+and a right half, and each round replaces (left, right) by (right, left XOR f(right, key)). Whatever f is, a round can be
+undone, so the network maps the numbers below 4^h one to one onto themselves. Where 4^h is larger than the number of
+samples, an index that falls outside is sent through again until it falls inside ("cycle walking", under 4 times on
+average), and that is one to one too.
+
+So sample number 10^12 of epoch 7 costs as much as the first: microseconds, and no memory. The position in the data is
+step x batch; a checkpoint needs no more than its step, and nothing here knows how many ranks there are. Ranks share a
+step's samples by cutting its list (`share`), after the order is fixed.
+
+Ciphers with arbitrary finite domains: Black and Rogaway, CT-RSA 2002 (cycle walking).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+
+from meshwright.plan.job.errors import Fault, raise_faults
+
+ABSENT = -1
+ROUNDS = 6
+MAX_SAMPLES = 1 << 60  # both halves of an index and their products stay inside 64 bits
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which samples make up each global step: every sample once per epoch, `epochs` times (0: without end)."""
+
+    num_samples: int
+    seed: int
+    epochs: int = 0
+
+    def __post_init__(self) -> None:
+        raise_faults(self._faults())
+
+    def _faults(self) -> Iterator[Fault]:
+        if not 1 <= self.num_samples <= MAX_SAMPLES:
+            yield Fault(f"{self.num_samples} samples; needed are 1 to 2^60", "point data.source at more text", "data.source")
+        if self.epochs < 0:
+            yield Fault(f"{self.epochs} epochs", "0 repeats without end; 1, 2, 3... stop after that many", "data.epochs")
+
+    def ids(self, step: int, batch: int) -> list[int]:
+        """The `batch` global sample ids of global step `step`, from 0; steps run on over the borders of epochs.
+
+        Places after the last epoch hold -1, an absent sample. Raises ValueError for a negative step or an empty batch.
+        """
+        if step < 0 or batch < 1:
+            raise ValueError(
+                f"step {step} with {batch} samples; needed are a step from 0 and at least 1 sample: count steps from 0"
+            )
+        return self.span(step * batch, batch)
+
+    def span(self, position: int, count: int) -> list[int]:
+        """The `count` sample ids from `position` of the endless list of epochs on; -1 after the last epoch."""
+        found: list[int] = []
+        end = position + count
+        last = end if self.total is None else min(end, self.total)
+        while position < last:
+            epoch, first = divmod(position, self.num_samples)
+            num = min(self.num_samples - first, last - position)
+            found += self._shuffled(epoch, np.arange(first, first + num, dtype=np.uint64))
+            position += num
+        return found + [ABSENT] * (count - len(found))
+
+    @property
+    def total(self) -> int | None:
+        """The samples of all epochs; None without end."""
+        return self.epochs * self.num_samples or None
+
+    def _shuffled(self, epoch: int, index: np.ndarray) -> list[int]:
+        """Where the permutation of `epoch` sends each of `index` (numbers below `num_samples`)."""
+        half = max(1, ((self.num_samples - 1).bit_length() + 1) // 2)
+        seed = blake2b(f"order {self.seed} {epoch}".encode(), digest_size=8 * ROUNDS).digest()
+        keys = np.frombuffer(seed, dtype="<u8").astype(np.uint64)
+        index = _network(index, keys, half)
+        while (outside := index >= self.num_samples).any():
+            index[outside] = _network(index[outside], keys, half)
+        return index.tolist()
+
+
+def share(ids: Sequence[int], micro: int, num_micro: int, index: int, count: int) -> list[int]:
+    """The ids that data rank `index` of `count` plays in micro-batch `micro` of `num_micro`: a contiguous slice of `ids`.
+
+    With k = len(ids) / (num_micro x count), rounded up, micro m of rank r takes ids[(m x count + r) x k :][:k]. Every share
+    has k ids: where `ids` runs out they are -1, absent samples, so that all ranks do equal work and none waits for ever.
+
+    Raises ValueError for a micro-batch or a rank that does not exist.
+    """
+    if not (0 <= micro < num_micro and 0 <= index < count):
+        raise ValueError(
+            f"micro-batch {micro} of {num_micro} on data rank {index} of {count} does not exist; both count from 0, "
+            "so pass numbers below their totals"
+        )
+    k = -(-len(ids) // (num_micro * count))
+    first = (micro * count + index) * k
+    mine = list(ids[first : first + k])
+    return mine + [ABSENT] * (k - len(mine))
+
+
+def _network(index: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:
+    """`index` (uint64, below 4^half) through all rounds; one to one."""
+    mask = np.uint64((1 << half) - 1)
+    left, right = index >> np.uint64(half), index & mask
+    for r in range(keys.size):
+        left, right = right, left ^ (_mixed(right + keys[r]) & mask)
+    return (left << np.uint64(half)) | right
+
+
+def _mixed(bits: np.ndarray) -> np.ndarray:
+    """Each 64-bit number turned into another that shares no visible pattern with it (the finaliser of SplitMix64)."""
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))

@@ -1,0 +1,144 @@
+"""Tokens on disk: documents are tokenised once, and every later run and every rank maps the same files into memory.
+
+    cache/
+      3f9a...c1/               one per (content, tokenizer, columns); its name is their hash
+        tokens.bin             the ids of all documents, one after the other: uint16, or uint32 for large vocabularies
+        starts.bin             where each document begins, and the end: int64
+        wanted.bin             conversations only: which tokens are learnt, one byte each
+        meta.json              how many there are, in which type, and the sha256 of what was written
+      3f9a...c1.partial-77/    being written, or what a killed process left
+
+A folder comes to be by one rename, so a reader sees all of it or nothing. Of several ranks that start at once one
+tokenises and the others wait for its lock, which the system takes from a process that dies; where a file system has no
+locks each works for itself, and the first one to rename wins. Nothing here is a pickle.
+"""
+
+import json
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from meshwright.plan.job.errors import PlanError
+from meshwright.run.data.tokenizer import Encoded
+
+VERSION = 1
+WIDTHS = {"tokens": "", "starts": "<i8", "wanted": "|u1"}  # the type of tokens stands in meta.json
+META = "meta.json"
+SMALL = 1 << 16
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Tokenised:
+    """Documents as arrays mapped from disk: `tokens` (N,), `starts` (documents + 1,), `wanted` (N,) or None.
+
+    `digest` is the sha256 of the ids, the borders and what is wanted.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    wanted: np.ndarray | None
+    digest: str
+
+    def document(self, i: int) -> Encoded:
+        """Document `i`, from 0."""
+        here = slice(int(self.starts[i]), int(self.starts[i + 1]))
+        return Encoded(self.tokens[here], None if self.wanted is None else self.wanted[here])
+
+
+def tokenised(cache: Path, key: str, size: int, documents: Callable[[], Iterable[Encoded]]) -> Tokenised:
+    """The documents of `key` from `cache`; when they are not there, made from `documents()` and kept.
+
+    `size` is that of the vocabulary. What `documents()` raises is raised, and then nothing is kept. Raises PlanError when
+    the cache cannot be written, or there is no token at all.
+    """
+    place = cache / sha256(f"{VERSION} {size} {key}".encode()).hexdigest()[:32]
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _locked(place.with_suffix(".lock")):
+            if not _whole(place):
+                _build(place, size, documents())
+    except OSError as error:
+        text = f"the tokens cannot be kept in '{cache}': {error.strerror or error}"
+        raise PlanError(text, fix="make room there, or name another folder: run.cache", where="run.cache") from error
+    return _opened(place)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of `path`, waiting for whoever has it; without a lock where the system has none."""
+    with path.open("ab") as file:
+        with suppress(ImportError, OSError):
+            import fcntl  # not on Windows
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(place: Path, size: int, documents: Iterable[Encoded]) -> None:
+    for left in place.parent.glob(f"{place.name}.partial-*"):  # of processes that were killed: the lock is ours
+        shutil.rmtree(left, ignore_errors=True)
+    partial = place.with_name(f"{place.name}.partial-{secrets.token_hex(4)}")
+    partial.mkdir()
+    try:
+        meta = _write(partial, np.dtype("<u2" if size <= SMALL else "<u4"), documents)
+        (partial / META).write_text(json.dumps(meta), encoding="ascii")
+        if place.exists():  # of another version of the files, or damaged
+            shutil.rmtree(place)
+        with suppress(OSError):  # another process, on a file system without locks, was first: its files are as good
+            os.rename(partial, place)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write(folder: Path, width: np.dtype, documents: Iterable[Encoded]) -> dict[str, str | int | bool]:
+    digest, total, starts, chosen = sha256(), 0, [0], False
+    with ExitStack() as stack:
+        files: dict[str, BinaryIO] = {}
+
+        def put(name: str, values: np.ndarray) -> None:
+            if name not in files:
+                files[name] = stack.enter_context((folder / f"{name}.bin").open("wb"))
+            content = values.tobytes()
+            digest.update(content)
+            files[name].write(content)
+
+        for document in documents:
+            put("tokens", document.ids.astype(width))
+            if document.wanted is not None:
+                chosen = True
+                put("wanted", document.wanted.astype(np.uint8))
+            total += document.ids.size
+            starts.append(total)
+        put("starts", np.asarray(starts, dtype=WIDTHS["starts"]))
+    return {"tokens": total, "starts": len(starts), "wanted": total * chosen, "width": width.str, "digest": digest.hexdigest()}
+
+
+def _whole(place: Path) -> bool:
+    """Whether the files at `place` are there, in the sizes that they should have."""
+    try:
+        meta = json.loads((place / META).read_text(encoding="ascii"))
+        sizes = {name: meta[name] * np.dtype(kind or meta["width"]).itemsize for name, kind in WIDTHS.items()}
+        return all((place / f"{name}.bin").stat().st_size == size for name, size in sizes.items() if size)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _opened(place: Path) -> Tokenised:
+    meta = json.loads((place / META).read_text(encoding="ascii"))
+
+    def mapped(name: str) -> np.ndarray:
+        kind = np.dtype(WIDTHS[name] or meta["width"])
+        return np.memmap(place / f"{name}.bin", kind, mode="r", shape=(meta[name],)) if meta[name] else np.empty(0, kind)
+
+    return Tokenised(mapped("tokens"), mapped("starts"), mapped("wanted") if meta["wanted"] else None, meta["digest"])

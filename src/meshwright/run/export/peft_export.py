@@ -1,0 +1,133 @@
+"""An adapter as peft writes it, and the model that it makes of its base.
+
+    adapter_config.json            what peft says of it, with the name of the base that it belongs to
+    adapter_model.safetensors      the trained parts under peft's names: ...q_proj.lora_A.weight, ...lm_head.weight
+
+peft is asked which tensors belong to an adapter and what they are called, on a model without values; the values are those of
+the logical parameters, whole, so nothing depends on where they lay while they were trained. Before the folder has its name,
+peft loads it onto the base, and the logits are compared (`run.roundtrip`). Merged, W + (alpha / r) B A is written in the place
+of W, as a model that needs no peft; for that the whole model is in memory once, in float32.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.model.hf.hub import is_hub_id
+from meshwright.model.hf.peft import base_of, is_adapted, peft
+from meshwright.model.loading.init_tape import Tape
+from meshwright.model.loading.meta_init import Blueprint, Logical, logical_names
+from meshwright.plan.job.errors import PlanError
+from meshwright.run.checkpoint.shard_io import write_shard
+from meshwright.run.export.roundtrip_check import RoundTrip, compare_adapter, fill
+
+WHERE = "export"
+FILE = "adapter_model.safetensors"
+MERGE = "write the model that it makes of its base: --merge, engine.export(folder, merge=True)"
+
+Value = Callable[[str], torch.Tensor]
+
+
+def write_adapter(
+    blueprint: Blueprint, value: Value, folder: Path, dtype: torch.dtype | None, base: str
+) -> tuple[int, RoundTrip]:
+    """Write the adapter of `blueprint`'s model, its floating tensors in `dtype`, into `folder`; its bytes, how it compares.
+
+    `value(name)` gives a logical parameter; `base` says where the base lies, where peft does not know.
+
+    Raises PlanError for a model with several adapters, an adapter whose base is nowhere, one made of tokens, and one that peft
+    writes in another way than tensor by tensor.
+    """
+    model: Any = _checked(blueprint.instance())
+    adapters = list(model.peft_config)
+    if len(adapters) != 1:
+        text = f"the model holds {len(adapters)} adapters ({', '.join(adapters)}), and a folder is one"
+        raise PlanError(text, fix=f"leave one of them in the factory, or {MERGE}", where=WHERE)
+    config = copy.deepcopy(model.peft_config[adapters[0]])
+    config.base_model_name_or_path = _found(base or config.base_model_name_or_path or "")
+    names = stored_names(model, adapters[0])
+    tensors = {stored: _cast(value(name), dtype) for stored, name in names.items()}
+    _check(model, names, tensors)
+    shard = write_shard(folder / FILE, tensors)
+    _write_config(model, config, folder)
+    return shard.nbytes, compare_adapter(blueprint, value, folder, dtype, names)
+
+
+def stored_names(model: nn.Module, adapter: str) -> dict[str, str]:
+    """The name in the file of every tensor that belongs to `adapter`, and its name in `model`, which needs no values.
+
+    An embedding that has an adapter of its own is left to the base: it was not trained.
+    """
+    state = model.state_dict()
+    known = {id(tensor): name for name, tensor in state.items()}
+    found = peft().get_peft_model_state_dict(model, state, adapter, save_embedding_layers=False)
+    made = [stored for stored, tensor in found.items() if id(tensor) not in known]
+    if made or not found:
+        what = f"computes {made[0]} anew" if made else "finds no tensor of it"
+        raise PlanError(f"peft {what} when it saves the adapter '{adapter}'", fix=MERGE, where=WHERE)
+    return {stored: known[id(tensor)] for stored, tensor in found.items()}
+
+
+def merged(blueprint: Blueprint, value: Value) -> tuple[Blueprint, Value]:
+    """The model that the adapter makes of its base: a blueprint without recipes, and its values.
+
+    Raises PlanError for a model without an adapter, or with one made of tokens.
+    """
+    if not is_adapted(blueprint.instance()):
+        text = f"a {type(blueprint.instance()).__name__} has no adapter that could be merged"
+        raise PlanError(text, fix="leave --merge out (merge=True)", where=WHERE)
+    whole: Any = _checked(blueprint.instance())
+    fill(whole, blueprint, value)
+    base = whole.merge_and_unload()
+    bare, _ = base_of(blueprint.instance())
+    held = {**dict(base.named_parameters()), **dict(base.named_buffers())}
+    entries = {name: base.get_parameter(name) for name in logical_names(bare)}
+    logical = {
+        name: Logical(tuple(entries[name].shape), entries[name].dtype, entries[name].requires_grad, aliases)
+        for name, aliases in logical_names(bare).items()
+    }
+    return Blueprint(bare, logical, {}, Tape(), 0), lambda name: held[name].detach()
+
+
+def _checked(model: Any) -> Any:
+    if model.active_peft_config.is_prompt_learning:
+        text = f"the adapter ({model.active_peft_config.peft_type}) is made of tokens in front of the text, not of weights"
+        raise PlanError(text, fix="adapt weights instead: peft.LoraConfig, peft.IA3Config", where=WHERE)
+    return model
+
+
+def _found(base: str) -> str:
+    """`base`, if it can be taken for the place of a base model."""
+    if base and (is_hub_id(base) or Path(base).exists()):
+        return base
+    text = f"its base is not there any more: {base}" if base else "its base has values from the seed, which are stored nowhere"
+    fix = f"start from a base that is stored (model.weights, read(..., weights=...)), or {MERGE}"
+    raise PlanError(f"an adapter is of use only with its base, and {text}", fix=fix, where=WHERE)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+
+def _check(model: nn.Module, names: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Every tensor has the shape that the model gives it: what lies in shards was brought together before."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for stored, name in names.items():
+        if tuple(tensors[stored].shape) != shapes[name]:
+            text = f"{name} is {list(tensors[stored].shape)} here and {list(shapes[name])} in the model"
+            raise PlanError(text, fix="export with engine.export, which brings shards together", where=WHERE)
+
+
+def _write_config(model: Any, config: Any, folder: Path) -> None:
+    """adapter_config.json; without a task, peft finds the class of the base in it."""
+    config.inference_mode = True
+    for key, said in vars(config).items():
+        if isinstance(said, set):
+            setattr(config, key, sorted(said))  # the same file every time
+    kind = type(model.get_base_model())
+    named = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+    config.save_pretrained(str(folder), auto_mapping_dict=None if config.task_type else named)

@@ -1,0 +1,166 @@
+"""What a rank does when it fails, or when the process that started it is gone.
+
+When one rank fails, its peers fail next, inside a collective, with a message about a closed connection. A terminal full
+of such messages hides the one that matters. So no rank prints its own end: `guard` writes it to a file of its own,
+
+    failures/rank-1.json    {"rank": 1, "kind": "own", "step": 12, "phase": "backward", "traceback": ...}
+
+with one of four kinds, and run/launch.py shows the first that is not the consequence of another:
+
+    own       an error of this rank
+    report    a collective that did not complete, and who is to blame for it (comm/stall.py): shown when no rank has an error
+    peer      a collective that broke because a peer had gone
+    request   a PlanError: what was asked for cannot work; every rank says the same
+
+The lifeline is the read end of a pipe whose write end only the launching process holds. When that process is gone, for
+whatever reason, the operating system closes its end; a thread of every rank waits for this and ends the rank.
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from meshwright.plan.job.errors import PEER_WORDS, CollectiveError, PlanError
+
+Kind = Literal["own", "report", "peer", "request"]
+PEER_TYPE = "DistError"  # the base of torch's errors of backends, networks and stores; by name: launching never imports torch
+
+
+@dataclass
+class Progress:
+    """Where a rank is: set by the training loop, told by the record of a failure."""
+
+    step: int | None = None
+    phase: str = ""
+
+
+@dataclass(frozen=True)
+class Record:
+    """How a rank failed. `time` is in seconds since the epoch; `traceback` is the whole text, chained errors included."""
+
+    rank: int
+    time: float
+    kind: Kind
+    type: str
+    message: str
+    traceback: str
+    step: int | None = None
+    phase: str = ""
+
+    def write(self, folder: Path) -> None:
+        """Write this record to `folder`/failures; a reader sees all of it or nothing."""
+        path = record_path(folder, self.rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="ascii")
+        part.replace(path)
+
+
+def record_path(folder: Path, rank: int) -> Path:
+    """Where `rank` writes how it failed."""
+    return folder / "failures" / f"rank-{rank}.json"
+
+
+def read_records(folder: Path) -> dict[int, Record]:
+    """The records that ranks have written to `folder`/failures, by rank."""
+    found = (Record(**json.loads(path.read_text(encoding="ascii"))) for path in (folder / "failures").glob("rank-*.json"))
+    return {record.rank: record for record in found}
+
+
+@contextmanager
+def guard(
+    rank: int, folder: Path, lifeline_fd: int | None = None, show: Callable[[str], None] | None = None
+) -> Iterator[Progress]:
+    """Run the body of one rank; the Progress that it yields may be kept up to date.
+
+    An exception in the body is written to `folder`/failures and ends the process with code 1, without a word on the
+    terminal. With `lifeline_fd` (None: nobody to outlive) the process ends when the launching process is gone.
+    `show` is for a rank whose launcher reads no records: it is given the words for a failure, and a PlanError is raised.
+    """
+    if sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)  # a crash in native code leaves the Python line in the log
+    if lifeline_fd is not None:
+        os.set_inheritable(lifeline_fd, False)
+        threading.Thread(target=_end_without_parent, args=(lifeline_fd,), daemon=True, name="lifeline").start()
+    progress = Progress()
+    try:
+        yield progress
+    except Exception as error:
+        if show is not None and isinstance(error, PlanError):
+            raise
+        record = _record(rank, error, progress)
+        try:
+            record.write(folder)
+        except OSError as unwritable:  # a full disk, say: then the terminal is better than silence
+            error.add_note(f"This could not be written to {record_path(folder, rank)}: {unwritable}")
+            raise error from error.__cause__
+        if show is not None:
+            whole = record.kind == "own" or (record.kind == "report" and _speaks(error))
+            why = "it waited in vain" if record.kind == "report" else "it lost a peer"
+            show(told(record) if whole else f"{_headline(record)}: {why}; see {record_path(folder, rank)}")
+        # Not sys.exit: threads and communicators that wait for a lost peer would keep the process from ending.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def told(record: Record) -> str:
+    """How a rank failed, in words: where it was, and its traceback; of a wait in vain, who is to blame for it."""
+    if record.kind == "report":
+        return f"{_headline(record, 'waited in vain')}\n{record.message}"
+    return f"{_headline(record)}\n{record.traceback.rstrip()}"
+
+
+def _headline(record: Record, what: str = "failed") -> str:
+    step = "" if record.step is None else f" at step {record.step}"
+    return f"rank {record.rank} {what}{step}{f' ({record.phase})' if record.phase else ''}"
+
+
+def kind_of(error: BaseException) -> Kind:
+    """Which kind of failure `error` is. An error raised `from` a broken collective is one too."""
+    if isinstance(error, PlanError):
+        return "request"
+    for cause in _causes(error):
+        if isinstance(cause, CollectiveError) and cause.report:
+            return "report"
+        names = {kind.__name__ for kind in type(cause).__mro__}
+        if PEER_TYPE in names or (type(cause) is RuntimeError and PEER_WORDS.search(str(cause))):
+            return "peer"
+    return "own"
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
+
+
+def _speaks(error: BaseException) -> bool:
+    """Whether this rank is the one, of those that have the same report, to show it."""
+    return any(isinstance(cause, CollectiveError) and cause.report and cause.speaks for cause in _causes(error))
+
+
+def _record(rank: int, error: Exception, progress: Progress) -> Record:
+    here = error.__traceback__
+    trace = here.tb_next if here is not None and here.tb_next is not None else here  # leave out the line of guard itself
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    return Record(rank, time.time(), kind_of(error), type(error).__name__, str(error), text, progress.step, progress.phase)
+
+
+def _end_without_parent(lifeline_fd: int) -> None:
+    while os.read(lifeline_fd, 1):
+        pass  # nothing is ever written; the read returns when the other end is closed
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)  # takes data workers along
+    os._exit(1)

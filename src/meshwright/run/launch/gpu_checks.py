@@ -1,0 +1,94 @@
+"""What a host says of itself only when torch asks: its GPUs, and whether ranks reach each other.
+
+A collective over a few mebibytes is the one test that finds what all others miss: a firewall, a wrong interface, a name that
+does not resolve, two versions of NCCL. Its time is shown as it was met, once, on whatever else the host was doing.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from meshwright.comm.collectives.group import World
+from meshwright.plan.job.errors import CollectiveError
+from meshwright.plan.sharding.mesh import AXES
+from meshwright.run.launch.host_checks import Finding
+
+OPERAND_BYTES = 4 * 2**20
+ROUNDS = 5
+CLOCK_S = 1.0
+LETTER = 8192  # bytes that each rank may send of its findings
+
+
+def gpu_findings() -> Iterator[Finding]:
+    """The GPUs that torch sees, and NCCL."""
+    if not torch.cuda.is_available():
+        if Path("/dev/nvidia0").exists():
+            text = f"there is a GPU, and torch {torch.__version__} cannot use it"
+            yield Finding("GPUs", "warning", text, "install a CUDA build of torch that fits the driver (nvidia-smi shows it)")
+        else:
+            yield Finding("GPUs", "ok", "none; ranks train on the CPU, over gloo")
+        return
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    memory = [torch.cuda.get_device_properties(index).total_memory / 2**30 for index in range(len(names))]
+    shown = ", ".join(f"{name} {size:.0f} GiB" for name, size in zip(names, memory, strict=True))
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    yield Finding("GPUs", "ok", f"{shown}; CUDA {torch.version.cuda}, NCCL {nccl}")
+
+
+def collective_findings(world: World, backend: str) -> Iterator[Finding]:
+    """Sum over all ranks of `world`, and compare their clocks. Every rank calls it together."""
+    group = world.group(AXES)
+    tensor = torch.ones(OPERAND_BYTES // 4, device=world.device)
+    group.all_reduce(tensor).wait()
+    right = bool((tensor == group.size).all())
+    started = time.perf_counter()
+    for _ in range(ROUNDS):
+        group.all_reduce(tensor.fill_(1)).wait()
+    tensor[0].item()
+    seconds = (time.perf_counter() - started) / ROUNDS
+    text = f"{group.size} ranks over {backend}: an all-reduce of {OPERAND_BYTES >> 20} MiB takes {seconds * 1e3:.1f} ms"
+    if right:
+        yield Finding(f"collective ({backend})", "ok", text)
+    else:
+        fix = "the sum is wrong: look for different versions of torch on the hosts"
+        yield Finding(f"collective ({backend})", "failure", text, fix)
+    yield _clocks(world)
+
+
+def failed_collective(error: CollectiveError, backend: str) -> Finding:
+    """The finding for ranks that did not reach each other."""
+    fix = "look at the interfaces above; set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, open the ports between the hosts"
+    return Finding(f"collective ({backend})", "failure", str(error).split("\n", 1)[0], fix)
+
+
+def gathered(world: World, host: str, findings: Sequence[Finding]) -> dict[str, tuple[Finding, ...]]:
+    """What the ranks of `world` found that is not ok, by host; the same on every rank."""
+    bad = [asdict(finding) for finding in findings if finding.outcome != "ok"]
+    while len(letter := json.dumps([host, bad]).encode()) > LETTER:
+        bad.pop()
+    mine = torch.frombuffer(bytearray(letter.ljust(LETTER)), dtype=torch.uint8).to(world.device)
+    group = world.group(AXES)
+    letters = mine.new_empty(group.size * LETTER)
+    group.all_gather(letters, mine).wait()
+    told = bytes(letters.tolist())
+    read = (json.loads(told[start : start + LETTER]) for start in range(0, len(told), LETTER))
+    return {name: tuple(Finding(**each) for each in found) for name, found in read}
+
+
+def _clocks(world: World) -> Finding:
+    """How far apart the clocks are: the least of several rounds, since waiting only adds to what is seen."""
+    group = world.group(AXES)
+    times = torch.empty(group.size, dtype=torch.float64, device=world.device)
+    apart = []
+    for _ in range(ROUNDS):
+        group.barrier()
+        group.all_gather(times, torch.tensor([time.time()], dtype=torch.float64, device=world.device)).wait()
+        apart.append((times.max() - times.min()).item())
+    text = f"within {min(apart) * 1e3:.1f} ms of each other on {group.size} ranks"
+    if min(apart) > CLOCK_S:
+        return Finding("clocks", "warning", text, "set them by NTP: records and logs are ordered by time")
+    return Finding("clocks", "ok", text)

@@ -1,0 +1,205 @@
+"""Is this host fit to train? One finding per question, each with its repair; nothing here imports torch.
+
+    ok        nothing to do
+    warning   training works, or works on this host alone; something will be slow, small or exposed
+    failure   training cannot work
+
+What needs torch (GPUs, a collective) is asked in run/probe.py.
+"""
+
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+import psutil
+
+from meshwright.plan.hardware.device_specs import cores
+from meshwright.run.launch.cluster_env import PORT
+from meshwright.run.launch.network import interface_towards, interfaces, loopback, resolved
+
+Outcome = Literal["ok", "warning", "failure"]
+GIB = 2**30
+PYTHONS = ((3, 11), (3, 13))
+NEEDED = MappingProxyType({"torch": (2, 11), "transformers": (5,), "safetensors": (0, 5), "numpy": (1, 26), "psutil": (5, 9)})
+SHM_BYTES, MEMORY_BYTES = 256 * 2**20, 2 * GIB
+DISK_SMALL, DISK_FULL = 10 * GIB, GIB // 2
+CLOCK_S = 2.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The answer to one question: `name` it, how it came out, what was seen, and the repair unless it is ok."""
+
+    name: str
+    outcome: Outcome
+    text: str
+    fix: str = ""
+
+
+def host_findings(folder: Path, cache: Path, interface: str | None = None) -> Iterator[Finding]:
+    """What is to be said of this host without torch, for runs written to `folder` and downloads kept in `cache`.
+
+    `interface` is the one that gloo is told to take (GLOO_SOCKET_IFNAME), if it is.
+    """
+    yield _python()
+    yield from (_package(name, least) for name, least in NEEDED.items())
+    yield _cores()
+    yield _memory()
+    if sys.platform == "linux":
+        yield _shared_memory(Path("/dev/shm"))
+    yield disk("disk of runs", folder)
+    yield disk("disk of caches", cache)
+    yield _file_clock(folder)
+    yield _host_name()
+    yield _interfaces(interface)
+    yield _exposure()
+    yield port(PORT)
+
+
+def _python() -> Finding:
+    here = sys.version_info[:2]
+    low, high = (".".join(map(str, each)) for each in PYTHONS)
+    if PYTHONS[0] <= here <= PYTHONS[1]:
+        return Finding("Python", "ok", platform.python_version())
+    return Finding("Python", "failure", f"{platform.python_version()}; needed is {low} to {high}", f"use Python {high}")
+
+
+def _package(name: str, least: tuple[int, ...]) -> Finding:
+    needed = ".".join(map(str, least))
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        return Finding(name, "failure", f"not installed; needed is {needed} or later", f"pip install '{name}>={needed}'")
+    parts = found.split("+")[0].split(".")
+    numbers = tuple(int(part) for part in parts[: len(least)] if part.isdecimal())
+    if numbers < least:
+        return Finding(name, "failure", f"{found}; needed is {needed} or later", f"pip install '{name}>={needed}'")
+    return Finding(name, "ok", found)
+
+
+def _cores() -> Finding:
+    own, every = cores(), os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    text = f"{own} of {every} for this process, load {load:.1f}"
+    if load > 1.5 * every:
+        return Finding("cores", "warning", text, "end what else runs here: ranks wait for the slowest of them")
+    return Finding("cores", "ok", text)
+
+
+def _memory() -> Finding:
+    memory = psutil.virtual_memory()
+    text = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
+    if memory.available < MEMORY_BYTES:
+        return Finding("memory", "warning", text, "end what else runs here, or use a host with more")
+    return Finding("memory", "ok", text)
+
+
+def _shared_memory(place: Path) -> Finding:
+    if not place.is_dir():
+        return Finding("shared memory", "warning", f"there is no {place}", "mount it: NCCL and data workers use it")
+    usage = shutil.disk_usage(place)
+    text = f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free in {place}"
+    if usage.free < SHM_BYTES:
+        return Finding(
+            "shared memory", "warning", text, "give the container more: --shm-size=8g, or an emptyDir of medium Memory"
+        )
+    return Finding("shared memory", "ok", text)
+
+
+def disk(name: str, folder: Path) -> Finding:
+    """Whether `folder`, which may not exist yet, can be written to, and how much room its disk has."""
+    place = _existing(folder)
+    usage = shutil.disk_usage(place)
+    text = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free in {place}"
+    if not os.access(place, os.W_OK):
+        return Finding(name, "failure", f"{place} cannot be written to", "name another folder, or change its owner")
+    if usage.free < DISK_SMALL:
+        fix = "free space: a checkpoint takes 12 bytes per parameter with Adam in float32, and run.keep of them stay"
+        return Finding(name, "failure" if usage.free < DISK_FULL else "warning", text, fix)
+    return Finding(name, "ok", text)
+
+
+def _file_clock(folder: Path) -> Finding:
+    """The clock against that of the file system, which on a shared one is another host's."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=_existing(folder)) as file:
+            behind = time.time() - os.stat(file.name).st_mtime
+    except OSError as error:
+        return Finding("clock", "warning", f"no file can be made in {folder}: {error.strerror}", "name another folder")
+    text = f"{abs(behind):.2f} s from the time of files in {_existing(folder)}"
+    if abs(behind) > CLOCK_S:
+        return Finding("clock", "warning", text, "set the clocks of this host and of the file server by NTP")
+    return Finding("clock", "ok", text)
+
+
+def _host_name() -> Finding:
+    name = socket.gethostname()
+    address = resolved(name)
+    if address is None:
+        fix = f"add '{name}' to /etc/hosts or the DNS; until then gloo needs GLOO_SOCKET_IFNAME (meshwright sets it)"
+        return Finding("host name", "warning", f"'{name}' does not resolve", fix)
+    only_here = ", which only this host can reach; meshwright tells gloo the interface" if address.is_loopback else ""
+    return Finding("host name", "ok", f"{name} is {address}{only_here}")
+
+
+def _interfaces(told: str | None) -> Finding:
+    found = list(interfaces())
+    names = ", ".join(f"{each.name} {each.address}" for each in found if not each.address.is_link_local)
+    if told is not None and told not in {each.name for each in found}:
+        fix = "unset GLOO_SOCKET_IFNAME, or name one of these"
+        return Finding("interfaces", "failure", f"GLOO_SOCKET_IFNAME={told} is none of {names}", fix)
+    out = told or interface_towards("192.0.2.1")
+    if out is None or out == loopback():
+        text = f"{names}; none leads out: this host can only train alone"
+        return Finding(
+            "interfaces", "ok" if told else "warning", text, "" if told else "connect it, if there shall be several hosts"
+        )
+    return Finding("interfaces", "ok", f"{names}; gloo takes {out} between hosts, {loopback()} on one")
+
+
+def _exposure() -> Finding:
+    public = [f"{each.name} {each.address}" for each in interfaces() if each.address.is_global]
+    ports = sorted(_listening())
+    text = f"{len(ports)} ports are open to other hosts"
+    text += f" ({', '.join(map(str, ports[:8]))}{', ...' if len(ports) > 8 else ''})" if ports else ""
+    if public:
+        fix = "train behind a firewall: gloo, NCCL and the stores of torch take whoever comes, and encrypt nothing"
+        return Finding("exposure", "warning", f"{text}; {', '.join(public)} is a public address", fix)
+    return Finding("exposure", "ok", f"{text}, no address is public")
+
+
+def _listening() -> set[int]:
+    try:
+        open_now = psutil.net_connections("tcp")
+    except psutil.AccessDenied:  # macOS shows them to root only
+        return set()
+    local = ("127.", "::1")
+    places = [each.laddr for each in open_now if each.status == psutil.CONN_LISTEN and each.laddr]
+    return {place.port for place in places if not place.ip.startswith(local)}
+
+
+def port(number: int) -> Finding:
+    """Whether a rank 0 could listen at port `number` of this host."""
+    with socket.socket() as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind(("", number))
+        except OSError as error:
+            fix = f"export MASTER_PORT={number + 1}, or end what uses it (ss -ltnp shows it)"
+            return Finding("port", "warning", f"port {number} cannot be listened at: {error.strerror}", fix)
+    return Finding("port", "ok", f"port {number} is free")
+
+
+def _existing(folder: Path) -> Path:
+    folder = folder.absolute()
+    return next(place for place in (folder, *folder.parents) if place.is_dir())

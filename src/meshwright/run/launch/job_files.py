@@ -1,0 +1,208 @@
+"""Job files: the same command as SLURM, Kubernetes or torchrun start it, written out to be read, kept and submitted.
+
+    slurm      a batch script: one task of srun per rank; the command finds its place in SLURM's variables by itself
+    k8s        a headless service and an Indexed Job (plain batch/v1, no operator): one pod per host
+    torchrun   one command line for each host
+
+All of them save and stop before they are ended (SIGUSR1 ahead of SLURM's limit, SIGTERM elsewhere: exit code 143), and
+start again where they stopped. What cannot work (code 2) is not started again.
+"""
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import dedent, indent
+from types import MappingProxyType
+
+from meshwright.plan.job.errors import Fault, raise_faults
+from meshwright.run.launch.cluster_env import PORT
+
+STOP_S = 180  # ahead of a limit: long enough to end a step and save
+RESTARTS = 3
+
+
+@dataclass(frozen=True)
+class JobFile:
+    """What a job file is made of: the words behind `meshwright train`, and where they run.
+
+    `image` and `volume` (CLAIM:PATH, a claim that every pod mounts, and the folder in which the command runs) are for
+    Kubernetes. `gpus`: one per rank.
+    """
+
+    words: Sequence[str]
+    name: str
+    hosts: int
+    per_host: int
+    gpus: bool = True
+    image: str = ""
+    volume: str = ""
+    time_limit: str = "24:00:00"
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return self.hosts * self.per_host
+
+
+def spread(world: int, hosts: int | None, per_host: int | None) -> tuple[int, int]:
+    """Hosts and ranks per host for `world` ranks; what is None follows. Raises PlanError when they do not make `world`."""
+    if hosts is None:
+        hosts = 1 if per_host is None else max(1, world // per_host)
+    if per_host is None:
+        per_host = max(1, world // hosts)
+    if hosts * per_host != world:
+        options = [f"--hosts {n} --per-host {world // n}" for n in range(1, world + 1) if world % n == 0]
+        shown = ", ".join([*options[:3], *(["..."] if len(options) > 4 else []), *options[3:][-1:]])
+        text = f"{hosts} hosts x {per_host} ranks are {hosts * per_host}, and the mesh of the plan has {world}"
+        raise_faults([Fault(text, f"choose from {shown}; or change the mesh", "--hosts")])
+    return hosts, per_host
+
+
+def slurm(job: JobFile) -> str:
+    """A script for `sbatch`."""
+    gpus = f"#SBATCH --gpus-per-node={job.per_host}\n" if job.gpus else ""
+    head = f"""\
+        #!/bin/bash
+        #SBATCH --job-name={job.name}
+        #SBATCH --nodes={job.hosts}
+        #SBATCH --ntasks-per-node={job.per_host}
+        #SBATCH --time={job.time_limit}
+        #SBATCH --signal=USR1@{STOP_S}
+        #SBATCH --requeue
+        #SBATCH --open-mode=append
+        #SBATCH --output={job.name}-%j.log
+        """
+    body = f"""\
+
+        # One task is one rank; meshwright reads its place from SLURM's variables. USR1 reaches every task {STOP_S} s before the
+        # limit: they save together and end with 143, and the job goes back into the queue to go on from there.
+        # The folder of the run, the data and the environment must be visible on every host.
+        srun --kill-on-bad-exit=1 {_train(job)}
+        code=$?
+        if [ "$code" -eq 143 ]; then
+            scontrol requeue "$SLURM_JOB_ID"
+        fi
+        exit "$code"
+        """
+    return dedent(head) + gpus + dedent(body)
+
+
+def torchrun(job: JobFile) -> str:
+    """The command line for each host."""
+    rest = f"--nproc-per-node={job.per_host} --max-restarts={RESTARTS} -m {_train(job)}"
+    if job.hosts == 1:
+        return f"torchrun --standalone {rest}\n"
+    master = '"${MASTER_ADDR:?set it to the address of host 0}"'
+    lines = [
+        f"# host {host}\ntorchrun --nnodes={job.hosts} --node-rank={host} --master-addr={master} --master-port={PORT} {rest}\n"
+        for host in range(job.hosts)
+    ]
+    return "\n".join(lines)
+
+
+def kubernetes(job: JobFile) -> str:
+    """A manifest for `kubectl apply`. Raises PlanError without an image, or on several hosts without a volume."""
+    claim, _, path = job.volume.partition(":")
+    raise_faults(_pod_faults(job, claim, path))
+    limits = f"resources: {{limits: {{nvidia.com/gpu: {job.per_host}}}}}" if job.gpus else "resources: {}"
+    mounts, volumes = "- {name: shm, mountPath: /dev/shm}", "- {name: shm, emptyDir: {medium: Memory}}"
+    if claim:
+        mounts += f"\n- {{name: run, mountPath: {_quoted(path)}}}"
+        volumes += f"\n- {{name: run, persistentVolumeClaim: {{claimName: {claim}}}}}"
+    container = f"""\
+        - name: train
+          image: {_quoted(job.image)}
+          command: [{", ".join(map(_quoted, _pod_command(job)))}]
+          workingDir: {_quoted(path or "/")}
+          env:
+          # the index of the pod; the names of launchers' own variables are kept free for them
+          - name: POD_INDEX
+            valueFrom: {{fieldRef: {{fieldPath: "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}}}
+          {_pod_variables(job)}
+          {limits}
+          volumeMounts:
+        """
+    spec = indent(dedent(container), "      ") + indent(mounts, "        ") + "\n      volumes:\n" + indent(volumes, "      ")
+    return dedent(_SERVICE).format(name=job.name, hosts=job.hosts, backoff=RESTARTS * job.hosts) + spec + "\n"
+
+
+_SERVICE = """\
+    # The pods find each other by the names that this service gives them: {name}-0.{name}, ...
+    apiVersion: v1
+    kind: Service
+    metadata:
+      name: {name}
+    spec:
+      clusterIP: None
+      publishNotReadyAddresses: true
+      selector: {{job-name: {name}}}
+    ---
+    apiVersion: batch/v1
+    kind: Job
+    metadata:
+      name: {name}
+    spec:
+      completionMode: Indexed
+      completions: {hosts}
+      parallelism: {hosts}
+      # a rank that is lost ends the others, and every pod that ended is started again
+      backoffLimit: {backoff}
+      podFailurePolicy:
+        rules:
+        - {{action: FailJob, onExitCodes: {{containerName: train, operator: In, values: [2]}}}}
+        - {{action: Ignore, onPodConditions: [{{type: DisruptionTarget}}]}}
+      template:
+        spec:
+          subdomain: {name}
+          restartPolicy: Never
+          # SIGTERM makes every rank save and stop
+          terminationGracePeriodSeconds: 120
+          containers:
+    """
+
+
+def _pod_command(job: JobFile) -> list[str]:
+    train = ["meshwright", "train", *job.words]
+    if job.per_host == 1:
+        return train
+    meeting = [f"--master-addr={_master(job)}", f"--master-port={PORT}"] if job.hosts > 1 else ["--standalone"]
+    hosts = [f"--nnodes={job.hosts}", "--node-rank=$(POD_INDEX)"] if job.hosts > 1 else []
+    return ["torchrun", *hosts, *meeting, f"--nproc-per-node={job.per_host}", "-m", *train]
+
+
+def _pod_variables(job: JobFile) -> str:
+    if job.per_host > 1 or job.world == 1:
+        return "- {name: PYTHONUNBUFFERED, value: '1'}"
+    said = {"RANK": "$(POD_INDEX)", "WORLD_SIZE": job.world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": _master(job)}
+    said |= {"MASTER_PORT": PORT, "PYTHONUNBUFFERED": 1}
+    return "\n          ".join(f"- {{name: {key}, value: '{value}'}}" for key, value in said.items())
+
+
+def _master(job: JobFile) -> str:
+    return f"{job.name}-0.{job.name}"
+
+
+def _pod_faults(job: JobFile, claim: str, path: str) -> list[Fault]:
+    faults = []
+    if not job.image:
+        text = "a pod needs a container image in which meshwright is installed"
+        faults.append(Fault(text, "name it: --image registry.example/team/meshwright:0.1", "--image"))
+    if job.volume and not (claim and path.startswith("/")):
+        faults.append(Fault(f"'{job.volume}' is no volume", "write CLAIM:PATH, as in --volume shared-claim:/work", "--volume"))
+    if job.hosts > 1 and not job.volume:
+        text = f"{job.hosts} pods write one checkpoint together, into a folder that they all see"
+        fix = "name a claim that all of them can mount (ReadWriteMany), and where: --volume shared-claim:/work"
+        faults.append(Fault(text, fix, "--volume"))
+    return faults
+
+
+def _train(job: JobFile) -> str:
+    return shlex.join(["meshwright", "train", *job.words])
+
+
+def _quoted(text: str) -> str:
+    """`text` as a string of YAML, whatever is in it."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+KINDS: Mapping[str, Callable[[JobFile], str]] = MappingProxyType({"slurm": slurm, "k8s": kubernetes, "torchrun": torchrun})

@@ -1,0 +1,97 @@
+"""The world that ranks make together, whoever started them: this process joined to the others, on its device."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+
+import torch
+
+from meshwright.comm.backends.threads import alone
+from meshwright.comm.collectives.group import World
+from meshwright.comm.rendezvous import Meeting
+from meshwright.comm.world import rendezvous
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.run_options import Limits
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import AXES, Mesh
+from meshwright.run.launch.cluster_env import Place, Ranked
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def joined(
+    ranked: Ranked, mesh: Mesh, limits: Limits | None = None, *, check_collectives: bool = False, shared: bool = True
+) -> Iterator[World]:
+    """The world of `mesh` with this process as one of its ranks, on its GPU if there is one.
+
+    `limits` bound every wait; with `check_collectives` the ranks compare what they issue (comm/agree.py). CPU ranks
+    of one host use `shared` memory where they can (comm/shared).
+
+    Raises PlanError when this host has fewer GPUs than ranks, or when the port of the meeting is taken.
+    """
+    cuda = torch.cuda.is_available()
+    if mesh.world == 1:
+        yield alone(torch.device("cuda" if cuda else "cpu"))
+        return
+    own = ranked.store is not None
+    device = _gpu(ranked.local_rank, torch.cuda.device_count(), every_visible=own) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    meeting = None if own else _meeting(ranked.place)
+    backend = "nccl" if cuda else "gloo"
+    path = ranked.store
+    with rendezvous(
+        mesh,
+        ranked.rank,
+        store_path=path,
+        meeting=meeting,
+        backend=backend,
+        device=device,
+        limits=limits or Limits(),
+        check_collectives=check_collectives,
+        shared=shared,
+    ) as world:
+        world.lookout.abandon = _abandon
+        yield world
+
+
+def _abandon() -> None:
+    """End this process: another rank has failed, and whatever the main thread is stuck in hears no signal."""
+    logger.error("another rank has failed, and this one is stuck: it is ended")
+    os._exit(1)
+
+
+def _gpu(local_rank: int, visible: int, *, every_visible: bool) -> torch.device:
+    """The GPU of a rank. A scheduler that shows each rank only its own (not `every_visible`) shows it as number 0."""
+    alone_on_it = visible == 1 and not every_visible
+    if local_rank >= visible and not alone_on_it:
+        text = f"rank {local_rank} of this host needs a GPU of its own, and {visible} are visible"
+        fix = f"start at most {visible} ranks per host, or CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
+        raise PlanError(text, fix=fix, where="environment")
+    return torch.device("cuda", 0 if alone_on_it else local_rank)
+
+
+def _meeting(place: Place | None) -> Meeting:
+    if place is None or place.master is None:
+        raise PlanError("nothing says where the ranks meet", fix="export MASTER_ADDR=<the host of rank 0>", where="environment")
+    return Meeting(place.master, place.port, served=place.served, one_host=place.one_host, job=place.job)
+
+
+def same_plan(world: World, plan: Plan) -> None:
+    """Return when every rank of `world` has `plan`. Raises PlanError on all of them otherwise: they would wait for ever."""
+    words = sha256(f"{plan.hash} {plan.run}".encode()).digest()
+    mine = torch.frombuffer(bytearray(words), dtype=torch.uint8).to(world.device)
+    group = world.group(AXES)
+    gathered = mine.new_empty(group.size * mine.numel())
+    group.all_gather(gathered, mine, action="START").wait()
+    others = [
+        rank
+        for rank, line in zip(group.ranks, gathered.view(group.size, -1), strict=True)
+        if not line.equal(gathered[: len(mine)])
+    ]
+    if others:
+        text = f"rank {', '.join(map(str, others))} was started with another plan or [run] than rank 0"
+        raise PlanError(text, fix="start every rank with the same file and the same keys behind it", where="plan")

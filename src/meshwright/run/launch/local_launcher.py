@@ -1,0 +1,298 @@
+"""The ranks of this machine: started together, watched, and never left behind.
+
+    parent --+-- rank 0   its output is the parent's            each a session of its own, so that Ctrl-C reaches
+             +-- rank 1   its output goes to logs/rank-1.log    only the parent, once, and the parent decides
+             +-- ...      (appended)
+
+A rank that ends abnormally ends the job: the others are given a moment to write how they failed (run/guard.py), then
+they are killed, because ranks that wait for a lost peer would wait for ever. Of all failures the earliest that is
+not the consequence of another is returned, to be shown once; the others stay in files.
+
+    SIGTERM, SIGUSR1   SIGTERM to every rank: save and stop. Who has not ended after `terminate_s` is killed.
+    Ctrl-C             the same with `interrupt_s`; a second one kills at once.
+    kill -9            of the parent: ranks notice that their lifeline is cut, and end.
+
+Exit codes: 0 done, 1 a rank failed, 2 the request cannot work, 130 after Ctrl-C, 143 after SIGTERM.
+
+A folder for temporary files that does not outlive its process for long, even if that process is killed.
+
+A temporary folder is removed by the process that made it, so one that is killed leaves it behind. Here the owner holds a
+lock on a file in it, and the system lets go of the lock when the process ends, however it ends. Whoever makes the next
+folder first removes those whose lock is free.
+
+    meshwright-k3x1/   lock  store        lock held: its job runs          lock free: its job was killed; removed
+"""
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import BinaryIO
+
+from meshwright.plan.hardware.device_specs import cores
+from meshwright.run.launch.failure_record import Record, read_records, record_path, told
+from meshwright.run.launch.signals import raise_if_told
+
+PREFIX, LOCK = "meshwright-", "lock"
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """A new temporary folder that only this user can read; it is gone afterwards, and so are those of killed processes."""
+    _remove_abandoned()
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
+        lock = Path(name) / LOCK
+        part = lock.with_suffix(".part")
+        with part.open("wb") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            part.rename(lock)  # held before others can see it
+            yield lock.parent
+
+
+def _remove_abandoned() -> None:
+    for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
+        with suppress(OSError):  # its owner lives and holds the lock, or it is another user's, or just gone
+            if lock.parent.lstat().st_uid != os.getuid():
+                continue
+            with lock.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent)
+
+
+POLL_S = 0.02  # how often the parent looks at its ranks
+TAIL_LINES = 20  # of its log, shown for a rank that ended without a record
+AGREED = 128 + signal.SIGTERM  # how ranks end that stopped together, after one of them was told to
+STOPPED = (0, -signal.SIGTERM, AGREED)  # how a rank may end that was told to stop
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long the parent waits before it kills: for records after a failure, and for a save after a signal.
+
+    `terminate_s` stays below the 30 s after which schedulers such as Kubernetes and SLURM kill by themselves.
+    """
+
+    failure_s: float = 2.0
+    terminate_s: float = 25.0
+    interrupt_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The rank that failed first, and what to show of it."""
+
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the job ended: the exit code, the failure to show, and the ranks that had to be killed."""
+
+    code: int
+    failure: Failure | None = None
+    killed: tuple[int, ...] = ()
+
+
+@dataclass
+class _Rank:
+    rank: int
+    process: subprocess.Popen[bytes]
+    log: Path | None
+    log_start: int = 0
+    ended_at: float = 0.0  # on the clock of the records
+    ended_s: float | None = None  # on a clock that nobody sets; None while it runs
+
+    def alive(self) -> bool:
+        if self.ended_s is None and self.process.poll() is not None:
+            self.ended_at, self.ended_s = time.time(), time.monotonic()
+            _kill_group(self.process.pid)  # what the rank started and left behind
+        return self.ended_s is None
+
+    def failed(self, stopping: bool) -> bool:
+        return self.ended_s is not None and self.process.returncode not in (STOPPED if stopping else (0, AGREED))
+
+
+def launch(child_argv: Sequence[str], world: int, folder: Path, env: Mapping[str, str], limits: Limits | None = None) -> Outcome:
+    """How `world` processes of `python child_argv...` ended; none of them, nor what they started, is left.
+
+    Every rank finds in its environment, beside `env`: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MESHWRIGHT_STORE
+    (the path for a FileStore), MESHWRIGHT_LIFELINE (a file descriptor for run/guard.py) and, unless `env` has them,
+    GLOO_SOCKET_IFNAME (loopback), OMP_NUM_THREADS (its share of the cores) and PYTHONUNBUFFERED. Logs go to
+    `folder`/logs, failures to `folder`/failures. Call it from the main thread: it handles SIGINT, SIGTERM and SIGUSR1 meanwhile.
+
+    Raises KeyboardInterrupt, and starts nothing, where one came before (run/interrupt.py).
+    """
+    limits = limits or Limits()
+    _forget_failures(folder)
+    ranks: list[_Rank] = []
+    raise_if_told()
+    with private_folder() as private, _lifeline() as lifeline_fd, _signals() as received:
+        try:
+            for rank in range(world):
+                variables = _environment(env, rank, world, private / "store", lifeline_fd)
+                ranks.append(_start(child_argv, rank, folder, variables, lifeline_fd))
+            killed = _watch(ranks, received, limits)
+        finally:
+            for each in ranks:
+                if each.alive():  # only then its number surely is still its own
+                    _kill_group(each.process.pid)
+            for each in ranks:
+                each.process.wait()
+    return _outcome(ranks, killed, received, folder)
+
+
+def _environment(env: Mapping[str, str], rank: int, world: int, store: Path, lifeline_fd: int) -> dict[str, str]:
+    defaults = {
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "OMP_NUM_THREADS": str(max(1, cores() // world)),
+        "PYTHONUNBUFFERED": "1",  # the last words of a rank that is killed are in its log
+    }
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    ours = {"MESHWRIGHT_STORE": str(store), "MESHWRIGHT_LIFELINE": str(lifeline_fd)}
+    return {**defaults, **env, **{key: str(value) for key, value in places.items()}, **ours}
+
+
+def _start(argv: Sequence[str], rank: int, folder: Path, env: Mapping[str, str], lifeline_fd: int) -> _Rank:
+    def popen(output: BinaryIO | None) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, *argv],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=(lifeline_fd,),
+            start_new_session=True,
+        )
+
+    if rank == 0:
+        return _Rank(rank, popen(None), None)
+    log = folder / "logs" / f"rank-{rank}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        start = output.tell()  # before the rank moves it
+        return _Rank(rank, popen(output), log, start)
+
+
+def _watch(ranks: Sequence[_Rank], received: Sequence[int], limits: Limits) -> tuple[int, ...]:
+    """Return when all ranks have ended, or it is time to kill those that have not: their numbers."""
+    told_s: float | None = None
+    while alive := [each for each in ranks if each.alive()]:
+        now = time.monotonic()
+        if received and told_s is None:
+            told_s = now
+            for each in alive:
+                each.process.send_signal(signal.SIGTERM)
+        stopping = told_s is not None
+        deadlines = [each.ended_s + limits.failure_s for each in ranks if each.ended_s is not None and each.failed(stopping)]
+        if told_s is not None:
+            deadlines.append(told_s + (limits.interrupt_s if received[0] == signal.SIGINT else limits.terminate_s))
+        if signal.SIGINT in received[1:] or now > min(deadlines, default=now):
+            return tuple(each.rank for each in alive)
+        time.sleep(POLL_S)
+    return ()
+
+
+def _outcome(ranks: Sequence[_Rank], killed: tuple[int, ...], received: Sequence[int], folder: Path) -> Outcome:
+    records = read_records(folder)
+    stopping = bool(received)
+    silent = [each for each in ranks if each.rank not in records and each.rank not in killed and each.failed(stopping)]
+    found = [(record.time, record.rank) for record in records.values() if record.kind not in ("peer", "report")]
+    found += [(each.ended_at, each.rank) for each in silent]
+    if not found and not stopping:
+        found = [(record.time, record.rank) for record in records.values()]
+    if not found:
+        agreed = any(each.process.returncode == AGREED for each in ranks)
+        return Outcome(128 + received[0] if stopping else AGREED if agreed else 0, None, killed)
+    reports = sorted((record.time, record.rank) for record in records.values() if record.kind == "report")
+    if reports and not stopping and not any(record.kind in ("own", "request") for record in records.values()):
+        return Outcome(1, _reported(records[reports[0][1]], silent, records, folder), killed)
+    _, rank = min(found)
+    record = records.get(rank)
+    if record is not None and record.kind == "request":
+        return Outcome(2, Failure(rank, record.message), killed)
+    text = told(record) if record is not None else _guessed(ranks[rank])
+    if record is not None and record.kind == "peer":
+        gone = [str(each.rank) for each in ranks if each.process.returncode == 0]
+        text += f"\nended before, without an error: rank {', '.join(gone)}" if gone else ""
+    others = [str(record_path(folder, other)) for other in sorted(records) if other != rank]
+    text += f"\nwhat the other ranks said: {', '.join(others)}" if others else ""
+    return Outcome(1, Failure(rank, text), killed)
+
+
+def _reported(record: Record, silent: Sequence[_Rank], records: Mapping[int, Record], folder: Path) -> Failure:
+    """What a rank found out that waited in vain, and how those ended that wrote nothing."""
+    said, guesses = told(record), [_guessed(each) for each in silent]
+    # a backend aborts the rank that gets a message of another size than it expects: it is a victim, and the report knows more
+    first = [] if any(each.process.returncode == -signal.SIGABRT for each in silent) else guesses
+    text = "\n".join([*first, said, *(guess for guess in guesses if guess not in first)])
+    others = [str(record_path(folder, other)) for other in sorted(records) if other != record.rank]
+    text += f"\nwhat the other ranks said: {', '.join(others)}" if others else ""
+    return Failure(silent[0].rank if first else record.rank, text)
+
+
+def _guessed(each: _Rank) -> str:
+    """What can be said of a rank that ended without a record: how, why that happens, and the end of its log."""
+    code = each.process.returncode
+    if code < 0:
+        text = f"rank {each.rank} was killed by signal {-code} ({signal.strsignal(-code)})"
+        if -code == signal.SIGKILL:
+            text += "\nif nobody did this, the system did, for want of memory: lower micro_batch, or use a plan that needs less"
+    else:
+        text = f"rank {each.rank} ended with exit code {code} and did not say why"
+    if each.log is None:
+        return text
+    with each.log.open("rb") as file:
+        file.seek(each.log_start)
+        lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+    return "\n".join([text, f"the end of {each.log}:" if lines else f"{each.log} is empty", *lines])
+
+
+def _forget_failures(folder: Path) -> None:
+    """Remove the records of an earlier attempt in the same folder, which would be taken for this one's."""
+    for path in (folder / "failures").glob("rank-*.json"):
+        path.unlink()
+
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
+        os.killpg(pid, signal.SIGKILL)
+
+
+@contextmanager
+def _lifeline() -> Iterator[int]:
+    """The end of a pipe that ranks inherit; the other end closes with this process, or on leaving."""
+    read_fd, write_fd = os.pipe()
+    try:
+        yield read_fd
+    finally:
+        os.close(write_fd)
+        os.close(read_fd)
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The SIGINT and SIGTERM that arrive meanwhile, in order; they do nothing else. The previous handlers come back.
+
+    SIGUSR1, which schedulers send ahead of a time limit, counts as SIGTERM.
+    """
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(signal.SIGTERM if number == signal.SIGUSR1 else number)
+
+    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

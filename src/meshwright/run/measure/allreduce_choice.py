@@ -1,0 +1,122 @@
+"""`algorithm = "auto"`: a strategy's wish for a choice, replaced by a rule once, when the plan is made.
+
+The rule comes from the measured links in the file that the key `cluster` of the config names. The plan holds the rule and needs
+that file no more. A run that goes on keeps the rule it began with, as its own plan has it: sums by another algorithm have other
+last bits. Whoever wants a new choice starts in another folder.
+"""
+
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.comm.algorithms.size_rule import AUTO, Rule
+from meshwright.comm.tuning.autoselect import choose
+from meshwright.plan.hardware.network_model import Cluster
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
+from meshwright.run.checkpoint.resume import CHECKPOINTS
+from meshwright.run.measure.network_profile import read_cluster, this_machine
+
+
+def chosen(strategies: Sequence[Strategy], mesh: Mesh, cluster: str, folder: Path) -> tuple[tuple[Strategy, ...], list[str]]:
+    """`strategies` with a rule in place of every auto, and what was chosen and why, in a line each.
+
+    `cluster` is the path of a cluster.toml ("": none is named), `folder` that of the run. Raises PlanError when there is
+    something to choose and nothing to choose by.
+    """
+    if not any(_said(strategy).get("algorithm") == AUTO for strategy in strategies):
+        return tuple(strategies), []
+    kept = [_kept(strategy, mesh, folder) for strategy in strategies]
+    notes: list[str] = []
+    measured: Cluster | None = None
+    found = []
+    for strategy, rule in zip(strategies, kept, strict=True):
+        if _said(strategy).get("algorithm") != AUTO:
+            found.append(strategy)
+            continue
+        if rule is not None:
+            notes.append(f"auto keeps '{rule}' for {strategy.name}, with which the run in {folder} began")
+        else:
+            if measured is None:
+                measured = _measured(cluster, strategy)
+                notes += _doubts(measured, cluster)
+            ranks, per_host = _placed(strategy, mesh, measured)
+            choice = choose(measured, ranks, per_host)
+            rule = str(choice.rule)
+            notes.append(str(choice))
+        found.append(_with_rule(strategy, rule))
+    return tuple(found), notes
+
+
+def _said(strategy: Strategy) -> dict[str, Any]:
+    return strategy.as_dict()
+
+
+def _with_rule(strategy: Strategy, rule: str) -> Strategy:
+    fields: dict[str, Any] = {"algorithm": rule}
+    return replace(strategy, **fields)
+
+
+def _measured(cluster: str, strategy: Strategy) -> Cluster:
+    if not cluster:
+        text = "auto chooses by the measured cost of the links, and no measurement is named"
+        fix = 'run `meshwright bench comm`, then write cluster = "cluster.toml" at the top of the file; or algorithm = "ring"'
+        raise PlanError(text, fix=fix, where=f"strategies.{strategy.name}.algorithm")
+    return read_cluster(Path(cluster))
+
+
+def _placed(strategy: Strategy, mesh: Mesh, cluster: Cluster) -> tuple[int, int]:
+    """How many ranks reduce together for `strategy`, and how many of them share a host (0: all)."""
+    ranks = mesh.peers(0, _axes(_said(strategy)))
+    if not cluster.per_host or len(ranks) == 1:
+        return len(ranks), 0
+    hosts = len({rank // cluster.per_host for rank in ranks})
+    return len(ranks), 0 if hosts == 1 else -(-len(ranks) // hosts)
+
+
+def _doubts(cluster: Cluster, path: str) -> Iterator[str]:
+    """Why the measurement may not hold here."""
+    here = this_machine()
+    gpu = torch.cuda.is_available()
+    if (cluster.transport == "nccl") != gpu:
+        have = "has GPUs" if gpu else "has none"
+        yield f"{path} was measured over {cluster.transport}, and this machine {have}: measure where the plan will run"
+    elif cluster.machine != here:
+        yield f"{path} was measured on another machine ({cluster.machine}; here: {here}): measure where the plan will run"
+
+
+def _axes(said: dict[str, Any]) -> tuple[str, str]:
+    """The axes over which a strategy with these fields sums: its own, and that of ranks with other tokens of the same samples."""
+    return said.get("axis", "dp_replicate"), "cp"
+
+
+def _kept(strategy: Strategy, mesh: Mesh, folder: Path) -> str | None:
+    """The rule with which the run in `folder` began, where it goes on with as many ranks along the strategy's axes."""
+    path = folder / "plan.toml"
+    if not path.is_file() or not any((folder / CHECKPOINTS).glob("step-*")):
+        return None
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # resuming says what is wrong with it
+    mine = {key: value for key, value in _said(strategy).items() if key != "algorithm"}
+    sizes = document.get("mesh", {})
+    if any(sizes.get(axis, 1) != mesh.size(axis) for axis in _axes(mine)):
+        return None
+    return _rule(document.get("strategies", []), mine)
+
+
+def _rule(tables: Iterable[dict[str, Any]], mine: dict[str, Any]) -> str | None:
+    for table in tables:
+        text = table.get("algorithm")
+        if isinstance(text, str) and {key: value for key, value in table.items() if key != "algorithm"} == mine:
+            try:
+                return str(Rule.parse(text))
+            except PlanError:
+                return None
+    return None

@@ -1,0 +1,164 @@
+"""Timing one operation after another, so that what disturbs a device for a while disturbs all of them alike.
+
+The method is that of `bench comm` (comm/links.py): cells are gone through again and again, forwards and backwards in turn. A
+sample repeats its operation for a slot of time and takes the mean.
+
+Operands lie far off, in no cache, where a layer's do: weights that were used a layer ago, and what a block has kept for its
+backward. Else they are warm, as what a layer takes in mostly is.
+
+How evenly a device goes (core/steadiness.py): the same work over and over, timed, and put together to longer stretches.
+
+    slices        [ ][  ][ ][ ][   ][ ][ ][  ]        the same products each, some milliseconds; ranks meet before each 64
+    stretches     [ ][  ] ...    [   ][  ] ...    [      ][       ]        of 1, 4, 16 and 64 slices, of which there are enough
+
+Every rank does as much in a slice as every other, and no stretch goes on beyond a meeting: so stretches that are compared are the
+same work at the same moment.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from math import prod
+from time import perf_counter
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from meshwright.plan.hardware.device_profile import LEAST
+from meshwright.plan.hardware.stragglers import Stretch
+
+FAR, MOST_PLACES = 256 << 20, 512  # bytes, of which each operation reads others, and how often
+MOST_S = 1.0  # an operation that takes longer, and all that are larger, is left out
+
+Size = TypeVar("Size")
+Operation = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Watch:
+    """The clock of a device: a sample repeats its operation for `slot_s` seconds, a cell has `sweeps` samples."""
+
+    device: torch.device
+    sweeps: int
+    slot_s: float
+
+    def settle(self) -> None:
+        """Return when the device has done all that it was asked for."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def once(self, operation: Callable[[], object]) -> float:
+        """Seconds of `operation`, alone."""
+        self.settle()
+        start = perf_counter()
+        operation()
+        self.settle()
+        return perf_counter() - start
+
+    def sample(self, operation: Callable[[], object], about_s: float) -> float:
+        """Seconds of `operation`, the mean of as many in a row as fit into a slot; one takes `about_s`."""
+        times = max(1, round(self.slot_s / max(about_s, 1e-7)))
+        self.settle()
+        start = perf_counter()
+        for _ in range(times):
+            operation()
+        self.settle()
+        return (perf_counter() - start) / times
+
+
+class Far:
+    """So many numbers of memory, given out piece by piece, round and round: by the time a piece comes again no cache has it."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, numel: int) -> None:
+        self.memory, self._at = randoms(device, dtype, numel), 0
+
+    def places(self, *sizes: tuple[int, ...]) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Pieces of these sizes, others each time, for ever: they are cut once, so that cutting takes no time."""
+        count = max(1, min(MOST_PLACES, self.memory.numel() // sum(map(prod, sizes))))
+        return cycle([tuple(self.take(*size) for size in sizes) for _ in range(count)])
+
+    def take(self, *size: int) -> torch.Tensor:
+        """A piece of this size."""
+        numel = prod(size)
+        start = self._at if self._at + numel <= self.memory.numel() else 0
+        self._at = start + numel
+        return self.memory[start : self._at].view(size)
+
+
+def timed(watch: Watch, cells: Mapping[Size, Operation]) -> dict[Size, list[float]]:
+    """The samples of each cell, in seconds. `cells` come in rising order; from one that takes too long on, they are left out."""
+    about: dict[Size, float] = {}
+    for size, operation in cells.items():
+        operation()  # loads kernels, brings the memory
+        about[size] = watch.once(operation)
+        if about[size] > MOST_S and len(about) > LEAST:
+            del about[size]
+            break
+    samples: dict[Size, list[float]] = {size: [] for size in about}
+    for sweep in range(watch.sweeps):
+        for size in list(about)[:: 1 if sweep % 2 == 0 else -1]:
+            samples[size].append(watch.sample(cells[size], about[size]))
+    return samples
+
+
+def randoms(device: torch.device, dtype: torch.dtype, *size: int) -> torch.Tensor:
+    """Numbers drawn from a normal distribution."""
+    return torch.randn(size, device=device).to(dtype)
+
+
+SIDE, PRODUCTS = 256, 10  # of a slice: on a core of today about 5 ms, on every rank the same work
+BATCH, BATCHES, QUICK_BATCHES = 64, 40, 3
+TIMES, MIN_CALLS = 4, 12  # of a length there are so many stretches at least
+
+
+def slices(device: torch.device, meet: Callable[[], None] = lambda: None, *, quick: bool = False) -> tuple[float, ...]:
+    """Seconds of each of many slices in a row on `device`, with as many threads as torch is set to; ranks `meet` on the way.
+
+    None on a GPU: there a slice would time the host, which asks ahead; nobody has looked yet how evenly one goes.
+    """
+    if device.type != "cpu":
+        return ()
+    batch, found = batches(), list[float]()
+    for _ in range(QUICK_BATCHES if quick else BATCHES):
+        meet()
+        found += batch()
+    return tuple(found)
+
+
+def batches() -> Callable[[], tuple[float, ...]]:
+    """What works for a batch of slices, and says how many seconds each took."""
+    x = torch.randn(SIDE, SIDE)
+    into = torch.empty_like(x)
+
+    def one() -> float:
+        start = perf_counter()
+        for _ in range(PRODUCTS):
+            torch.mm(x, x, out=into)
+        return perf_counter() - start
+
+    one()
+    return lambda: tuple(one() for _ in range(BATCH))
+
+
+def stretches(ranks: Sequence[Sequence[float]]) -> tuple[Stretch, ...]:
+    """What the slices of each of `ranks`, in seconds and as they followed each other, say of lengths of which there are enough.
+
+    Of several ranks those are compared that worked at the same moment: one that is always slower is behind always, and what slows
+    all of them down keeps nobody waiting. Of one rank all are compared with each other, as if they were of several.
+    """
+    found, count, shortest = [], 1, min(map(len, ranks)) // BATCH * BATCH
+    while count <= BATCH and shortest // count >= MIN_CALLS:
+        whole = np.asarray([each[:shortest] for each in ranks]).reshape(len(ranks), -1, count).sum(axis=2)
+        mean = float(whole.mean())
+        apart = _apart(whole[0]) if len(ranks) == 1 else float(np.mean([_apart(moment) for moment in whole.T]))
+        found.append(Stretch(mean, apart / 2 / mean))
+        count *= TIMES
+    return tuple(found)
+
+
+def _apart(some: np.ndarray) -> float:
+    """The mean distance of two of these."""
+    count = len(some)
+    places = 2 * np.arange(count) - count + 1
+    return float(2 * (places * np.sort(some)).sum() / (count * (count - 1)))

@@ -1,0 +1,130 @@
+"""What a rank used: seconds by phase, memory by category, bytes by action. Cheap enough to be kept on every run.
+
+Every rank writes `ranks/rank-N.json` after its first step and at the end, and `trace/` if it was asked to (run/trace.py).
+Phases are data (waiting for rows), step (playing the list) and save. Memory is what the tensors take, and beside it the
+high-water mark of the process, resident on a CPU, allocated on a GPU. Bytes are those of the ledger: what the collectives
+of this rank really sent, by the action they served; `report` holds them against what the program says.
+"""
+
+import json
+import logging
+import resource
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from meshwright.comm.collectives.group import World
+from meshwright.engine.runtime.step_profiler import Watch
+from meshwright.engine.step.executor import Player
+from meshwright.plan.hardware.device_specs import peak_flops
+from meshwright.plan.plan import Plan
+from meshwright.run.telemetry.trace import Phase, Tracer, replace_file
+
+FOLDER = "ranks"
+
+logger = logging.getLogger(__name__)
+
+
+def rank_path(folder: Path, rank: int) -> Path:
+    """Where `rank` writes what it used, inside the run's `folder`."""
+    return folder / FOLDER / f"rank-{rank}.json"
+
+
+class Account:
+    """The account of one rank over the steps that are left, up to `last`."""
+
+    def __init__(self, player: Player, plan: Plan, world: World, last: int) -> None:
+        self._player, self._plan, self._world = player, plan, world
+        folder, first = Path(plan.run.folder), player.steps_done
+        self._path = rank_path(folder, world.rank)
+        self._tracer = Tracer(folder, world.rank, world.device, plan.run.trace_steps, first, last)
+        self._step, self._steps = first, 0
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._last: dict[str, float] = {}
+        self._before = dict(world.ledger.sent)
+        self._flops = plan.anatomy.learning_flops
+        self._peak = _peak(plan, world.device)
+
+    def begin(self, step: int) -> Watch | None:
+        """`step` begins; returns what the player shall tell of it, None when it is not traced."""
+        self._step = step
+        return self._tracer.watch(step)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The body is the phase `name` of the step that was begun last."""
+        begin = perf_counter()
+        yield
+        end = perf_counter()
+        self._last[name] = end - begin
+        self._seconds[name] += end - begin
+        self._tracer.note(self._step, Phase(name, begin, end))
+
+    def spent(self, name: str) -> float:
+        """Seconds of the last phase `name`, told once; 0 when there was none since."""
+        return self._last.pop(name, 0.0)
+
+    def speed(self, samples: int, seconds: float) -> tuple[float | None, float | None]:
+        """FLOP/s of all ranks for a step of `samples`, and its share of their peak; None for what is not known."""
+        if not self._flops:
+            return None, None
+        flops = self._flops * samples / seconds
+        return flops, None if self._peak is None else flops / (self._peak * self._plan.mesh.world)
+
+    def end(self) -> None:
+        """The step is over, saving included."""
+        self._steps += 1
+        self._tracer.end(self._step)
+        if self._steps == 1:
+            self.write()
+
+    def close(self) -> None:
+        """Write what there is, the trace included."""
+        self._tracer.write()
+        if self._steps:
+            self.write()
+
+    def write(self) -> None:
+        """Write the account. A file that cannot be written is a warning in the log."""
+        try:
+            replace_file(self._path, json.dumps(self._as_dict(), indent=1) + "\n")
+        except OSError as error:
+            logger.warning("the account of this rank cannot be written to '%s': %s", self._path, error)
+
+    def _as_dict(self) -> dict[str, Any]:
+        device = self._world.device
+        sent = {name: total - self._before.get(name, 0.0) for name, total in self._world.ledger.sent.items()}
+        return {
+            "rank": self._world.rank,
+            "device": device_name(device),
+            "steps": self._steps,
+            "last_step": self._step,
+            "seconds": dict(self._seconds),
+            "memory": {**self._player.sizes(), "peak": peak_memory(device)},
+            "sent": {name: nbytes for name, nbytes in sent.items() if nbytes},
+        }
+
+
+def device_name(device: torch.device) -> str:
+    """What the driver calls `device`; "cpu" for the host."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this process had in use so far: allocated on a GPU, resident on the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _peak(plan: Plan, device: torch.device) -> float | None:
+    dtype = plan.job.precision.compute
+    if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
+        return None  # TF32 is faster than the peak of float32, and the table does not have it
+    return peak_flops(device_name(device), dtype)

@@ -1,0 +1,108 @@
+"""The metrics of a run as JSON lines, and the proof that a resumed run repeats it.
+
+A line without `kind` is that of a global step. "evaluation" is a loss on held-out samples after a step, "spike" a step
+that the guard judged harmful, with what each rank's samples did.
+
+After a kill, a run goes on from its last checkpoint and plays some steps again. Their lines are in the file already: a
+replayed step must give the same loss and gradient norm to the last bit, an evaluation the same loss, and the journal says
+whether they did. A line cut short by the kill is removed, new lines are appended.
+
+    step 41 .. 47      then a kill; the last checkpoint is of step 40
+    step 41 .. 47      played again: equal, so nothing is written; 48, 49 ... are appended
+
+A step that differs (the plan or the data changed) is appended too: of several lines of one kind and step, the last counts.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.plan.job.errors import PlanError
+
+STEP, EVALUATION, SPIKE = "", "evaluation", "spike"
+EXACT = {STEP: ("loss", "grad_norm", "tokens"), EVALUATION: ("loss", "tokens"), SPIKE: ("loss", "grad_norm")}
+
+
+@dataclass
+class Replay:
+    """How many steps were played again, and the first line that differed, with both."""
+
+    steps: int = 0
+    first: int | None = None
+    differs: tuple[dict[str, Any], dict[str, Any]] | None = None
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return ""
+        if self.differs is None:
+            if self.steps == 1:
+                return f"step {self.first} was played again and equals its first playing to the last bit"
+            return f"{self.steps} steps were played again from step {self.first}: each equals its first playing to the last bit"
+        old, new = self.differs
+        keys = [key for key in _exact(old) if repr(old[key]) != repr(new[key])]
+        pairs = ", ".join(f"{key} {old[key]!r} then, {new[key]!r} now" for key in keys)
+        what = f"the {old['kind']} at step" if old.get("kind") else "step"
+        return f"{what} {old['step']} was played again and differs: {pairs}"
+
+
+class Journal:
+    """`metrics.jsonl` in the run's folder, written by rank 0. `known` are the lines, by kind and step, that it held when opened.
+
+    Raises PlanError when a whole line of the file is not one that a journal writes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "metrics.jsonl"
+        self.known = self._read()
+        self.replay = Replay()
+        self._file = self.path.open("a", encoding="ascii")
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append a line; one that was written before is held against the old one, and appended if it differs."""
+        old = self.known.get(_key(line))
+        if old is not None:
+            if not line.get("kind"):
+                self.replay.steps += 1
+                self.replay.first = self.replay.first or line["step"]
+            if all(repr(old[key]) == repr(line[key]) for key in _exact(line)):  # repr: a NaN equals a NaN
+                return
+            self.replay.differs = self.replay.differs or (old, line)
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _read(self) -> dict[tuple[str, int], dict[str, Any]]:
+        if not self.path.exists():
+            return {}
+        raw = self.path.read_bytes()
+        end = raw.rfind(b"\n") + 1
+        if end < len(raw):  # the kill came in the middle of a line
+            os.truncate(self.path, end)
+        lines = (_line(text, f"{self.path}:{number}") for number, text in enumerate(raw[:end].splitlines(), start=1))
+        return {_key(line): line for line in lines}
+
+
+def _key(line: dict[str, Any]) -> tuple[str, int]:
+    return line.get("kind", STEP), line["step"]
+
+
+def _exact(line: dict[str, Any]) -> tuple[str, ...]:
+    return EXACT[line.get("kind", STEP)]
+
+
+def _line(text: bytes, where: str) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        line = None
+    kind = str(line.get("kind", STEP)) if isinstance(line, dict) else ""
+    if not isinstance(line, dict) or kind not in EXACT or not {"step", *EXACT[kind]} <= line.keys():
+        what = f"this line is not one of metrics: {text[:60].decode(errors='replace')!r}"
+        raise PlanError(what, fix="remove the line, or move the file away: the steps are written anew", where=where)
+    return line

@@ -1,0 +1,41 @@
+"""A little text from a model that was trained on text: what it has learnt, to be read rather than measured."""
+
+import torch
+from torch import nn
+
+from meshwright.engine.runtime.loss import logits_of
+from meshwright.model.tensors.counter_rng import key, uniform
+from meshwright.run.data.tokenizer import Bytes, Codec
+
+
+def sample_text(
+    module: nn.Module,
+    prompt: str,
+    num_tokens: int,
+    context: int,
+    seed: int,
+    temperature: float = 0.7,
+    codec: Codec | None = None,
+) -> str:
+    """`prompt` continued by `num_tokens` tokens of `codec` (None: bytes), drawn at `temperature`, seeing `context` tokens back.
+
+    The same seed gives the same text. Tokens that are no text, and control characters, which would act on a terminal, are
+    shown as replacement characters. The module is put back into the mode in which it was.
+    """
+    was_training = module.training
+    device = next(module.parameters()).device
+    codec = codec or Bytes()
+    tokens = codec.encode([prompt or "\n"])[0].tolist() or [codec.end or 0]
+    module.eval()
+    try:
+        with torch.no_grad():
+            for number in range(num_tokens):
+                ids = torch.tensor([tokens[-context:]], device=device)
+                scores = logits_of(module(input_ids=ids))[0, -1].double() / temperature
+                reached = scores.softmax(-1).cumsum(-1)
+                drawn = uniform(key(seed, "sample", number), 0, 1, torch.float64, device)
+                tokens.append(min(int(torch.searchsorted(reached, drawn).item()), len(reached) - 1))
+    finally:
+        module.train(was_training)
+    text = codec.decode(tokens)
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)

@@ -1,0 +1,159 @@
+"""The other end of a `ProcessPool`: a process that plays one rank of one call after another.
+
+A worker waits for a `Task` on its pipe, meets the other ranks at the store of that call, runs the function and sends
+back an `Answer`. When it crashes, or is aborted because it hangs, it writes where it stood; when its parent disappears
+it exits, whatever it is doing. gloo listens on one interface only: loopback, unless the worker has a `Seat` elsewhere.
+"""
+
+import copyreg
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BytesIO
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from threading import Thread
+
+import torch
+
+from meshwright.comm.rendezvous import Meeting
+from meshwright.comm.world import rendezvous
+from meshwright.plan.sharding.mesh import Mesh
+
+COLLECTIVE_SHARE = 0.8  # of the time of a call: a stuck collective gives up first, because its message names the action
+
+
+CLONE_NEWNET = 0x40000000  # of setns(2): the network only
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where in the network a worker sits: on `interface` of a network namespace, which stands for a host."""
+
+    namespace: Path
+    interface: str
+
+    def take(self) -> None:
+        """Move the calling thread, and the threads that it starts from now on, into the namespace; have gloo listen there.
+
+        Raises OSError when there is no such namespace, or this process may not enter it.
+        """
+        libc = ctypes.CDLL(None, use_errno=True)  # os.setns is there from Python 3.12 on
+        with self.namespace.open("rb") as opened:
+            if libc.setns(opened.fileno(), CLONE_NEWNET):
+                why = os.strerror(ctypes.get_errno())
+                raise OSError(
+                    f"cannot enter the network namespace {self.namespace} ({why}). Only root may; `ip netns` lists them"
+                )
+        os.putenv("GLOO_SOCKET_IFNAME", self.interface)  # gloo takes its interface from nowhere else
+
+
+@dataclass(frozen=True)
+class Task:
+    """One rank's part of a call: `fn(world, *args)`. The ranks meet at `meeting`, or at a file in `folder`, which is empty.
+
+    Where they can, they use `shared` memory.
+    """
+
+    fn: Callable[..., object]
+    args: tuple[object, ...]
+    mesh: Mesh
+    rank: int
+    folder: Path
+    timeout_s: float
+    meeting: Meeting | None = None
+    shared: bool = True
+
+    @property
+    def stack(self) -> Path:
+        """The file that says where this rank stood when it crashed or was aborted."""
+        return self.folder / f"stack_{self.rank}.txt"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a task: the result, or the traceback as text and the moment of the failure on the host's clock."""
+
+    result: object = None
+    error: str = ""
+    failed_at: float = 0.0
+
+
+class _ByValue(ForkingPickler):
+    """multiprocessing's own transport, with tensors as bytes: shared memory would tie the result to the worker's life."""
+
+    def __init__(self, file: BytesIO) -> None:
+        super().__init__(file)
+        self.dispatch_table = dict(copyreg.dispatch_table)  # without those that torch has added for tensors
+
+
+def by_value(message: Task | Answer) -> memoryview:
+    """`message` as bytes for `Connection.send_bytes`; the other end reads it with `recv`."""
+    buffer = BytesIO()
+    _ByValue(buffer).dump(message)
+    return buffer.getbuffer()
+
+
+def serve(connection: Connection, seat: Seat | None = None) -> None:
+    """Play tasks from `connection` until it closes, on `seat`, or on loopback. Sends one empty answer first: ready."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt at the terminal reaches the parent, which ends its workers
+    torch.set_num_threads(1)
+    if seat is not None:
+        seat.take()
+    else:
+        _listen_on_loopback()
+    Thread(target=_exit_with_parent, daemon=True).start()
+    connection.send_bytes(by_value(Answer()))
+    while True:
+        try:
+            task = connection.recv()
+        except EOFError:
+            return
+        except Exception:
+            repair = "The function of a pool stands at the top level of a module that a new process can import"
+            connection.send_bytes(by_value(Answer(error=traceback.format_exc() + repair, failed_at=time.monotonic())))
+            continue
+        connection.send_bytes(_play(task))
+
+
+def _play(task: Task) -> memoryview:
+    failed_at = 0.0
+    with task.stack.open("w") as stack:
+        faulthandler.enable(stack)
+        try:
+            path = None if task.meeting is not None else task.folder / "store"
+            limit_s = COLLECTIVE_SHARE * task.timeout_s
+            with rendezvous(
+                task.mesh, task.rank, store_path=path, meeting=task.meeting, timeout_s=limit_s, shared=task.shared
+            ) as world:
+                try:
+                    result = task.fn(world, *task.args)
+                except BaseException:
+                    failed_at = time.monotonic()  # before the sockets close, which fails the peers too
+                    raise
+            return by_value(Answer(result))
+        except BaseException:
+            return by_value(Answer(error=traceback.format_exc(), failed_at=failed_at or time.monotonic()))
+        finally:
+            faulthandler.disable()
+
+
+def _listen_on_loopback() -> None:
+    loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    if loopback:
+        os.putenv("GLOO_SOCKET_IFNAME", loopback[0])
+
+
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

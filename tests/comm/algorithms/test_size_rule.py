@@ -1,0 +1,132 @@
+"""Rules by message size, as strategies have them: what they pick, how they are written, and what is said of wrong ones."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.comm.algorithms import ALGORITHMS, NAMES, named
+from meshwright.comm.algorithms.hierarchical import Hierarchical
+from meshwright.comm.algorithms.size_rule import Rule, faults
+from meshwright.plan.job.errors import PlanError
+
+WHERE = "strategies.replicate.algorithm"
+TEXT = "doubling <= 64 KiB, tree <= 1 MiB, else hierarchical/2"
+
+
+def said(text: str, size: int = 4) -> list[str]:
+    """What is wrong with `text`, without the place, which each fault must name."""
+    found = list(faults(text, size, WHERE))
+    assert all(fault.where == WHERE for fault in found)
+    return [str(fault).removeprefix(f"{WHERE}: ").replace("\n  repair", "; repair") for fault in found]
+
+
+def test_a_rule_picks_the_first_algorithm_whose_size_is_not_exceeded():
+    rule = Rule.parse(TEXT)
+    sizes = (0, 1, 65_536, 65_537, 2**20, 2**20 + 1, 2**40)
+    assert [rule.pick(nbytes) for nbytes in sizes] == ["doubling"] * 3 + ["tree"] * 2 + ["hierarchical/2"] * 2
+    assert rule.names == ("doubling", "tree", "hierarchical/2")
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_name_alone_is_a_rule_for_all_sizes(name: str):
+    rule = Rule.parse(name)
+    assert (rule.pick(1), rule.pick(2**40), str(rule)) == (name, name, name)
+    assert said(name) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "again"),
+    [
+        (TEXT, TEXT),
+        ("doubling<=65536 B,tree<=1024KiB,else hierarchical/2", TEXT),
+        ("  tree <= 1.5 MiB ,  else ring ", "tree <= 1536 KiB, else ring"),
+        ("tree <= 1 B, else ring", "tree <= 1 B, else ring"),
+        ("root <= 2 GiB, else ring", "root <= 2 GiB, else ring"),
+        ("else ring", "ring"),
+    ],
+)
+def test_a_rule_is_written_in_one_way(text: str, again: str):
+    assert str(Rule.parse(text)) == again
+    assert Rule.parse(again) == Rule.parse(text)
+
+
+@given(st.lists(st.integers(1, 2**40), unique=True, max_size=5), st.data())
+def test_every_rule_comes_back_from_its_text(sizes: list[int], data: st.DataObject):
+    names = st.sampled_from([*ALGORITHMS, "hierarchical/2", "hierarchical/16"])
+    rule = Rule(data.draw(names), tuple((nbytes, data.draw(names)) for nbytes in sorted(sizes)))
+    assert Rule.parse(str(rule)) == rule
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rng", "no all_reduce algorithm 'rng'; repair: did you mean 'ring'?"),
+        ("xyz", "no all_reduce algorithm 'xyz'; repair: choose one of: backend, naive, root, ring, parallel, halving"),
+        ("", "'' is neither an algorithm nor a rule by message size; repair: write an algorithm, or"),
+        ("ring halving", "'ring halving' is neither an algorithm nor a rule"),
+        ("else", "'else' is neither an algorithm nor a rule"),
+        ("doubling <= 64 KiB", "the rule 'doubling <= 64 KiB' does not say what larger messages take; repair: let it end with"),
+        ("doubling <= 64 KiB, ring", "does not say what larger messages take"),
+        (
+            "doubling <= 64 KB, else ring",
+            "'KB' in 'doubling <= 64 KB' is no unit of a size; repair: choose one of: GiB, MiB, KiB, B",
+        ),
+        ("doubling <= 64, else ring", "'doubling <= 64' in the rule 'doubling <= 64, else ring' is no algorithm with a size"),
+        ("doubling < 64 KiB, else ring", "is no algorithm with a size; repair: write it so: tree <= 1 MiB"),
+        ("tree <= 1 MiB, root <= 1024 KiB, else ring", "'root <= 1024 KiB' is never reached: messages of up to 1 MiB are taken"),
+        ("tree <= 0 KiB, else ring", "'tree <= 0 KiB' is never reached"),
+        ("tree <= 1 MiB, else auto", "auto cannot be a part of a rule"),
+        ("hierarchical", "no all_reduce algorithm 'hierarchical'; repair: write hierarchical/G, where G is the number of ranks"),
+        ("hierarchical/0", "repair: write hierarchical/G, where G"),
+        ("hierarchicl/4", "repair: did you mean 'hierarchical/4'?"),
+        ("ring/4", "repair: write ring alone: only hierarchical takes a number"),
+        ("auto", "auto needs the measured cost of the links; repair: run `meshwright bench comm`, then name its file: cluster ="),
+    ],
+)
+def test_a_wrong_rule_is_refused_with_its_repair(text: str, message: str):
+    (fault,) = said(text)
+    assert message in fault
+    with pytest.raises(PlanError) as caught:
+        Rule.parse(text, WHERE)
+    assert [str(each) for each in caught.value.faults] == [str(each) for each in faults(text, 4, WHERE)]
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    found = said("doublng <= 4 KB, rng <= 1 MiB, trea <= 1 KiB")
+    assert len(found) == 6
+    for word in ("larger messages", "'doubling'", "'KB'", "'ring'", "'tree'", "never reached"):
+        assert sum(word in fault for fault in found) >= 1, word
+
+
+@pytest.mark.parametrize(
+    ("per_host", "size", "message"),
+    [
+        (
+            4,
+            6,
+            r"6 ranks are no whole number of hosts with 4 ranks each; repair: write hierarchical/2 or hierarchical/3, or ring",
+        ),
+        (8, 4, r"4 ranks are no whole number of hosts with 8 ranks each; repair: write hierarchical/2, or ring"),
+        (
+            2,
+            7,
+            r"7 ranks are no whole number of hosts with 2 ranks each; repair: write ring: 7 ranks have no hosts of equal size",
+        ),
+        (1, 4, r"with 1 of 4 ranks on a host there is nothing to sum inside a host; repair: write hierarchical/2, or ring"),
+        (4, 4, r"with 4 of 4 ranks on a host there is nothing to sum between hosts; repair: write hierarchical/2, or ring"),
+    ],
+)
+def test_hosts_that_do_not_fit_the_ranks_are_refused(per_host: int, size: int, message: str):
+    assert said(f"hierarchical/{per_host}", size) == [f"hierarchical/{per_host}: {message}"]
+    assert said(f"doubling <= 1 KiB, else hierarchical/{per_host}", size) == [f"hierarchical/{per_host}: {message}"]
+
+
+def test_hosts_that_fit_are_no_fault_nor_is_a_rank_alone():
+    assert said("hierarchical/2", 4) == said("hierarchical/2", 1) == said("hierarchical/3", 9) == []
+
+
+def test_a_name_with_a_number_is_that_algorithm():
+    assert named("hierarchical/4") == Hierarchical(4)
+    assert str(named("hierarchical/4")) == "hierarchical/4"
+    assert [str(named(name)) for name in ALGORITHMS] == list(ALGORITHMS)
+    assert NAMES[-1] == "hierarchical/G"

@@ -1,0 +1,13 @@
+"""These tests need what the package needs: Linux and a C compiler. Without them the ranks use gloo, which is tested elsewhere."""
+
+import pytest
+
+from meshwright.comm.shared_memory.build import Unavailable, load
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _it_can_be_had() -> None:
+    try:
+        load()
+    except Unavailable as error:
+        pytest.skip(f"memory cannot be shared here: {error}")

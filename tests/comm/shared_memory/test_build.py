@@ -1,0 +1,104 @@
+"""The C part: where its compiled form is kept, who may write there, and what is said when it cannot be had."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+
+from meshwright.comm.shared_memory import build
+from meshwright.comm.shared_memory.build import Unavailable
+
+
+def test_it_is_compiled_once_and_found_by_those_who_come_later(tmp_path: Path) -> None:
+    with patch.object(build, "_run", wraps=build._run) as ran:
+        first = build._compiled(tmp_path)
+        again = build._compiled(tmp_path)
+    assert first == again
+    assert [call.args[1] for call in ran.call_args_list] == [build.FLAGS[0]]
+    assert {path.name for path in tmp_path.iterdir()} == {first.name, "compiling"}
+
+
+def test_another_source_compiler_or_processor_is_another_file(tmp_path: Path) -> None:
+    first = build._compiled(tmp_path)
+    with patch.object(build, "_processor", return_value="flags: another"):
+        assert build._compiled(tmp_path) != first
+    with patch.object(build, "FLAGS", (*build.FLAGS, "-DANOTHER")):
+        assert build._compiled(tmp_path) != first
+
+
+def test_the_source_compiles_without_a_warning(tmp_path: Path) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    source = Path(build.__file__).parent / build.SOURCES[0]
+    subprocess.run([compiler, *build.FLAGS, "-Wall", "-Wextra", "-Werror", "-o", tmp_path / "x.so", source], check=True)
+
+
+def test_no_compiler_is_said_with_the_repair(tmp_path: Path) -> None:
+    with (
+        patch.object(build.shutil, "which", return_value=None),
+        pytest.raises(Unavailable, match=r"no C compiler.*install one"),
+    ):
+        build._compiled(tmp_path)
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
+    with (
+        patch.object(build, "FLAGS", (*build.FLAGS, "-include", "nowhere.h")),
+        pytest.raises(Unavailable, match=r"failed: .*nowhere\.h"),
+    ):
+        build._compiled(tmp_path)
+    assert not list(tmp_path.glob("*.so"))
+
+
+def home(path: Path) -> SimpleNamespace:
+    return SimpleNamespace(pw_dir=str(path))
+
+
+def test_the_folder_is_private_to_the_user(tmp_path: Path) -> None:
+    with patch.object(build.pwd, "getpwuid", return_value=home(tmp_path)):
+        folder = build._cache_folder()
+    assert folder.is_relative_to(tmp_path)
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path) -> None:
+    with (
+        patch.object(build.pwd, "getpwuid", return_value=home(tmp_path)),
+        patch.object(build.tempfile, "gettempdir", return_value=str(tmp_path / "temporary")),
+    ):
+        folder = build._cache_folder()
+        folder.chmod(0o770)
+        second = build._cache_folder()
+        assert second.is_relative_to(tmp_path / "temporary")
+        second.chmod(0o707)
+        with pytest.raises(Unavailable, match=r"no private folder at .* or .*; needed is one that only this user"):
+            build._cache_folder()
+
+
+def test_a_folder_behind_a_link_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / ".cache" / "meshwright").mkdir(parents=True)
+    (tmp_path / ".cache" / "meshwright" / "native").symlink_to(tmp_path / "elsewhere")
+    with (
+        patch.object(build.pwd, "getpwuid", return_value=home(tmp_path)),
+        patch.object(build.tempfile, "gettempdir", return_value=str(tmp_path)),
+    ):
+        assert build._cache_folder() == tmp_path / f"meshwright-native-{os.getuid()}"
+
+
+def test_a_user_without_a_name_keeps_it_with_temporary_files(tmp_path: Path) -> None:
+    with (
+        patch.object(build.pwd, "getpwuid", side_effect=KeyError),
+        patch.object(build.tempfile, "gettempdir", return_value=str(tmp_path)),
+    ):
+        assert build._cache_folder().parent == tmp_path
+
+
+def test_other_systems_are_told_that_it_needs_linux() -> None:
+    with patch.object(build.sys, "platform", "darwin"), pytest.raises(Unavailable, match="needs Linux, and this is darwin"):
+        build.load.__wrapped__()

@@ -1,0 +1,112 @@
+"""Ranks as processes: joining, leaving, and what is said when that fails. The collectives: test_group.py."""
+
+import socket
+from pathlib import Path
+from threading import Event
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.comm.collectives.group import World
+from meshwright.comm.rendezvous import Meeting
+from meshwright.comm.world import TorchWorld, rendezvous
+from meshwright.plan.job.errors import CollectiveError, PlanError
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.testing.ranks import ProcessPool, RankFailure
+
+
+def test_a_rank_alone_joins_and_leaves_no_process_group(tmp_path: Path) -> None:
+    with rendezvous(Mesh(), 0, store_path=tmp_path / "store") as world:
+        tensor = torch.ones(3)
+        world.group(["dp_shard"]).all_reduce(tensor).wait()
+        assert torch.equal(tensor, torch.ones(3))
+        assert dist.is_initialized()
+    assert not dist.is_initialized()
+
+
+def test_a_rank_meets_at_an_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with rendezvous(Mesh(), 0, meeting=Meeting("127.0.0.1", port, one_host=True)) as world:
+        assert world.rank == 0
+    assert not dist.is_initialized()
+
+
+def test_no_process_group_is_left_when_the_body_fails(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), rendezvous(Mesh(), 0, store_path=tmp_path / "store"):
+        raise KeyError("in the body")
+    assert not dist.is_initialized()
+
+
+def test_exactly_one_way_to_meet_is_needed() -> None:
+    with pytest.raises(ValueError, match=r"neither given; one is needed\. Pass a file"):
+        rendezvous(Mesh(), 0).__enter__()
+    with pytest.raises(ValueError, match="both given"):
+        rendezvous(Mesh(), 0, store_path="store", meeting=Meeting("127.0.0.1", 1)).__enter__()
+
+
+def test_a_rank_that_meets_nobody_says_so(tmp_path: Path) -> None:
+    with pytest.raises(
+        CollectiveError, match=r"rank 0 did not meet the other 1 ranks within 0\.5 s.*Look for a rank that failed"
+    ):
+        rendezvous(Mesh(tp=2), 0, store_path=tmp_path / "store", timeout_s=0.5).__enter__()
+
+
+def test_a_world_of_another_size_is_refused(tmp_path: Path) -> None:
+    with (
+        rendezvous(Mesh(), 0, store_path=tmp_path / "store"),
+        pytest.raises(PlanError, match=r"(?s)this process is rank 0 of 1; the plan has it as rank 1 of 4.*start 4 processes"),
+    ):
+        TorchWorld(Mesh(tp=4), 1, "cpu")
+
+
+def leave_rank_one_waiting(world: World) -> None:
+    group = world.group(["dp_shard"])
+    group.barrier()  # before it, rank 1 may still be joining
+    if world.rank == 1:
+        group.all_reduce(torch.zeros(3), action="REDUCE(a)").wait()
+    else:
+        raise InterruptedError("gone")
+
+
+def test_a_collective_whose_peer_is_gone_names_rank_action_and_repair(process_pool: ProcessPool) -> None:
+    text = r"(?s)InterruptedError: gone\nthen rank 1: .*rank 1: all_reduce of float32 \[3\] for REDUCE\(a\) "
+    text += r"over dp_shard \(ranks 0, 1\) did not complete"
+    with pytest.raises(RankFailure, match=text):
+        process_pool.run(leave_rank_one_waiting, Mesh(dp_shard=2))
+
+
+def closed_twice(world: World) -> bool:
+    world.group(["tp"]).barrier()
+    world.close()
+    world.close()
+    return dist.is_initialized()
+
+
+def test_closing_twice_does_nothing_more(process_pool: ProcessPool) -> None:
+    assert process_pool.run(closed_twice, Mesh(dp_shard=2, tp=2)) == [True] * 4
+
+
+def whole_mesh(world: World) -> bool:
+    world.group(["dp_shard", "tp"]).barrier()
+    return len(dist.distributed_c10d._world.pg_map) == 1
+
+
+def test_the_whole_mesh_uses_the_default_group(process_pool: ProcessPool) -> None:
+    assert process_pool.run(whole_mesh, Mesh(dp_shard=2, tp=2)) == [True] * 4
+
+
+def told_of_arrival(world: World) -> tuple[bool, bool]:
+    """Whether `then` calls after the result has come, for a collective under way and for one that was waited for."""
+    group, arrived, late = world.group(["dp_shard"]), Event(), Event()
+    work = group.all_reduce(torch.ones(1000))
+    work.then(arrived.set)
+    work.wait()
+    came = arrived.wait(30)
+    work.then(late.set)
+    return came, late.is_set()
+
+
+def test_whoever_asks_is_told_when_a_result_has_come(process_pool: ProcessPool) -> None:
+    assert process_pool.run(told_of_arrival, Mesh(dp_shard=3)) == [(True, True)] * 3

@@ -1,0 +1,122 @@
+"""Which algorithm for which size: on networks of which the answer is known."""
+
+from dataclasses import replace
+from itertools import pairwise, product
+from math import log
+
+import pytest
+
+from meshwright.comm.algorithms import BACKEND, PLAIN, named
+from meshwright.comm.algorithms.cost_model import seconds
+from meshwright.comm.tuning.autoselect import SWITCH, candidates, cheapest, choose, predicted
+from meshwright.comm.tuning.network_fit import series_of
+from meshwright.plan.hardware.network_model import VERSION, Band, Cluster, Crowd, Fit, Link, Network, Timing
+
+SIZES = tuple(1 << power for power in range(10, 27))
+PLAINER = [str(each) for each in PLAIN if str(each) != BACKEND]
+FREE = Link((Band(0, 0.0, 1e15),))
+
+
+def cluster(
+    network: Network, ranks: tuple[int, ...], per_host: int = 0, *, backend: float = 0.0, names: list[str] = PLAINER
+) -> Cluster:
+    """Measured exactly as `network` says; the backend takes `backend` times as long as a ring (0: it was not measured)."""
+    cells = [
+        Timing(name, n, nbytes, seconds(named(name), n, nbytes, network, per_host))
+        for name, n, nbytes in product(names, ranks, SIZES)
+    ]
+    if backend:
+        cells += [
+            Timing(BACKEND, n, s, backend * seconds(named("ring"), n, s, network, per_host)) for n, s in product(ranks, SIZES)
+        ]
+    return Cluster(VERSION, "", "", "", "gloo", per_host, Fit(0, 0), network, series_of(cells))
+
+
+def apart(latency_s: float, bytes_per_s: float) -> Network:
+    """Every rank on a host of its own."""
+    return Network(between=Link((Band(0, latency_s, bytes_per_s),)))
+
+
+def test_where_latency_is_all_the_fewest_rounds_win():
+    choice = choose(cluster(apart(1e-3, 1e13), (8,), 1), 8)
+    assert set(choice.rule.names) == {"parallel"}
+    shared = Network(between=Link((Band(0, 1e-2, 1e8),)))
+    assert choose(cluster(shared, (8,), 1), 8).rule.pick(1024) in ("parallel", "doubling")
+
+
+def test_where_the_rate_is_all_the_fewest_bytes_win():
+    assert set(choose(cluster(apart(1e-9, 1e6), (8,), 1), 8).rule.names) <= {"ring", "halving"}
+
+
+def test_between_them_short_messages_go_in_few_rounds_and_long_ones_in_few_bytes():
+    rule = choose(cluster(apart(1e-4, 1e9), (8,), 1), 8).rule
+    assert rule.pick(1024) in ("doubling", "parallel")
+    assert rule.pick(64 << 20) == "halving"
+    assert [nbytes for nbytes, _ in rule.steps] == sorted(nbytes for nbytes, _ in rule.steps)
+
+
+def test_the_backend_is_chosen_where_it_was_measured_to_be_best_and_only_there():
+    network = apart(1e-4, 1e9)
+    assert choose(cluster(network, (4,), 1, backend=0.1), 4).rule.pick(64 << 20) == BACKEND
+    assert BACKEND not in choose(cluster(network, (4,), 1, backend=9.0), 4).rule.names
+    assert BACKEND not in candidates(cluster(network, (4,), 1), 4)
+
+
+def test_the_same_cluster_gives_the_same_rule():
+    found = cluster(apart(1e-4, 1e9), (3,), 1, backend=1.0)
+    assert choose(found, 3) == choose(replace(found), 3)
+
+
+def test_one_rank_has_nothing_to_choose():
+    assert str(choose(cluster(apart(1e-4, 1e9), (3,), 1), 1).rule) == BACKEND
+
+
+def test_hosts_of_several_ranks_may_sum_inside_first():
+    inside = Network((Crowd(1, 1e-6), Crowd(2, 1e-6)), host=FREE, rank=FREE, added=FREE, between=Link((Band(0, 1e-3, 1e8),)))
+    found = cluster(inside, (8,), 4, names=[*PLAINER, "hierarchical/4"])
+    assert "hierarchical/4" in candidates(found, 8)
+    assert choose(found, 8).rule.pick(64 << 20) == "hierarchical/4"
+    assert "hierarchical/4" not in candidates(found, 4)
+    assert "hierarchical/4" not in candidates(found, 6)
+
+
+def test_a_number_of_ranks_that_was_not_measured_is_priced_by_the_model_and_said_to_be():
+    found = cluster(apart(1e-4, 1e9), (2, 3), 1, backend=0.5)
+    assert predicted(found, "ring", 5, 1 << 20) == pytest.approx(seconds(named("ring"), 5, 1 << 20, found.network, 1))
+    assert predicted(found, BACKEND, 5, 1 << 20) == pytest.approx(0.5 * predicted(found, "ring", 5, 1 << 20))
+    assert "5 ranks were not measured (only 2, 3)" in str(choose(found, 5))
+    assert "not measured" not in str(choose(found, 3))
+
+
+def test_what_was_measured_corrects_the_model_at_and_between_its_sizes():
+    found = cluster(apart(1e-4, 1e9), (3,), 1)
+    twice = replace(
+        found, measured=tuple(replace(each, seconds=tuple(2 * took for took in each.seconds)) for each in found.measured)
+    )
+    for nbytes in (512, 1024, 3000, 1 << 20, 1 << 30):
+        assert predicted(twice, "ring", 3, nbytes) == pytest.approx(2 * predicted(found, "ring", 3, nbytes))
+
+
+def test_the_reason_names_sizes_and_times():
+    said = str(choose(cluster(apart(1e-4, 1e9), (4,), 1, backend=3.0), 4))
+    assert "auto chose '" in said
+    assert "64 MiB takes" in said
+    assert "by the backend)" in said
+
+
+def test_a_change_that_gains_less_than_its_price_is_not_made():
+    gain = 1.04
+    assert log(gain) < SWITCH
+    assert cheapest({"a": [1.0, gain, 1.0], "b": [gain, 1.0, gain]}) == ["a", "a", "a"]
+    assert cheapest({"a": [1.0, 2.0, 2.0], "b": [2.0, 1.0, 1.0]}) == ["a", "b", "b"]
+    assert cheapest({"a": [1.0, 1.0], "b": [1.0, 1.0]}) == ["a", "a"]
+
+
+def test_the_path_through_the_sizes_is_the_cheapest_of_all():
+    costs = {"a": [1.0, 3.0, 1.1, 2.0], "b": [1.5, 1.0, 1.2, 1.9], "c": [2.0, 1.1, 1.0, 1.8]}
+
+    def price(path: tuple[str, ...]) -> float:
+        changes = sum(one != other for one, other in pairwise(path))
+        return SWITCH * changes + sum(log(costs[name][place]) for place, name in enumerate(path))
+
+    assert price(tuple(cheapest(costs))) == pytest.approx(min(map(price, product(costs, repeat=4))))

@@ -1,0 +1,78 @@
+"""A store that does not answer holds up nobody for long, and is asked again when it has."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from meshwright.comm.watchdog import store_client
+from meshwright.comm.watchdog.store_client import Room, Silent
+
+
+class Slow(dist.HashStore):
+    """Answers when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        self.answers.wait()
+        return super().check(keys)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    monkeypatch.setattr(store_client, "ANSWER_S", 0.05)
+    store = Slow()
+    yield store
+    store.answers.set()
+
+
+def test_a_room_says_what_its_store_says() -> None:
+    asked = Room(dist.HashStore())
+    asked.set("a", "1")
+    assert asked.check(["a"])
+    assert not asked.check(["b"])
+    assert asked.get("a") == b"1"
+    asked.close()
+
+
+def test_a_question_without_an_answer_is_given_up_and_those_behind_it_at_once(slow: Slow) -> None:
+    asked = Room(slow)
+    with pytest.raises(Silent, match=r"has not answered for 0\.05 s\. Look at the link"):
+        asked.check(["a"])
+    with pytest.raises(Silent, match="owes an answer"):
+        asked.set("a", "1")
+    asked.close()
+
+
+def test_a_store_that_answers_after_all_is_asked_again(slow: Slow) -> None:
+    asked = Room(slow)
+    with pytest.raises(Silent):
+        asked.check(["a"])
+    late = asked._last
+    assert late is not None
+    slow.answers.set()
+    assert late.result(10) is False
+    asked.set("a", "1")
+    assert asked.check(["a"])
+    asked.close()
+
+
+def test_an_error_of_the_store_is_raised_by_the_room() -> None:
+    class Broken(dist.HashStore):
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("connection reset")
+
+    asked = Room(Broken())
+    with pytest.raises(RuntimeError, match="connection reset"):
+        asked.check(["a"])
+    asked.close()
+
+
+def test_a_room_that_was_asked_nothing_has_no_thread() -> None:
+    before = threading.active_count()
+    Room(dist.HashStore()).close()
+    assert threading.active_count() == before

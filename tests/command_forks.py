@@ -1,0 +1,103 @@
+"""The command as forks of a process that has imported everything: two ranks are ready in a second, not in ten.
+
+What takes long in `tests.command_line.command` is importing torch, once for the command and once for each rank. Here a process that
+has done so, and has one thread only, forks the command, and the command forks its ranks (benchmarks/forked.py). All else is as
+in the real thing: processes, signals, pipes, exit codes. What an interpreter of its own can show alone stays with `command`.
+
+Run as a module, this is that process: it reads requests from stdin, a line of JSON each, and answers with exit codes.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Self
+from unittest.mock import patch
+
+import psutil
+
+from benchmarks import forked
+from benchmarks.resume_matrix import PRELOADED
+from meshwright.comm.shared_memory.build import Unavailable, load
+from tests.command_line import ENV, Said
+
+ROOT = Path(__file__).parents[1]
+ALSO = ("torch._dynamo", "meshwright.commands.verify", "meshwright.commands.bench_network", "meshwright.commands.doctor")
+
+
+class Forks:
+    """Calls the command as forks of one process, which is started when first needed; `close` ends it."""
+
+    def __init__(self) -> None:
+        self._server: subprocess.Popen[str] | None = None
+
+    def __call__(self, *argv: object) -> Said:
+        """How `meshwright ARGV...` ended: exit code, stdout, stderr."""
+        server = self._server = self._server or self._started()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        try:
+            with TemporaryDirectory(prefix="meshwright-") as folder:
+                out, err = Path(folder, "out"), Path(folder, "err")
+                request = {"words": list(map(str, argv)), "out": str(out), "err": str(err), "folder": str(Path.cwd())}
+                print(json.dumps(request), file=server.stdin, flush=True)
+                code = int(server.stdout.readline())
+                return code, out.read_text(errors="replace"), err.read_text(errors="replace")
+        except BaseException:  # a test that ran out of time: its answer shall not be taken for that of the next
+            self._kill(server)
+            raise
+
+    def close(self) -> None:
+        """End the process that forks."""
+        if self._server is not None:
+            self._server.communicate()  # it reads the end of its requests
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _started(self) -> subprocess.Popen[str]:
+        env = {**ENV, "PYTHONPATH": f"{ROOT}{os.pathsep}{ENV['PYTHONPATH']}"}
+        argv, pipe = [sys.executable, "-m", "tests.command_forks"], subprocess.PIPE
+        return subprocess.Popen(argv, env=env, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+
+    def _kill(self, server: subprocess.Popen[str]) -> None:
+        self._server = None
+        below = psutil.Process(server.pid).children(recursive=True)
+        for process in [psutil.Process(server.pid), *below]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        server.communicate()
+
+
+def played(words: list[str], out: str, err: str, folder: str) -> int:
+    """The exit code of the command with `words`, played by a fork."""
+    with Path(out).open("wb") as output, Path(err).open("wb") as errors:
+
+        def body() -> int:
+            os.dup2(errors.fileno(), 2)
+            with patch.object(subprocess, "Popen", forked._Rank):
+                return forked._main(words)
+
+        return forked.Forked(body, ENV, output, (errors.fileno(),), Path(folder)).wait()
+
+
+def serve() -> None:
+    """Answer requests until there are no more."""
+    for name in (*PRELOADED, *ALSO):
+        import_module(name)
+    with suppress(Unavailable):
+        load()  # compiled here: in a fork the compiler would be started as a rank
+    for request in sys.stdin:
+        sys.stdout.write(f"{played(**json.loads(request))}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    serve()

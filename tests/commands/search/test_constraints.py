@@ -1,0 +1,99 @@
+"""What is fixed, in a user's words: each is obeyed, and what contradicts itself is told at once, with what is needed."""
+
+import pytest
+
+from meshwright.commands.search.constraints import ORDERS, SEARCHED, Fixed
+from meshwright.commands.search.search import Asked, choose
+from meshwright.plan.job.errors import PlanError
+from meshwright.planner.analytic.parallel_config import Layout
+from meshwright.planner.search.search import search
+
+SMALL = "small: layers 24 hidden 2048 heads 16 gated vocab 32000"
+LONG = f"{SMALL} sequence 16384"
+
+
+def best(*words: str, model: str = SMALL, devices: int = 16, batch: int = 64) -> list[tuple[Layout, str]]:
+    found = choose(Asked(model, devices, "a100", batch, fixed=words)).found.best
+    return [(each.layout, each.schedule) for each in found]
+
+
+def test_each_word_is_obeyed_by_every_layout_that_is_shown():
+    assert {layout.shards for layout, _ in best("zero=3", "dp_shard=4")} == {3}
+    assert {layout.within for layout, _ in best("zero=1", "dp_shard=4")} == {4}
+    assert {layout.micro_batch for layout, _ in best("micro=2")} == {2}
+    assert {layout.reruns for layout, _ in best("recompute=layers")} == {"layers"}
+    assert {layout.reruns for layout, _ in best("recompute=none")} == {"none"}
+    assert {layout.chunks for layout, _ in best("chunks=4")} == {4}
+    assert all(layout.outside for layout, _ in best("inside=dp", "tp=2"))
+    for name in ORDERS:
+        found = best(f"schedule={name}")
+        assert {schedule for _, schedule in found} == {name}
+        assert all(layout.pp > 1 for layout, _ in found)
+
+
+@pytest.mark.parametrize(("method", "swapping"), [("ring", {1}), ("ulysses", {2, 4, 8, 16}), ("hybrid", {2, 4, 8})])
+def test_a_method_for_rows_in_parts_divides_them_so(method: str, swapping: set[int]):
+    found = best(f"method={method}", model=LONG, batch=8)
+    assert all(layout.cp > 1 for layout, _ in found)
+    assert {layout.swaps for layout, _ in found} <= swapping
+    assert all((layout.swaps == layout.cp) == (method == "ulysses") for layout, _ in found)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("tp=8", "pp=7"), "pp 7 on 64 devices"),
+        (("tp=8", "pp=16"), "tp 8 x pp 16 are 128 ranks, and there are 64 devices"),
+        (("dp=2", "tp=2", "pp=2", "cp=2"), "are 16 ranks, and there are 64 devices"),
+        (("tp=32",), "tp 32 ranks share 16 heads"),
+        (("pp=32",), "pp 32 for 24 layers"),
+        (("pp=16", "chunks=2"), "pp 16 x 2 chunks for 24 layers"),
+        (("micro=3",), "a batch of 256 rows in micro-batches of 3"),
+        (("dp=8", "micro=5"), "32 rows of a copy in micro-batches of 5"),
+        (("zero=4",), "stages are 0, 1, 2 and 3"),
+        (("zero=0", "dp_shard=2"), "groups of 2 copies share nothing"),
+        (("dp=8", "dp_shard=3"), "groups of 3 copies of dp 8"),
+        (("zero=1", "dp=1", "cp=1"), "shares of stage 1 on one copy"),
+        (("schedule=zb_v", "pp=1"), "pp 1, and what is fixed needs several ranks along it"),
+        (("schedule=zb_v", "chunks=3"), "3 chunks, and zb_v has 2"),
+        (("schedule=zbv",), "did you mean 'zb_v'?"),
+        (("recompute=all",), "choose one of: layers, none"),
+        (("method=ulises",), "did you mean 'ulysses'?"),
+        (("method=ulysses", "cp=32"), "cp 32 ranks exchange tokens for 16 heads"),
+        (("tpp=8",), "did you mean 'tp'?"),
+        (("tp=two",), "tp is 'two'"),
+        (("tp=0",), "tp 0"),
+        (("tp",), "write WORD=VALUE, for example tp=8"),
+        (("zero=",), "write WORD=VALUE, for example zero=3"),
+        (("tp=\u00b2",), "tp is '\u00b2'"),
+        (("tp=2", "tp=4"), "tp is fixed at 2 and at 4"),
+        (("schedule=1f1b", "schedule=zb_v"), "schedule is fixed at 1f1b and at zb_v"),
+        (("dp_shard=3",), "groups of 3 copies on 64 devices"),
+        (("zero=3", "dp=1"), "no copies are left that share states as shards 3 says"),
+    ],
+)
+def test_what_contradicts_itself_is_told_with_what_is_needed(words: tuple[str, ...], said: str):
+    with pytest.raises(PlanError) as raised:
+        choose(Asked(SMALL, 64, "a100", 256, fixed=words))
+    assert said in str(raised.value)
+    assert "repair: " in str(raised.value)
+
+
+def test_all_contradictions_are_told_at_once():
+    with pytest.raises(PlanError) as raised:
+        choose(Asked(SMALL, 64, "a100", 250, fixed=("tp=7", "pp=5", "dp=4", "micro=3", "schedule=zb", "zero=9")))
+    assert len(raised.value.faults) == 6
+
+
+def test_rows_too_short_for_their_ranks_are_told():
+    with pytest.raises(PlanError, match="cp 64 ranks take an early and a late part each of rows of 64 tokens"):
+        choose(Asked(f"{SMALL} sequence 64", 64, "a100", 256, fixed=("cp=64",)))
+
+
+def test_orders_that_are_not_searched_never_win():
+    """GPipe waits as long as 1F1B and holds more; DualPipe waits longer than ZB-V and holds its weights twice."""
+    assert set(SEARCHED) < set(ORDERS)
+    for model, devices in ((SMALL, 8), ("13b: layers 40 hidden 5120 heads 40", 16)):
+        asked = choose(Asked(model, devices, "a100", 48))
+        every = Fixed().of(asked.wish)
+        assert search(every, 1).best[0] == search(type(every)(**{**vars(every), "orders": ORDERS}), 1).best[0]

@@ -1,0 +1,98 @@
+"""The winner of a search as a config: it says what was priced, `plan` takes it, and it equals one device."""
+
+import json
+import tomllib
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.commands.plan import resolve
+from meshwright.commands.search.search import Asked, Chosen, choose, config_of_choice, view, write_config
+from meshwright.commands.verify import verify
+from meshwright.planner.analytic.parallel_config import Layout
+from tests.command_line import TEXT
+
+LLAMA = {
+    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, "hidden_size": 32},
+    **{"intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"max_position_embeddings": 64, "tie_word_embeddings": False},
+}
+GPT2 = {
+    **{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 256, "n_embd": 32, "n_layer": 4, "n_head": 4},
+    **{"n_positions": 64},
+}
+WISHES = {
+    "copies": (2, ("pp=1", "tp=1", "zero=0")),
+    "groups of copies": (4, ("pp=1", "tp=1", "zero=3", "dp_shard=2")),
+    "matrices": (4, ("tp=2", "pp=1", "zero=1", "recompute=layers")),
+    "interleaved": (2, ("pp=2", "schedule=interleaved", "chunks=2")),
+    "zb_v": (4, ("pp=2", "schedule=zb_v", "dp=2", "zero=0")),
+    "dualpipe": (2, ("pp=2", "schedule=dualpipe")),
+    "ring": (3, ("cp=3", "method=ring", "zero=3")),
+    "hybrid": (4, ("cp=4", "method=hybrid", "zero=0")),
+    "all": (8, ("cp=2", "tp=2", "pp=2", "method=ulysses", "schedule=1f1b")),
+}
+KINDS = {"copies": "v100"}  # which has no bfloat16
+
+
+def chosen(folder: Path, config: dict[str, Any], wish: str, batch: int = 12) -> Chosen:
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    devices, words = WISHES[wish]
+    return choose(Asked(str(folder / "model"), devices, KINDS.get(wish, "a100"), batch, 24, fixed=words, keep=1))
+
+
+def written(found: Chosen, folder: Path) -> tuple[Path, list[str]]:
+    path = folder / "chosen.toml"
+    write_config(found, path)
+    (folder / "text.txt").write_text(TEXT)
+    return path, ["--data.source", str(folder / "text.txt"), "--run.folder", str(folder / "run"), "--train.steps", "2"]
+
+
+@pytest.mark.parametrize("wish", WISHES)
+def test_plan_takes_what_was_chosen(tmp_path: Path, wish: str):
+    found = chosen(tmp_path, LLAMA, wish)
+    path, rest = written(found, tmp_path)
+    plan = resolve(path, rest, None)[1].plan
+    layout: Layout = found.found.best[0].layout
+    mesh = plan.mesh
+    assert (mesh.pp, mesh.tp, mesh.cp, mesh.dp_replicate * mesh.dp_shard) == (layout.pp, layout.tp, layout.cp, layout.dp)
+    assert plan.micro_batch == layout.micro_batch
+    assert plan.job.train.batch == 12
+
+
+@pytest.mark.parametrize("wish", ["groups of copies", "zb_v"])
+def test_what_was_chosen_equals_one_device(tmp_path: Path, wish: str):
+    path, rest = written(chosen(tmp_path, LLAMA, wish), tmp_path)
+    verdict, _ = verify(path, rest, 1, None, None, None, shrink=False)
+    assert verdict.passed
+
+
+def test_plan_takes_what_was_chosen_for_another_family(tmp_path: Path):
+    path, rest = written(chosen(tmp_path, GPT2, "all"), tmp_path)
+    assert resolve(path, rest, None)[1].plan.mesh.world == 8
+
+
+def test_unequal_parts_of_unlike_devices_are_cuts_that_plan_takes(tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 6}))
+    found = choose(Asked(str(tmp_path / "model"), 0, "h100:3,a100:1", 12, 24, fixed=("pp=4",), keep=1))
+    counts = [count for _, count in found.found.best[0].dealt]
+    assert len(counts) == 4
+    assert sum(counts) == 6
+    path, rest = written(found, tmp_path)
+    cuts = tuple(f"model.layers.{begin}" for begin in list(accumulate(counts))[:-1])
+    assert tuple(tomllib.loads(path.read_text())["strategies"][0]["cuts"]) == cuts
+    assert resolve(path, rest, None)[1].plan.space.cuts == cuts
+
+
+def test_what_a_config_does_not_say_is_told():
+    shape = "m: layers 24 hidden 2048 heads 16"
+    assert "cuts" not in str(config_of_choice(choose(Asked(shape, 0, "h100:8,a100:8", 64, fixed=("pp=2",)))))
+    told = [str(each) for each in view(choose(Asked(shape, 0, "h100:8,a100:8", 64, fixed=("pp=2",)))).renderables]
+    assert any("start them on the H100, then on the A100" in each for each in told)
+    assert any("are not written" in each for each in told)
+    outside = choose(Asked(shape, 16, "a100", 64, fixed=("inside=dp", "tp=2")))
+    assert any("is not written" in str(each) for each in view(outside).renderables)

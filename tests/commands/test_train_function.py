@@ -1,0 +1,119 @@
+"""The command's loop, called from Python on an engine."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import meshwright
+from meshwright.api import build, make_plan
+from meshwright.comm.collectives.group import World
+from meshwright.oom_advice import OutOfMemory, exhausted
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.job import Evaluate
+from meshwright.plan.job.run_options import Run
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.run.telemetry.callbacks import STOP, Callback, Moment
+from meshwright.run.training.train_loop import Ended
+from meshwright.testing.ranks import on_threads
+from tests.engine.one_device import part
+from tests.tiny_model import reading_of, rows, tiny_job
+
+READING = reading_of(p=0.1)
+DATA = rows(31)
+Rows = Mapping[str, torch.Tensor]
+
+
+def plan_in(folder: Path, evaluate: Evaluate | None = None, steps: int = 6) -> Plan:
+    job = tiny_job(evaluate=evaluate or Evaluate())
+    job = replace(job, train=replace(job.train, steps=steps))
+    return make_plan(READING, job, Mesh(dp_replicate=2), run=Run(str(folder), save_every=0, keep=9))
+
+
+def played(plan: Plan, **more: object) -> list[Ended]:
+    def rank(world: World) -> Ended:
+        with build(READING, plan, world=world) as engine:
+            return meshwright.train(engine, DATA, **more)
+
+    return on_threads(rank, plan.mesh)
+
+
+def test_a_run_is_trained_evaluated_and_saved(tmp_path):
+    shown: list[float] = []
+    spy = Callback(on_evaluate=lambda moment: shown.append(moment.evaluation["loss"]))
+    (ended, other) = played(plan_in(tmp_path, Evaluate(hold_out=7, every=2)), callbacks=[spy])
+    assert (ended.step, ended.stopped, other.step) == (6, False, 6)
+    assert len(shown) == 3
+    assert ended.so_far.best == min(shown)
+    assert ended.checkpoint.name == "step-00000006"
+
+
+def test_the_same_call_goes_on_where_the_last_one_stopped(tmp_path):
+    def enough(moment: Moment) -> str | None:
+        return STOP if moment.step == 2 else None
+
+    plan = plan_in(tmp_path / "two")
+    (first, _) = played(plan, callbacks=[Callback(on_step_end=enough)])
+    assert (first.step, first.stopped) == (3, True)
+    (second, _) = played(plan)
+    (straight, _) = played(plan_in(tmp_path / "one"))
+    assert (second.step, second.loss) == (6, straight.loss)
+
+
+def test_samples_held_out_elsewhere_are_evaluated_and_all_others_trained_on(tmp_path):
+    (own, _) = played(plan_in(tmp_path / "own"), held_out=part(DATA, 0, 5))
+    assert own.so_far.best is not None
+    (without, _) = played(plan_in(tmp_path / "without"))
+    assert (without.so_far.best, own.loss) == (None, without.loss)
+
+
+def test_evaluations_without_samples_are_refused(tmp_path):
+    with pytest.raises(Exception, match=r"the plan asks for evaluations, and no samples were passed") as caught:
+        played(plan_in(tmp_path, Evaluate("val.txt")))
+    assert isinstance(caught.value, PlanError) or isinstance(caught.value.__cause__, PlanError)
+
+
+def test_an_engine_evaluates_batches_of_its_own(tmp_path):
+    plan = plan_in(tmp_path)
+    batches = [part(DATA, 0, 12), part(DATA, 12, 24), part(DATA, 24, 31)]
+
+    def rank(world: World) -> float:
+        with build(READING, plan, world=world) as engine:
+            return engine.evaluate(engine.share(batch) for batch in batches).loss
+
+    with build(READING, make_plan(READING, plan.job)) as alone:
+        wanted = alone.evaluate(batches).loss
+    assert on_threads(rank, plan.mesh) == [pytest.approx(wanted, rel=1e-12)] * 2
+
+
+def test_several_optimizers_from_python_train_as_one_that_does_the_same(tmp_path):
+    def trained(optimizer: object) -> float:
+        with build(READING, make_plan(READING, plan_in(tmp_path).job), optimizer=optimizer) as engine:
+            return [engine.step(part(DATA, 0, 12)).loss for _ in range(3)][-1]
+
+    def two(groups: list[dict]) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD([group]) for group in groups]
+
+    assert trained(two) == trained(torch.optim.SGD)
+
+
+def test_a_rank_that_runs_out_of_memory_says_what_takes_less_as_under_the_command(tmp_path):
+    def greedy() -> bool:
+        return bool(torch.empty(1 << 60).any())
+
+    words = r"rank \d ran out of memory(?s:.*)planned +\d(?s:.*)live +\d(?s:.*)takes less"
+    with pytest.raises(OutOfMemory, match=words) as caught:
+        played(plan_in(tmp_path), stopping=greedy)
+    assert exhausted(caught.value.__cause__)
+
+
+def test_another_error_of_a_rank_is_left_as_it_is(tmp_path):
+    def broken() -> bool:
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken") as caught:
+        played(plan_in(tmp_path), stopping=broken)
+    assert (type(caught.value), str(caught.value)) == (RuntimeError, "broken")

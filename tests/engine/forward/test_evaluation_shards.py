@@ -1,0 +1,99 @@
+"""Evaluation where weights are kept in shards: what one device would find, whoever has rows, and whatever glue uses."""
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.api import build, make_plan, read
+from meshwright.comm.collectives.group import World
+from meshwright.engine.params.flat_params import Store
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.zero import Zero
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.testing.ranks import on_threads
+from tests.engine.one_device import part
+from tests.tiny_model import WIDTH, Tiny, rows, tiny_job
+
+SHARD = Batch(axis="dp_shard")
+DATA = rows(24)
+LAYOUTS = {
+    **{f"stage {stage}": (Mesh(dp_shard=3), (SHARD, Zero(stage=stage))) for stage in (1, 2, 3)},
+    "hybrid": (Mesh(dp_replicate=2, dp_shard=3), (Batch(), SHARD, Zero(across="dp_replicate"))),
+}
+
+
+class Shifted(Tiny):
+    """With a vector that the model itself adds, before its first block and behind it."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        self.shift = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids * (self.shift.max() > 0)) + self.shift
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x + self.shift)
+
+
+READING = read(Shifted, part(DATA, 0, 2))
+
+
+def course(mesh: Mesh, strategies: tuple) -> list[list[float]]:
+    """What each rank finds: in each of three steps the losses of evaluation and of training, and then what the model says."""
+    plan = make_plan(READING, tiny_job(), mesh, strategies, 2)
+
+    def rank(world: World) -> list[float]:
+        with build(READING, plan, world=world) as engine:
+            found = []
+            for step in range(3):
+                mine = [engine.share(part(DATA, at, at + 12)) for at in (0, 12)]
+                mine += [part(DATA, 0, 1)] if world.rank == 0 else []  # the others have one batch less
+                found.append(engine.evaluate(mine).loss)
+                found.append(engine.step(engine.share(part(DATA, 12 * (step % 2), 12 * (step % 2) + 12))).loss)
+            with engine.whole() as module:
+                found.append(module(DATA["input_ids"][:3]).double().sum().item())
+            return found
+
+    return on_threads(rank, plan.mesh)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_is_the_loss_of_one_device_before_and_after_steps_and_steps_go_on_as_without_it(layout: str):
+    (wanted,) = course(Mesh(), ())
+    for found in course(*LAYOUTS[layout]):
+        assert found == pytest.approx(wanted, rel=1e-10)
+
+
+@pytest.mark.parametrize("forgotten", ["fetch", "refresh"])
+def test_weights_that_nobody_brought_together_are_noticed(forgotten: str, monkeypatch):
+    (wanted,) = course(Mesh(), ())
+    monkeypatch.setattr(Store, forgotten, lambda *_, **__: None)
+    assert course(*LAYOUTS["stage 3"])[0] != pytest.approx(wanted, rel=1e-3)
+
+
+class Leaving(Tiny):
+    """In an evaluation, which layers a forward calls depends on the tokens."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for number, layer in enumerate(self.layers):
+            if self.training or int(input_ids.sum()) % 4 != number:
+                x = layer(x)
+        return self.head(x)
+
+
+def test_ranks_meet_although_each_leaves_out_other_blocks():
+    reading = read(Leaving, part(DATA, 0, 2))
+
+    def losses(mesh: Mesh, strategies: tuple) -> list[float]:
+        plan = make_plan(reading, tiny_job(), mesh, strategies, 1)
+
+        def rank(world: World) -> float:
+            with build(reading, plan, world=world) as engine:
+                return engine.evaluate([engine.share(part(DATA, at, at + 12)) for at in (0, 12)]).loss
+
+        return on_threads(rank, plan.mesh)
+
+    (wanted,) = losses(Mesh(), ())
+    assert losses(*LAYOUTS["stage 3"]) == pytest.approx([wanted] * 3, rel=1e-12)

@@ -1,0 +1,46 @@
+"""Evaluation where ranks have some of the tokens of each sample: what one device would find, and every token counts once."""
+
+import pytest
+
+from meshwright.api import build, make_plan
+from meshwright.comm.collectives.group import World
+from meshwright.engine.forward.evaluation import Evaluation
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.data.zero import Zero
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
+from meshwright.testing.ranks import on_threads
+from tests.engine.one_device import part
+from tests.parallel.data.tokenwise_model import Dealt
+from tests.tiny_model import reading_of, rows, tiny_job
+
+DATA = rows(24)
+READING = reading_of(tied=True)
+LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
+    "tokens": (Mesh(cp=3), (Dealt(), Replicate(axis="cp"))),
+    "samples and tokens": (Mesh(dp_replicate=2, cp=3), (Batch(), Dealt(), Replicate())),
+    "shards": (Mesh(dp_shard=3, cp=2), (Batch(axis="dp_shard"), Dealt(), Zero())),
+}
+
+
+def found(mesh: Mesh, strategies: tuple[Strategy, ...]) -> list[list[Evaluation]]:
+    """What each rank finds before and after a step."""
+    plan = make_plan(READING, tiny_job(), mesh, strategies, 2)
+
+    def rank(world: World) -> list[Evaluation]:
+        with build(READING, plan, world=world) as engine:
+            mine = [engine.share(part(DATA, at, at + 12)) for at in (0, 12)]
+            before = engine.evaluate(mine)
+            engine.step(engine.share(part(DATA, 0, 12)))
+            return [before, engine.evaluate(mine)]
+
+    return on_threads(rank, mesh)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_is_the_loss_of_one_device_over_as_many_tokens(layout: str):
+    (wanted,) = found(Mesh(), ())
+    for mine in found(*LAYOUTS[layout]):
+        assert [each.loss for each in mine] == pytest.approx([each.loss for each in wanted], rel=1e-10)
+        assert [each.tokens for each in mine] == [each.tokens for each in wanted]

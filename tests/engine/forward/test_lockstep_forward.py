@@ -1,0 +1,204 @@
+"""Whole forwards of a model in parts: what one device gives out, on every rank, whoever calls the model."""
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from meshwright.api import build, make_plan, read
+from meshwright.comm.collectives.group import World
+from meshwright.engine.forward import lockstep_forward
+from meshwright.model.analysis.analyze import Reading
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.parallel.tensor.sequence_parallel import Sequence
+from meshwright.parallel.tensor.vocab_parallel import Vocabulary
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
+from meshwright.testing.ranks import on_threads
+from tests.engine.one_device import part
+from tests.parallel.tensor import model_families
+from tests.parallel.tensor.odd_llama import batches, known
+from tests.tiny_model import VOCABULARY, WIDTH, rows, tiny_job
+
+SHARD = Batch(axis="dp_shard")
+LLAMA = known(num_hidden_layers=3)
+IDS = batches(1, 3)[0]["input_ids"]
+LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
+    "three parts": (Mesh(pp=3), (Pipeline(),)),
+    "two parts on each of two ranks": (Mesh(pp=2), (Pipeline(schedule="interleaved", chunks=2),)),
+    "shards": (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, Zero())),
+    "slices": (Mesh(pp=2, tp=3), (Pipeline(), Line(), Vocabulary())),
+}
+DATA = rows(12)
+Use = Callable[[nn.Module], list[torch.Tensor]]
+
+
+def used(reading: Reading, mesh: Mesh, strategies: Iterable[Strategy], use: Use, batch: Any = None) -> list[list[torch.Tensor]]:
+    """What `use` makes of the model behind a step, on each rank, and the loss of the step that follows."""
+    batch = batches(1, 12)[0] if batch is None else batch
+    plan = make_plan(reading, tiny_job(), mesh, strategies, 2)
+
+    def rank(world: World) -> list[torch.Tensor]:
+        with build(reading, plan, world=world) as engine:
+            engine.step(engine.share(batch))
+            with engine.whole() as module:
+                found = use(module)
+            return [*found, torch.tensor(engine.step(engine.share(batch)).loss)]
+
+    return on_threads(rank, mesh)
+
+
+def speak(module: nn.Module) -> list[torch.Tensor]:
+    """Logits and hidden states of a forward, greedy words without and with a cache, and of a search with it."""
+    seen = module(IDS, output_hidden_states=True)
+    module.eval()
+    how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    words = [module.generate(IDS, use_cache=cached, **how) for cached in (False, True)]
+    words.append(module.generate(IDS, use_cache=True, num_beams=2, **how))
+    module.train()
+    return [seen.logits, *seen.hidden_states, *words]
+
+
+@cache
+def spoken() -> list[torch.Tensor]:
+    """That of one device."""
+    return used(LLAMA, Mesh(), (), speak)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_rank_has_the_logits_and_the_words_of_one_device(layout: str):
+    for found in used(LLAMA, *LAYOUTS[layout], speak):
+        for mine, truth in zip(found, spoken(), strict=True):
+            torch.testing.assert_close(mine, truth, rtol=1e-12, atol=1e-12)
+
+
+def test_slices_of_the_stream_go_on_as_slices_and_a_cache_is_refused():
+    mesh, strategies = Mesh(pp=2, tp=3), (Pipeline(), Line(), Sequence())
+    for found in used(LLAMA, mesh, strategies, lambda module: [module(IDS, use_cache=False).logits]):
+        torch.testing.assert_close(found[0], spoken()[0], rtol=1e-12, atol=1e-12)
+    with pytest.raises(PlanError, match=r"takes in slices of the stream, and is given a DynamicCache(?s:.*)pass use_cache=False"):
+        used(LLAMA, mesh, strategies, lambda module: [module(IDS, use_cache=True).logits])
+
+
+def again(model: nn.Module) -> nn.Module:
+    """A GPT-2 whose last layer makes queries, keys and values with the weights of the first one."""
+    first, last = model.transformer.h[0].attn.c_attn, model.transformer.h[-1].attn.c_attn
+    last.weight, last.bias = first.weight, first.bias
+    return model
+
+
+DIVIDED: dict[str, Callable[[], Reading]] = {
+    **{family: lambda family=family: model_families.read_family(family) for family in ("gpt2", "falcon, alibi")},
+    "gpt2, tied": lambda: read(again(model_families.FAMILIES["gpt2"]()), model_families.batches("gpt2", 1)[0]),
+}
+
+
+@pytest.mark.parametrize("family", DIVIDED)
+def test_a_block_of_another_rank_is_played_with_the_numbers_of_the_whole_model(family: str):
+    reading, batch = DIVIDED[family](), model_families.batches("gpt2", 1, rows=12)[0]
+
+    def use(module: nn.Module) -> list[torch.Tensor]:
+        ids = batch["input_ids"][:3]
+        return [module(ids).logits, module.generate(ids, use_cache=True, max_new_tokens=3, do_sample=False)]
+
+    (truth,) = used(reading, Mesh(), (), use, batch)
+    for found in used(reading, Mesh(pp=2, tp=3), (Pipeline(), Line()), use, batch):
+        for mine, wanted in zip(found, truth, strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+
+
+class Open(nn.Module):
+    """Two skips; glue that looks at numbers; a block that gives back what it was given; a layer that no step reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.layers = nn.ModuleList(Both() for _ in range(4))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = first = self.embed(input_ids)
+        for layer in self.layers:
+            _, x = layer(first, x)
+        return self.head(x)
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, first: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return first, torch.tanh(self.linear(x + first))
+
+
+class Choosing(Both):
+    """It looks at the numbers within."""
+
+    def forward(self, first: torch.Tensor, x: torch.Tensor, kept: object = None) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = (x.sum((1, 2)) > 0).nonzero()[:, 0]
+        return first, torch.tanh(self.linear(x + first)).index_fill(0, rows, 0.5)
+
+
+class Choosy(Open):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = Choosing()
+
+    def forward(self, input_ids: torch.Tensor, kept: object = None) -> torch.Tensor:
+        x = first = self.embed(input_ids)
+        for number, layer in enumerate(self.layers):
+            _, x = layer(first, x, kept) if number == 1 and kept is not None else layer(first, x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("build_model", [Open, Choosy])
+def test_blocks_may_hand_through_what_they_take_and_look_at_numbers(build_model: Callable[[], nn.Module]):
+    reading = read(build_model, part(DATA, 0, 2))
+
+    def use(module: nn.Module) -> list[torch.Tensor]:
+        return [module(DATA["input_ids"][:5]), module(DATA["input_ids"][5:7, :3])]
+
+    (truth,) = used(reading, Mesh(), (), use, DATA)
+    for found in used(reading, Mesh(pp=3), (Pipeline(),), use, DATA):
+        for mine, wanted in zip(found, truth, strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_block_that_looks_at_numbers_and_is_given_a_cache_is_refused_by_name():
+    reading = read(Choosy, part(DATA, 0, 2))
+
+    def use(module: nn.Module) -> list[torch.Tensor]:
+        return [module(DATA["input_ids"], kept=transformers.DynamicCache())]
+
+    with pytest.raises(
+        PlanError, match=r"block 'layers\.1' looks at numbers that another rank has (?s:.*)is given a DynamicCache"
+    ):
+        used(reading, Mesh(pp=2), (Pipeline(),), use, DATA)
+
+
+def test_what_is_sent_is_in_the_ledger_block_by_block():
+    plan = make_plan(LLAMA, tiny_job(), Mesh(pp=3), (Pipeline(),), 2)
+
+    def rank(world: World) -> dict[str, float]:
+        with build(LLAMA, plan, world=world) as engine, engine.whole() as module:
+            module(IDS)
+            return {name: sent for name, sent in world.ledger.sent.items() if name.startswith("WHOLE") and sent}
+
+    sent = {name: nbytes for each in on_threads(rank, plan.mesh) for name, nbytes in each.items()}
+    hidden, header = 3 * 9 * 48 * 8, 8 * (2 + lockstep_forward.DIMS)
+    assert sent["WHOLE(model.layers.1)"] == hidden + header
+    assert sent["WHOLE(lm_head)"] == 3 * 9 * 67 * 8 + header
+
+
+def test_numbers_that_do_not_come_are_noticed(monkeypatch):
+    monkeypatch.setattr(lockstep_forward, "swap", lambda value, new: value)
+    with pytest.raises(Exception, match=r"(?i)fake|without numbers|another rank"):
+        used(LLAMA, Mesh(pp=2), (Pipeline(),), lambda module: [module(IDS).logits])

@@ -1,0 +1,59 @@
+"""Logits that glue makes of all tokens are alike on all ranks: their loss counts once."""
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.api import build, make_plan, read
+from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.ulysses import Ulysses
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
+from meshwright.testing.ranks import on_threads
+from tests.parallel.context.test_ring_models import COPIES, JOB, ROWS, Own
+from tests.parallel.tensor.odd_llama import batches
+
+
+class Last(Own):
+    """Of a row, the logits behind its last token."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids)[:, -1]
+
+
+class Mean(Own):
+    """Of a row, the mean of all logits."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids).mean(1)
+
+
+class Tied(Own):
+    """A head that is a product of glue."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x @ self.words.weight.T + 0 * self.head.bias + 0 * self.places.weight.sum() + 0 * self.head.weight.sum()
+
+
+@pytest.mark.parametrize("strategy", [Ring(), Ulysses()], ids=lambda each: each.name)
+@pytest.mark.parametrize("make", [Last, Mean, Tied])
+def test_losses_are_those_of_one_device(make: type[nn.Module], strategy: Strategy):
+    rows = batches(3, ROWS)
+    if make is not Tied:
+        rows = [{"input_ids": each["input_ids"], "labels": each["labels"][:, 0]} for each in rows]
+    torch.manual_seed(0)
+    reading = read(make(), rows[0])
+
+    def losses(mesh: Mesh, *strategies: Strategy) -> list[float]:
+        plan = make_plan(reading, JOB, mesh, strategies, 2)
+
+        def train(world):
+            with build(reading, plan, world=world) as engine:
+                return [engine.step(engine.share(each)).loss for each in rows]
+
+        return on_threads(train, mesh)[0]
+
+    assert losses(Mesh(cp=2), strategy, COPIES) == pytest.approx(losses(Mesh()), rel=1e-5)

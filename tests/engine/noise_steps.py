@@ -1,0 +1,32 @@
+"""Steps of a small model whose gradients are summed where layers or shards lie on several ranks, with its weights before each."""
+
+from meshwright.api import make_plan
+from meshwright.comm.collectives.group import World
+from meshwright.engine.runtime.state import Metrics
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
+from meshwright.run.data.feed import ExampleData, open_feed
+from meshwright.testing.ranks import on_threads
+from meshwright.verifier.static_checks import prove
+from tests.engine.step.test_gradient_noise import READING, noisy
+from tests.tiny_model import Tiny, player_of, rows, tiny_job
+
+
+def played(mesh: Mesh, strategies: tuple[Strategy, ...], micro_batch: int = 2) -> tuple[list[list[Metrics]], list[Tiny]]:
+    """Each rank's metrics of three steps, and the model as it was before each."""
+    plan = make_plan(READING, noisy(tiny_job()), mesh, strategies, micro_batch)
+    assert prove(plan) == []
+
+    def rank(world: World) -> tuple[list[Metrics], list[Tiny]]:
+        player, feed = player_of(READING, plan, world), open_feed(ExampleData(rows()), plan, world.rank)
+        models, metrics = [], []
+        for step in range(3):
+            model = Tiny().double()
+            model.load_state_dict(player.parameters())
+            models.append(model)
+            metrics.append(player.step(feed.batch(step)))
+        player.close()
+        return metrics, models
+
+    found = on_threads(rank, plan.mesh)
+    return [metrics for metrics, _ in found], found[0][1]

@@ -1,0 +1,44 @@
+"""Lion against the paper's few lines, its bytes, and pieces of a weight."""
+
+import pytest
+import torch
+
+from meshwright.engine.optim.lion import Lion
+from meshwright.plan.optimizer_spec import moment_nbytes
+from tests.engine.optim.known_gradients import DECAY, LR, gradients, moments, stepped, stepped_in_pieces, weight
+
+BETAS = (0.9, 0.99)
+
+
+def plain(begin: torch.Tensor, course: list[torch.Tensor], kept: torch.dtype) -> torch.Tensor:
+    x, m = begin.clone(), torch.zeros_like(begin)
+    for g in course:
+        direction = (BETAS[0] * m + (1 - BETAS[0]) * g).sign()
+        x = x - LR * (direction + DECAY * x)
+        m = (BETAS[1] * m + (1 - BETAS[1]) * g).to(kept).to(x.dtype)
+    return x
+
+
+@pytest.mark.parametrize("kept", [torch.float64, torch.bfloat16])
+def test_it_is_the_papers_rule(kept: torch.dtype):
+    begin, course = weight(7, 5), gradients(7, 5)
+    mine, _ = stepped(lambda groups: Lion(groups, betas=BETAS, moments=kept), begin, course)
+    assert (mine - plain(begin, course, kept)).abs().max() < 1e-15
+
+
+def test_every_element_moves_by_the_learning_rate():
+    begin, course = torch.zeros(4, 3, dtype=torch.float64), gradients(4, 3, steps=1)
+    mine, _ = stepped(Lion, begin, course)
+    assert set((mine / LR).round(decimals=12).abs().flatten().tolist()) == {0.0, 1.0}, "0 where the gradient is"
+
+
+@pytest.mark.parametrize(("kept", "rule", "width"), [(None, "lion", 4), (torch.bfloat16, "lion_bf16", 2)])
+def test_it_keeps_four_or_two_bytes_per_parameter(kept: torch.dtype | None, rule: str, width: int):
+    dtype = torch.float32
+    _, optimizer = stepped(lambda groups: Lion(groups, moments=kept), weight(7, 5, dtype=dtype), gradients(7, 5, dtype=dtype))
+    assert moments(optimizer) == width * 35 == moment_nbytes(rule, (7, 5))
+
+
+def test_pieces_become_what_the_whole_becomes():
+    begin, course = weight(7, 5), gradients(7, 5)
+    assert torch.equal(stepped_in_pieces(Lion, begin, course, [3, 4, 17]), stepped(Lion, begin, course)[0])

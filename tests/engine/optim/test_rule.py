@@ -1,0 +1,78 @@
+"""What is known of an optimizer's grain, and which cuts are refused to whom."""
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.engine.optim.adamw_8bit import BlockAdamW
+from meshwright.engine.optim.muon import Muon
+from meshwright.engine.optim.rule import ELEMENTWISE, check_grains, grain_needed, keys_by_block
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.sharding.flat_param import Grain
+
+
+class Own(torch.optim.SGD):
+    """Some other step: being derived from an elementwise one says nothing."""
+
+
+class Declared(Own):
+    """Says that it steps each element by itself."""
+
+    grain = "element"
+
+
+class Wrong(Own):
+    """Declares what is no grain."""
+
+    grain = "rows"
+
+
+def of(kind: type[torch.optim.Optimizer]) -> tuple[torch.optim.Optimizer, dict[str, nn.Parameter]]:
+    parameters = {"a": nn.Parameter(torch.zeros(3, 4))}
+    return kind(parameters.values(), lr=0.1), parameters
+
+
+@pytest.mark.parametrize(
+    ("kind", "grain"),
+    [*((kind, "element") for kind in ELEMENTWISE), (Own, None), (Declared, "element"), (BlockAdamW, "block"), (Muon, "matrix")],
+)
+def test_grains_are_declared_or_known(kind: type[torch.optim.Optimizer], grain: Grain | None):
+    assert grain_needed(of(kind)[0]) == grain
+
+
+def test_a_grain_that_is_none_is_refused():
+    with pytest.raises(PlanError, match=r"Wrong declares grain = 'rows'(?s:.*)declare one of element, block, matrix"):
+        grain_needed(of(Wrong)[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "cut", "said"),
+    [
+        (Own, "element", r"Own does not say whether it may see a part of a weight, and the plan cuts a by element"),
+        (Own, "block", r"cuts a by block(?s:.*)repair: if it computes every .* class Own: grain = \"element\"; else have whole"),
+        (BlockAdamW, "element", r"BlockAdamW needs the grain 'block', and the plan cuts a by element"),
+        (Muon, "block", r"Muon needs the grain 'matrix', and the plan cuts a by block(?s:.*)optimizer\.name = \"adafactor\""),
+    ],
+)
+def test_cuts_that_are_too_fine_are_refused(kind: type[torch.optim.Optimizer], cut: Grain, said: str):
+    optimizer, parameters = of(kind)
+    with pytest.raises(PlanError, match=said):
+        check_grains([optimizer], parameters, {"a": cut})
+
+
+@pytest.mark.parametrize(
+    ("kind", "cut"), [(Declared, "element"), (Declared, "matrix"), (BlockAdamW, "block"), (Muon, "matrix"), (Own, "matrix")]
+)
+def test_coarser_cuts_serve_all(kind: type[torch.optim.Optimizer], cut: Grain):
+    optimizer, parameters = of(kind)
+    check_grains([optimizer], parameters, {"a": cut})
+
+
+def test_where_nothing_is_cut_anything_goes():
+    optimizer, parameters = of(Own)
+    check_grains([optimizer], parameters, {})
+
+
+def test_only_what_says_so_keeps_anything_by_block():
+    assert keys_by_block(of(BlockAdamW)[0]) == {"exp_avg_scale", "exp_avg_sq_scale"}
+    assert keys_by_block(of(Own)[0]) == frozenset()

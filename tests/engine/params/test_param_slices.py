@@ -1,0 +1,42 @@
+"""What a rank has of a weight that is cut: read by rows where that can be, and put together again."""
+
+import pytest
+import torch
+
+from meshwright.comm.collectives.group import World
+from meshwright.engine.params.param_slices import Slices
+from meshwright.model.tensors.lazy_tensors import OnDemand
+from meshwright.parallel.tensor.vocab_parallel import Vocabulary
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.testing.ranks import on_threads
+from tests.parallel.tensor.odd_llama import SIZES, llama, planned
+
+TABLE, NORM = "model.embed_tokens.weight", "model.norm.weight"
+WHOLE = torch.arange(SIZES["vocab_size"] * 2.0).view(-1, 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_of_a_table_the_other_rows_are_not_asked_for(ranks: int):
+    _, plan = planned(llama(), Mesh(tp=ranks), (Vocabulary(),))
+
+    def body(world: World) -> tuple[torch.Tensor, list[object], torch.Tensor]:
+        asked: list[object] = []
+
+        def values(name: str, rows: range | None = None) -> torch.Tensor:
+            asked.append((name, rows))
+            return WHOLE if rows is None else WHOLE[rows.start : rows.stop]
+
+        slices = Slices(plan, world)
+        given = OnDemand([f"model/{TABLE}", NORM], values, values)
+        mine = slices.read(TABLE, given, f"model/{TABLE}")
+        assert slices.read(NORM, given) is WHOLE
+        assert torch.equal(mine, slices.mine(TABLE, WHOLE))
+        return mine, asked, slices.read(TABLE, {TABLE: WHOLE})
+
+    found = on_threads(body, plan.mesh)
+    assert torch.equal(torch.cat([mine for mine, _, _ in found]), WHOLE)
+    assert all(torch.equal(mine, plain) for mine, _, plain in found)
+    first = 0
+    for mine, asked, _ in found:
+        assert asked == [(f"model/{TABLE}", range(first, first + len(mine))), (NORM, None)]
+        first += len(mine)

@@ -1,0 +1,59 @@
+"""What a step frees stays with the process: its heap does not shrink, so the next step takes no page from the kernel."""
+
+import json
+import subprocess
+import sys
+from textwrap import dedent
+
+import pytest
+
+from meshwright.engine.runtime.cpu_allocator import M_MMAP_THRESHOLD, MOST_MMAP, keep_heap
+
+STEPS = """
+    import ctypes, json, resource, sys
+    from meshwright.engine.runtime.cpu_allocator import M_MMAP_THRESHOLD, MOST_MMAP, give_back, keep_heap
+
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+    kept = keep_heap() if sys.argv[1] == "keep" else bool(libc.mallopt(M_MMAP_THRESHOLD, MOST_MMAP))
+
+    def faults():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        held = [libc.malloc(2**22) for _ in range(16)]
+        for each in held:
+            ctypes.memset(each, 1, 2**22)
+        for each in held:
+            libc.free(each)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    first = faults()
+    print(json.dumps([kept, [faults() for _ in range(5)]]))
+"""
+
+
+def faults(how: str, program: str = STEPS) -> list[int]:
+    """Page faults of five steps that take 64 MiB, in a process of its own: what is set holds for the whole process."""
+    done = subprocess.run([sys.executable, "-c", dedent(program), how], capture_output=True, text=True, check=True, timeout=100)
+    able, counts = json.loads(done.stdout)
+    if not able:
+        pytest.skip("needs glibc: other C libraries are left as they are")
+    return counts
+
+
+def test_steps_take_no_pages_again():
+    assert max(faults("keep")) < 64
+
+
+def test_without_it_they_do():
+    assert min(faults("leave")) > 8000  # 64 MiB are 16 384 pages of 4 KiB
+
+
+def test_what_is_free_is_given_back_once():
+    counts = faults("keep", STEPS.replace("first = faults()", "first = faults(); give_back()"))
+    assert counts[0] > 8000
+    assert max(counts[1:]) < 64
+
+
+def test_a_second_call_does_nothing_more():
+    assert keep_heap() == keep_heap()
+    assert (M_MMAP_THRESHOLD, MOST_MMAP) == (-3, 32 * 2**20)  # malloc.h's number, and the most that mallopt takes

@@ -1,0 +1,283 @@
+"""Mixed precision on one device: bytes and dtypes by role, masters that keep small steps, and the loss scale of float16."""
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+import torch
+
+from meshwright.api import build, make_plan
+from meshwright.engine.optim.optimizers import MakeOptimizer
+from meshwright.engine.runtime.mixed_precision import LossScale, refuse_other_dtypes, refuse_unable, total_norm
+from meshwright.engine.runtime.state import Metrics
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.job import Guard, Job, Optimizer, Precision
+from meshwright.run.training.engine import Engine
+from tests.engine.one_device import bits, job_of
+from tests.tiny_model import reading_of, rows
+
+MIXED = Precision("bfloat16", "bfloat16", "bfloat16", master="float32")
+HALF = Precision("float16", "float16", "float16", master="float32")
+AUTOCAST = [Precision(compute="bfloat16"), Precision(compute="float16")]
+ADAMW = Optimizer(lr=0.01)
+READING = reading_of()
+CPU = torch.device("cpu")
+
+
+def engine_of(precision: Precision, optimizer: Optimizer = ADAMW, made: MakeOptimizer | None = None, **parts: object) -> Engine:
+    """One device."""
+    job: Job = job_of(precision=precision, optimizer=optimizer, **parts)
+    return build(READING, make_plan(READING, job), optimizer=made)
+
+
+def trained(engine: Engine, steps: int) -> list[Metrics]:
+    return [engine.step(rows(12)) for _ in range(steps)]
+
+
+def model_of(engine: Engine) -> dict[str, torch.Tensor]:
+    """What a checkpoint would hold of the parameters, copied."""
+    found = {name: tensor.clone() for name, tensor in engine.player.tensors().items() if isinstance(tensor, torch.Tensor)}
+    return {name.removeprefix("model/"): tensor for name, tensor in found.items() if name.startswith("model/")}
+
+
+@pytest.mark.parametrize(
+    ("precision", "parameters", "gradients", "master", "moments"),
+    [(MIXED, 2, 2, 4, 8), (HALF, 2, 2, 4, 8), *((each, 4, 4, 0, 8) for each in (Precision(), *AUTOCAST))],
+    ids=str,
+)
+def test_every_parameter_takes_two_and_two_and_twelve_bytes(
+    precision: Precision, parameters: int, gradients: int, master: int, moments: int
+):
+    engine, numel = engine_of(precision), READING.anatomy.numel
+    engine.step(rows(12))
+    sizes, counters = engine.player.sizes(), 4 * len(READING.anatomy.weights)
+    assert sizes["parameters"] == parameters * numel
+    assert sizes["gradients"] == gradients * numel
+    assert sizes.get("master", 0) == master * numel
+    assert sizes["moments"] == moments * numel + counters
+    largest = max(bundle.numel for bundle in engine.plan.space.bundles())
+    assert sizes["buckets"] == (4 * largest if master else 0)  # gradients are cast bundle by bundle
+
+
+@pytest.mark.parametrize("precision", [MIXED, HALF, Precision(), *AUTOCAST, Precision("float64", "float64", "float64")], ids=str)
+def test_live_tensors_have_the_dtypes_that_the_plan_says(precision: Precision):
+    engine, seen = engine_of(precision), set()
+    for parameter in engine.module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.add(p.grad.dtype))
+    engine.step(rows(12))
+    roles = {role: getattr(torch, dtype) for role, dtype in precision.roles.items()}
+    assert {parameter.dtype for parameter in engine.module.parameters()} == {roles["parameters"]}
+    assert seen == {roles["gradients"]}
+    stepped = engine.player.store.owned()
+    assert {parameter.dtype for parameter in stepped.values()} == {roles["master"]}
+    kept = [value for optimizer in engine.player.optimizers for held in optimizer.state.values() for value in held.values()]
+    assert {value.dtype for value in kept if value.ndim} == {roles["moments"]}
+    assert {tensor.dtype for tensor in model_of(engine).values()} == {roles["master"]}
+
+
+def test_a_tensor_of_another_dtype_than_planned_is_noticed():
+    engine = engine_of(MIXED)
+    engine.module.head.bias.data = engine.module.head.bias.data.float()
+    with pytest.raises(RuntimeError, match=r"the parameters of head\.bias are float32 in memory, and the plan says bfloat16"):
+        refuse_other_dtypes(engine.plan, [("parameters", "head.bias", engine.module.head.bias)])
+
+
+def test_a_master_begins_with_the_value_before_rounding_and_the_weight_is_the_master_rounded():
+    engine = engine_of(MIXED)
+    for step in range(3):
+        for name, master in model_of(engine).items():
+            if not step:
+                assert torch.equal(master, READING.blueprint.value(name, torch.float32))
+            assert torch.equal(engine.module.get_parameter(name), master.bfloat16())
+        engine.step(rows(12))
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, Optimizer("sgd", lr=0.1, momentum=0.9)], ids=lambda each: each.name)
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_it_is_the_loop_that_anybody_would_write(optimizer: Optimizer, clip: float):
+    job = job_of(precision=MIXED, optimizer=replace(optimizer, weight_decay=0.0), clip=clip)
+    engine = build(READING, make_plan(READING, job))
+    twin = build(READING, make_plan(READING, job))
+    module, masters = twin.module, {n: m.clone().requires_grad_() for n, m in model_of(twin).items()}
+    twin.close()
+    make = torch.optim.AdamW if optimizer.name == "adamw" else torch.optim.SGD
+    words = {"betas": optimizer.betas} if optimizer.name == "adamw" else {"momentum": 0.9}
+    alone = make(list(masters.values()), lr=optimizer.lr, weight_decay=0.0, fused=True, **words)
+    for _ in range(3):
+        batch = rows(12)
+        metrics = engine.step(batch)
+        module.zero_grad()
+        logits = module(batch["input_ids"]).float()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        loss.backward()
+        for name, parameter in module.named_parameters():
+            masters[name].grad = parameter.grad.float()
+        norm = torch.nn.utils.clip_grad_norm_(masters.values(), clip or inf)
+        alone.step()
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                parameter.copy_(masters[name])
+        assert metrics.loss == pytest.approx(loss.item(), rel=1e-3)
+        assert metrics.grad_norm == pytest.approx(norm.item(), rel=2e-2)  # 1/count is rounded into the gradients' 8 bits
+    for name, master in model_of(engine).items():
+        torch.testing.assert_close(master, masters[name].detach(), rtol=0, atol=3e-3)
+
+
+def test_small_steps_add_up_in_a_master_and_are_lost_without_one():
+    tiny = Optimizer("sgd", lr=2e-4, weight_decay=0.0)
+    pure, mixed, full = (engine_of(each, tiny, steps=100) for each in (replace(MIXED, master=""), MIXED, Precision()))
+    first = model_of(full)
+    for engine in (pure, mixed, full):
+        trained(engine, 100)
+    wanted = {name: value - first[name] for name, value in model_of(full).items()}
+    scale = sum(each.square().sum() for each in wanted.values())
+
+    def missed(engine: Engine) -> float:
+        moved = {name: value.float() - first[name] for name, value in model_of(engine).items()}
+        if engine is pure:
+            moved = {name: value.float() - first[name].bfloat16().float() for name, value in model_of(engine).items()}
+        return float(sum((moved[name] - wanted[name]).square().sum() for name in wanted) / scale)
+
+    assert missed(mixed) < 0.01
+    assert missed(pure) > 0.1
+
+
+@pytest.mark.parametrize("precision", [Precision(compute="float16"), HALF], ids=["autocast", "half"])
+def test_a_loss_scale_halves_at_an_overflow_and_doubles_after_a_window(precision: Precision):
+    engine = engine_of(replace(precision, loss_scale=2.0**40, loss_scale_window=3), Optimizer("sgd", lr=1e-3, weight_decay=0.0))
+    before, left_out = model_of(engine), 0
+    while (metrics := engine.step(rows(12))).overflow:
+        left_out += 1
+        assert metrics.skipped
+        assert metrics.spike is None
+        assert metrics.loss_scale == 2.0 ** (40 - left_out)
+        assert bits(model_of(engine)) == bits(before)
+    assert 10 < left_out < 30
+    assert metrics.loss_scale == 2.0 ** (40 - left_out)
+    assert bits(model_of(engine)) != bits(before)
+    said = [engine.step(rows(12)).loss_scale for _ in range(3)]
+    assert 2.0 ** (41 - left_out) in said
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+@pytest.mark.parametrize("precision", [Precision(compute="float16"), HALF], ids=["autocast", "half"])
+def test_a_scaled_loss_trains_the_same(precision: Precision, clip: float):
+    sgd = Optimizer("sgd", lr=0.1, weight_decay=0.0)
+    half, full = (engine_of(each, sgd, clip=clip) for each in (precision, Precision()))
+    first = model_of(full)
+    for mine, wanted in zip(trained(half, 5), trained(full, 5), strict=True):
+        assert not mine.overflow
+        assert mine.loss == pytest.approx(wanted.loss, rel=2e-3)
+        assert mine.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-2)
+    for name, value in model_of(full).items():
+        moved = (value - first[name]).norm()
+        assert (model_of(half)[name] - value).norm() < 0.02 * moved + 1e-6, name
+
+
+@pytest.mark.parametrize("compute", ["float16", "bfloat16"])
+def test_unscaled_gradients_come_from_the_player(compute: str):
+    found = []
+    for precision in (Precision(compute=compute), Precision()):
+        engine = engine_of(precision)
+        engine.player._acts.update.step = lambda engine=engine: found.append(engine.player.gradients())
+        engine.step(rows(12))
+    for name, gradient in found[1].items():
+        torch.testing.assert_close(found[0][name], gradient, rtol=0.05, atol=2e-3)
+
+
+def test_an_optimizer_of_the_caller_steps_once_and_is_divided_for():
+    calls = []
+
+    class Counting(torch.optim.SGD):
+        def step(self, *some: object) -> None:
+            calls.append(all(p.grad is not None for group in self.param_groups for p in group["params"]))
+            super().step(*some)
+
+    sgd = Optimizer("sgd", lr=0.1, weight_decay=0.0)
+    for precision in (MIXED, Precision(compute="float16")):
+        calls.clear()
+        mine, usual = engine_of(precision, sgd, lambda groups: Counting(groups, lr=0.1)), engine_of(precision, sgd)
+        trained(mine, 2)
+        trained(usual, 2)
+        assert calls == [True, True]
+        for name, value in model_of(mine).items():
+            torch.testing.assert_close(value, model_of(usual)[name], rtol=0, atol=1e-6)
+
+
+def test_an_overflow_is_counted_apart_from_what_the_guard_judges():
+    guard = Guard("skip", factor=0.0)
+    engine = engine_of(replace(HALF, loss_scale=2.0**40), guard=guard)
+    metrics = engine.step(rows(12))
+    assert (metrics.overflow, metrics.spike, metrics.loss_scale) == (True, None, 2.0**39)
+    engine = engine_of(HALF, guard=guard)
+    with torch.no_grad():
+        engine.module.head.bias[0] = inf
+    metrics = engine.step(rows(12))
+    assert not metrics.overflow
+    assert metrics.spike is not None
+    assert metrics.loss_scale == 65536.0  # a forward that is not finite says nothing about the scale
+
+
+def test_gradients_that_overflow_at_no_scale_end_the_run():
+    scale = LossScale(Precision(compute="float16", loss_scale=2.0))
+    assert scale.overflowed(inf, 1)
+    with pytest.raises(PlanError, match=r"step 2: the gradients overflow float16 at a loss scale of 1(?s:.*)\"bfloat16\""):
+        scale.overflowed(float("nan"), 2)
+
+
+@pytest.mark.parametrize("precision", [MIXED, HALF, replace(HALF, loss_scale_window=2)], ids=str)
+def test_a_resumed_run_repeats_the_one_that_went_on(precision: Precision):
+    engine, again = engine_of(precision), engine_of(precision)
+    trained(engine, 3)
+    saved = {name: tensor.clone() for name, tensor in engine.player.tensors().items()}
+    again.player.restore(saved, 3)
+    assert trained(again, 3) == trained(engine, 3)
+    assert bits(again.player.tensors()) == bits(engine.player.tensors())
+
+
+def test_masters_made_again_from_rounded_weights_are_noticed():
+    engine, again = engine_of(MIXED), engine_of(MIXED)
+    trained(engine, 3)
+    saved = {name: tensor.clone() for name, tensor in engine.player.tensors().items()}
+    rounded = {name: value.bfloat16().float() if name.startswith("model/") else value for name, value in saved.items()}
+    again.player.restore(rounded, 3)
+    trained(again, 1)
+    trained(engine, 1)
+    assert bits(model_of(again)) != bits(model_of(engine))
+
+
+@pytest.mark.parametrize("then", [MIXED, Precision(), Precision(compute="bfloat16"), replace(MIXED, master="")], ids=str)
+@pytest.mark.parametrize("now", [MIXED, HALF, Precision(), replace(MIXED, master="")], ids=str)
+def test_a_run_goes_on_in_other_dtypes(then: Precision, now: Precision):
+    engine, other = engine_of(then), engine_of(now)
+    trained(engine, 3)
+    saved = {name: tensor.clone() for name, tensor in engine.player.tensors().items()}
+    other.player.restore(saved, 3)
+    dtype = getattr(torch, now.resolved.master)
+    for name, tensor in other.player.tensors().items():
+        if name.startswith("model/") or "exp_avg" in name:
+            assert torch.equal(tensor, saved[name].to(dtype)), name
+    assert trained(other, 1)[0].loss == pytest.approx(trained(engine, 1)[0].loss, rel=0.02)
+
+
+def test_a_norm_of_half_types_does_not_overflow():
+    grads = [torch.full((100,), 3e4, dtype=torch.float16), torch.full((7,), 1.0, dtype=torch.bfloat16)]
+    wanted = torch.cat([each.double() for each in grads]).norm().item()
+    assert total_norm(grads).item() == pytest.approx(wanted, rel=1e-6)
+    assert total_norm([each.double() for each in grads]).item() == wanted
+
+
+def test_a_device_that_cannot_multiply_in_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+    def unable(*some: object) -> torch.Tensor:
+        raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'")
+
+    refuse_unable(HALF, CPU)
+    monkeypatch.setattr(torch.Tensor, "__matmul__", unable)
+    refuse_unable(Precision(), CPU)
+    with pytest.raises(PlanError, match=r"the device cpu cannot compute in float16: .*'Half'(?s:.*)\"float32\""):
+        refuse_unable(HALF, CPU)
+
+
+def test_gradients_of_another_dtype_need_shards():
+    with pytest.raises(PlanError, match=r"gradients in float32, and those of \d+ parameters .* are not cut into shards"):
+        engine_of(replace(MIXED, gradients="float32"))

@@ -1,0 +1,137 @@
+"""What a watched step tells: every action once, on its lane, inside the step; and that the step is the same one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshwright.api import make_plan
+from meshwright.comm.backends.fake import Done
+from meshwright.engine.runtime.step_profiler import GLUE, ISSUE, WAIT, Span, Watch, watched
+from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.step.action import Action
+from meshwright.plan.step.single_device import ROLE
+from meshwright.run.data.feed import ExampleData, open_feed
+from meshwright.testing.ranks import on_threads
+from tests.tiny_model import plan_of, player_of, reading_of, rows, tiny_job
+
+READING = reading_of()
+CPU = torch.device("cpu")
+
+
+def seen(plan: Plan) -> list[tuple[list[Span], list]]:
+    """The spans of the second step on each rank, and the metrics of two steps."""
+
+    def rank(world):
+        player, feed, watch = (
+            player_of(READING, plan, world),
+            open_feed(ExampleData(rows()), plan, world.rank),
+            Watch(world.device),
+        )
+        metrics = [player.step(feed.batch(0)), player.step(feed.batch(1), watch=watch)]
+        metrics.append(player.step(feed.batch(2)))
+        player.close()
+        return watch.spans(), metrics
+
+    return on_threads(rank, plan.mesh)
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def plan(request) -> Plan:
+    return plan_of(READING, request.param, micro_batch=2)
+
+
+@pytest.fixture(scope="module")
+def spans(plan) -> list[Span]:
+    return seen(plan)[-1][0]
+
+
+def test_every_action_of_the_list_is_seen_once_on_its_lane(plan, spans):
+    told = [(span.name, span.lane, span.action) for span in spans if span.kind not in (GLUE, ISSUE, WAIT)]
+    assert sorted(told, key=str) == sorted(((a.name, a.lane, a) for a in plan.program.actions(ROLE)), key=str)
+
+
+def test_spans_of_the_compute_lane_are_nested_or_apart(spans):
+    lane = [span for span in spans if span.lane == "compute"]
+    assert all(span.begin <= span.end for span in spans)
+    for one in lane:
+        for other in lane:
+            apart = one.end <= other.begin or other.end <= one.begin
+            inside = one.begin <= other.begin <= other.end <= one.end or other.begin <= one.begin <= one.end <= other.end
+            assert apart or inside, f"{one.name} and {other.name} overlap"
+
+
+def test_forwards_lie_inside_the_models_own_forward(plan, spans):
+    glue = {span.name: span for span in spans if span.kind == GLUE}
+    assert set(glue) == {f"forward({micro})" for micro in range(plan.num_micro)}
+    for span in spans:
+        if span.kind == "F":
+            around = glue[f"forward({span.action.micro})"]
+            assert around.begin <= span.begin <= span.end <= around.end
+
+
+def test_what_the_compute_lane_waits_for_is_seen_once_and_ends_no_earlier_than_the_wire(plan, spans):
+    waits = [span for span in spans if span.kind == WAIT]
+    sent = [action.name for action in plan.program.actions(ROLE) if action.transfer is not None]
+    assert sorted(span.name for span in waits) == sorted(f"wait {name}" for name in sent)
+    ends = {span.name: span.end for span in spans if span.lane == "wire"}
+    assert all(ends[span.name.removeprefix("wait ")] <= span.end for span in waits)
+
+
+def test_a_watched_step_computes_what_an_unwatched_one_does(plan):
+    def unwatched(world):
+        player, feed = player_of(READING, plan, world), open_feed(ExampleData(rows()), plan, world.rank)
+        return [player.step(feed.batch(step)) for step in range(3)]
+
+    assert [metrics for _, metrics in seen(plan)] == on_threads(unwatched, plan.mesh)
+
+
+def test_a_message_that_arrives_before_its_wait_has_ended_there():
+    """The result comes while the compute lane is busy elsewhere: the wire's span ends then, not at the wait."""
+    watch, send, late = Watch(CPU), Action("SEND", lane="wire"), Action("LATE", waits=("SEND()",))
+    works: dict[str, Done] = {}
+    entries = [(send, lambda action: works.update({action.name: Done()}), ()), (late, lambda action: None, ("SEND()",))]
+    for action, handler, _ in watched(entries, works, watch):
+        handler(action)
+    found = {span.name: span for span in watch.spans()}
+    assert found["SEND()"].end <= found["wait SEND()"].begin
+
+
+def test_a_span_that_never_ends_is_left_out():
+    watch = Watch(CPU)
+    watch.begin("F(a)", "F")
+    watch.begin("REDUCE", "REDUCE", "wire")
+    watch.begin("inner", "B")
+    watch.end()
+    assert [span.name for span in watch.spans()] == ["inner"]
+
+
+def test_sizes_are_those_of_the_tensors():
+    plan = plan_of(READING, 3)
+
+    def rank(world):
+        player, feed = player_of(READING, plan, world), open_feed(ExampleData(rows()), plan, world.rank)
+        before = player.sizes()
+        player.step(feed.batch(0))
+        return before, player.sizes()
+
+    (before, after), *_ = on_threads(rank, plan.mesh)
+    nbytes = READING.anatomy.numel * 8
+    assert before == {"parameters": nbytes, "gradients": nbytes, "moments": 0, "buckets": 0}
+    assert after == {"parameters": nbytes, "gradients": 0, "moments": nbytes, "buckets": nbytes}  # momentum
+    alone = plan_of(READING, 1, job=replace(plan.job))
+    assert on_threads(lambda world: player_of(READING, alone, world).sizes(), alone.mesh)[0]["gradients"] == nbytes
+
+
+def test_what_ranks_send_each_other_is_seen_on_lanes_of_its_own_and_waited_for_before_the_forward_that_needs_it():
+    plan = make_plan(READING, tiny_job(), Mesh(pp=2), (Pipeline(),), 4)
+    both = seen(plan)
+    for rank, (spans, _) in enumerate(both):
+        told = sorted((span.name, span.lane) for span in spans if span.action is not None)
+        assert told == sorted((action.name, action.lane) for action in plan.at(rank).actions)
+    second = {span.name: span for span in both[1][0]}
+    for action in plan.at(1).actions:
+        if action.lane == "receive":
+            assert second[f"wait {action.name}"].end <= second[f"forward({action.micro})"].begin

@@ -1,0 +1,288 @@
+"""The loop that plays a rank's list: its order, what it saves and restores, and what it leaves behind."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.api import alone, make_plan, make_subject, read
+from meshwright.engine.optim.optimizers import MakeOptimizer
+from meshwright.engine.runtime.loss import token_cross_entropy
+from meshwright.engine.runtime.state import Metrics, State
+from meshwright.engine.step.executor import Player
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.job import Optimizer, Precision, Schedule
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.step.action import Action
+from meshwright.testing.ranks import on_threads
+from tests.engine.one_device import Custom, bits, job_of, pair, part
+from tests.tiny_model import Tiny, rows
+
+BATCH = rows(12)
+
+
+def chain(model: Custom, x: torch.Tensor) -> torch.Tensor:
+    for layer in model.layers:
+        x = layer(x).tanh() + x
+    return model.head(x)
+
+
+def test_metrics_say_what_the_step_did():
+    job = job_of(steps=10, schedule=Schedule("cosine", warmup=1), optimizer=Optimizer("sgd", lr=0.5))
+    done = pair(job=job, micro_batch=4)
+    first, second = (done.player.step(BATCH) for _ in range(2))
+    assert (first.step, second.step, done.player.steps_done) == (1, 2, 2)
+    assert (first.lr, second.lr) == (0.25, 0.5)
+    assert first.tokens == second.tokens == (BATCH["labels"] != -100).sum()
+    assert (first.stop, first.skipped) == (False, False)
+    assert first.loss == pytest.approx(done.loss_alone(BATCH).item(), rel=1e-13)
+
+
+def test_every_group_follows_the_schedule_from_its_own_rate():
+    job = job_of(steps=4, schedule=Schedule("wsd", decay=4))
+    done = pair(job=job, optimizer=lambda groups: torch.optim.SGD([{**groups[0], "lr": 0.4}, *groups[1:]]))
+    rates = []
+    for _ in range(4):
+        done.player.step(BATCH)
+        rates.append([group["lr"] for group in done.player.optimizers[0].param_groups])
+    assert [pytest.approx(rate) for rate in rates] == [[0.3], [0.2], [0.1], [0.0]]
+
+
+def test_one_rank_that_asks_to_stop_is_heard_by_all():
+    reading = read(Tiny, rows(2))
+    plan = make_plan(reading, job_of(), Mesh(dp_replicate=3))
+
+    def play(world) -> list[Metrics]:
+        subject = make_subject(reading, world.device, torch.float64)
+        player = Player(plan, State(subject, world, token_cross_entropy()))
+        mine = part(BATCH, 4 * world.rank, 4 * world.rank + 4)
+        return [player.step(None if world.rank == 2 else mine, stop=step == world.rank == 1) for step in range(3)]
+
+    played = on_threads(play, plan.mesh)
+    assert [metrics.stop for metrics in played[0]] == [False, True, False]
+    assert played[0] == played[1] == played[2]
+
+
+def test_a_step_with_too_many_or_unequal_rows_is_refused():
+    done = pair(micro_batch=4)
+    with pytest.raises(
+        ValueError, match=r"13 rows and this rank plays 12 in a step; pass at most that many, or raise train\.batch"
+    ):
+        done.player.step(rows(13))
+    with pytest.raises(ValueError, match="the batch holds input_ids 12, labels 11; needed are the same rows"):
+        done.player.step({**BATCH, "labels": BATCH["labels"][:11]})
+    with pytest.raises(ValueError, match=r"the batch holds no tensors(?s:.*)pass None when"):
+        done.player.step({})
+    assert done.player.steps_done == 0
+
+
+def reordered(order: Callable[[torch.Tensor], list[int]]) -> type[Custom]:
+    class Reordered(Custom):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            x = self.embed(input_ids)
+            for i in order(input_ids):
+                x = self.layers[i](x).tanh()
+            return self.head(x)
+
+    return Reordered
+
+
+def test_blocks_in_another_order_than_the_plan_knows_are_refused_with_the_order():
+    build = reordered(lambda ids: [0, 1, 2] if len(ids) == 3 else [0, 2, 1])
+    with pytest.raises(PlanError) as caught:
+        pair(lambda: build(chain)).player.step(BATCH)
+    assert (
+        "the model reached block 'layers.1' out of the order that the plan knows: embed layers.0 layers.1 layers.2 head"
+        in str(caught.value)
+    )
+    assert "repair: a forward may leave blocks out; let it call them in the order of the trial run" in str(caught.value)
+
+
+def test_a_block_called_more_often_than_the_plan_knows_is_refused_and_less_often_is_not():
+    more = reordered(lambda ids: [0, 1, 2] if len(ids) == 3 else [0, 1, 1, 2])
+    with pytest.raises(PlanError, match=r"reached block 'layers\.1#2' more often than in the order that the plan knows"):
+        pair(lambda: more(chain)).player.step(BATCH)
+    less = reordered(lambda ids: [0, 0, 1, 2, 2] if len(ids) == 3 else [0, 2])
+    done = pair(lambda: less(chain))
+    metrics = done.player.step(BATCH)
+    assert metrics.loss == pytest.approx(done.step_alone(torch.optim.SGD(done.model.parameters(), lr=0.1), BATCH)[0], rel=1e-14)
+    assert done.error < 1e-14
+
+
+def test_an_action_that_nobody_plays_is_refused():
+    reading = read(Tiny, rows(2))
+    plan = make_plan(reading, job_of())
+    strange = replace(plan, program=plan.program.edit(lambda actions: [*actions, Action("EVICT"), Action("FETCH")]))
+    state = State(make_subject(reading, torch.device("cpu"), torch.float64), alone(torch.device("cpu")), token_cross_entropy())
+    with pytest.raises(PlanError, match=r"^program: nobody plays EVICT, FETCH(?s:.*)`bind`"):
+        Player(strange, state)
+
+
+class Buffered(Custom):
+    """With a persistent buffer that the forward writes, one shared by two modules, and one that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__(chain)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("table", torch.ones(3), persistent=False)
+        self.layers[0].register_buffer("mean", torch.zeros(6))
+        self.layers[1].register_buffer("mean", self.layers[0].mean)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        self.steps += 1
+        self.layers[0].mean.lerp_(x.detach().mean((0, 1)), 0.1)
+        return self.rule(self, x + self.layers[1].mean)
+
+
+MAKERS: dict[str, MakeOptimizer | None] = {
+    "the job's own": None,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, momentum=0.5),
+}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_restored_run_goes_on_bitwise(maker: str):
+    job = job_of(precision=Precision(), clip=0.1, optimizer=Optimizer(lr=0.01), schedule=Schedule("cosine", warmup=2), steps=8)
+    batches = [part(rows(60), 10 * step, 10 * step + 10) for step in range(6)]
+
+    def fresh() -> Player:
+        return pair(Buffered, job=job, micro_batch=4, optimizer=MAKERS[maker]).player
+
+    straight = fresh()
+    expected = [straight.step(batch) for batch in batches]
+    first, second = fresh(), fresh()
+    for batch in batches[:3]:
+        first.step(batch)
+    saved = copy.deepcopy(first.tensors())
+    second.step(batches[5])
+    second.restore(first.tensors(), 3)
+    assert [second.step(batch) for batch in batches[3:]] == expected[3:]
+    assert bits(second.tensors()) == bits(straight.tensors())
+    assert bits(first.tensors()) == bits(saved)  # the restored player holds copies
+    assert {name for name in saved if name.startswith("buffer/")} == {
+        "buffer/steps",
+        "buffer/layers.0.mean",
+        "buffer/layers.1.mean",
+    }
+
+
+def test_going_back_to_the_beginning_forgets_the_moments():
+    job = job_of(optimizer=Optimizer(lr=0.01))
+    done = pair(job=job)
+    begin = copy.deepcopy(done.player.tensors())
+    first = [done.player.step(BATCH) for _ in range(3)]
+    done.player.restore(begin, 0)
+    assert [done.player.step(BATCH) for _ in range(3)] == first
+
+
+def live() -> tuple[int, int]:
+    """How many plain tensors there are, and the bytes of their storages.
+
+    Other tests leave readings, and tensors of a rank that failed: subclasses, which answer a question by a collective.
+    """
+    gc.collect()
+    tensors = [item for item in gc.get_objects() if type(item) in (torch.Tensor, nn.Parameter)]
+    return len(tensors), sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@pytest.mark.parametrize("build", [Tiny, lambda: Tiny(p=0.5), lambda: Tiny(tied=True), lambda: Custom(chain)])
+def test_what_is_alive_between_steps_does_not_grow(build: Callable[[], nn.Module]):
+    done = pair(build, job=job_of(optimizer=Optimizer(lr=0.01), clip=0.1), micro_batch=4)
+    for _ in range(3):
+        done.player.step(BATCH)
+    third = live()
+    for _ in range(5):
+        done.player.step(BATCH)
+    assert live() == third
+    assert all(parameter.grad is None for parameter in done.parameters.values())
+
+
+def test_activations_and_gradients_are_gone_without_the_garbage_collector():
+    kept: list[weakref.ref] = []
+
+    def keeping(model: Custom, x: torch.Tensor) -> torch.Tensor:
+        for layer in model.layers:
+            x = layer(x).exp() * 0.1 + x
+            kept.append(weakref.ref(x.untyped_storage()))
+        return model.head(x)
+
+    done = pair(lambda: Custom(keeping), micro_batch=4)
+    done.player.step(BATCH)
+    kept.clear()
+    gc.disable()
+    try:
+        done.player.step(BATCH)
+        assert len(kept) == 9
+        assert not [ref for ref in kept if ref() is not None]
+    finally:
+        gc.enable()
+
+
+def test_a_batch_is_let_go_after_its_step():
+    done = pair(micro_batch=4)
+    batch = rows(12)
+    kept = [weakref.ref(value.untyped_storage()) for value in batch.values()]
+    done.player.step(batch)
+    del batch
+    assert [ref() for ref in kept] == [None, None]
+
+
+def test_micro_batches_do_not_keep_each_others_activations():
+    alive: list[int] = []
+    kept: list[weakref.ref] = []
+
+    def keeping(model: Custom, x: torch.Tensor) -> torch.Tensor:
+        alive.append(sum(ref() is not None for ref in kept))
+        for layer in model.layers:
+            x = layer(x * 2).exp() * 0.1
+            kept.append(weakref.ref(x.untyped_storage()))
+        return model.head(x)
+
+    done = pair(lambda: Custom(keeping), micro_batch=3)
+    done.player.step(BATCH)
+    kept.clear()
+    alive.clear()
+    done.player.step(BATCH)
+    assert alive == [0, 0, 0, 0]
+
+
+def test_a_closed_player_leaves_the_module_to_its_owner():
+    done = pair()
+    module = done.player.state.subject.module
+    done.player.step(BATCH)
+    done.player.close()
+    done.player.close()
+    blocks = done.player.state.subject.blocks.values()
+    assert not [name for name, inner in module.named_modules() if inner in blocks and "forward" in vars(inner)]
+    module(BATCH["input_ids"]).sum().backward()
+    assert module.head.weight.grad is not None
+
+
+def test_the_module_can_be_evaluated_between_steps():
+    done = pair(micro_batch=4)
+    module = done.player.state.subject.module
+    done.player.step(BATCH)
+    with torch.no_grad():
+        before = module.eval()(BATCH["input_ids"])
+    module.train()
+    assert torch.isfinite(before).all()
+    twin = pair(micro_batch=4)
+    twin.player.step(BATCH)
+    assert done.player.step(BATCH) == twin.player.step(BATCH)
+
+
+def test_the_graph_is_cut_only_where_the_list_does_something_between_two_backwards():
+    whole, cut = pair(), pair(micro_batch=4)
+    handed: dict[str, list[bool]] = {"whole": [], "cut": []}
+    for name, done in (("whole", whole), ("cut", cut)):
+        first = next(iter(done.player.state.subject.blocks.values()))
+        first.register_forward_hook(lambda block, args, out, seen=handed[name]: seen.append(out.is_leaf))
+        done.player.step(BATCH)
+    assert handed == {"whole": [False], "cut": [True] * 3}

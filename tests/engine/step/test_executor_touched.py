@@ -1,0 +1,87 @@
+"""What a strategy may touch of a rank: a tensor that is shifted within a block, forwards and backwards, is booked so."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.plan.job.job import Job
+from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.step.action import Action, Program, Transfer
+from meshwright.plan.strategy import Handler, Runtime, Strategy
+from tests.tiny_model import TOKENS, WIDTH, case_of, plan_of, reading_of, verdict_of
+
+AXIS, LAYER, RANKS = "dp_replicate", "layers.1", 3
+
+
+class Round(torch.autograd.Function):
+    """A tensor that travels round the ring until it is home; its gradient goes the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, runtime: Runtime, there: int, back: int) -> torch.Tensor:
+        ctx.way = runtime, back
+        return travelled(tensor, runtime, there)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        runtime, back = ctx.way
+        return travelled(grads[0].contiguous(), runtime, back), None, None, None
+
+
+def travelled(tensor: torch.Tensor, runtime: Runtime, by: int) -> torch.Tensor:
+    for _ in range(RANKS):
+        coming = torch.empty_like(tensor)
+        runtime.shift(coming, tensor, AXIS, by=by).wait()
+        tensor = coming
+    return tensor
+
+
+@dataclass(frozen=True)
+class Travel(Strategy):
+    """Has the input of one layer travel `booked` times as the program says, `RANKS` times in truth."""
+
+    name = "travel"
+    phase = "memory"
+    booked: int = RANKS
+    back: int = -1
+
+    def rewrite(self, program: Program, space: Space, job: Job) -> Program:
+        def change(actions: list[Action]) -> list[Action]:
+            rows = job.train.batch // space.mesh.world
+            sent = (Transfer("shift", (AXIS,), rows * TOKENS * WIDTH * 8, dtype="float64"),) * self.booked
+            met = [action.subject == LAYER and action.kind in ("F", "B") for action in actions]
+            return [replace(action, inner=sent) if mine else action for action, mine in zip(actions, met, strict=True)]
+
+        return program.edit(change)
+
+    def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
+        def around(inner: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+            return inner(Round.apply(x, runtime, 1, self.back))
+
+        runtime.wrap(LAYER, around)
+        return {}
+
+
+def plan_with(travel: Travel) -> mw.Plan:
+    return plan_of(reading_of(), RANKS, (Batch(), Replicate(), travel))
+
+
+def test_what_is_shifted_within_a_block_is_booked_under_its_action():
+    plan = plan_with(Travel())
+    found = mw.trace(reading_of(), plan, range(RANKS))
+    assert found.passed, found
+    assert {"F(layers.1, 0)", "B(layers.1, 0)"} <= found.bytes_planned.keys()
+    verdict = verdict_of(case_of(reading_of(), plan))
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("booked", [RANKS - 1, RANKS + 1])
+def test_one_shift_more_or_less_than_the_program_says_is_named(booked: int):
+    found = mw.trace(reading_of(), plan_with(Travel(booked)), [1])
+    assert not found.passed
+    assert any("layers.1" in fault.what and "shift of" in fault.what for fault in found.faults), found

@@ -1,0 +1,84 @@
+"""What every rank gets of a model whose parts lie on several: weights and buffers as one device has them."""
+
+import pytest
+import torch
+
+from meshwright.api import build, make_plan, read, verify
+from meshwright.comm.collectives.group import World
+from meshwright.engine.step import gather_full
+from meshwright.engine.step.gather_full import spread_buffers
+from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.plan.job.job import Precision
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.testing.ranks import on_threads
+from tests.engine.forward.test_pipelined_eval import Skips
+from tests.engine.one_device import part
+from tests.tiny_model import Tiny, rows, tiny_job
+
+DATA = rows(4)
+
+
+def held(mesh: Mesh) -> list[dict[str, torch.Tensor]]:
+    """Weights and buffers after a step, as each rank tells them."""
+    reading = read(Skips, part(DATA, 0, 2))
+    plan = make_plan(reading, tiny_job(batch=4), mesh, (Pipeline(),) if mesh.pp > 1 else (), 4)
+
+    def rank(world: World) -> dict[str, torch.Tensor]:
+        with build(reading, plan, world=world) as engine:
+            engine.step(engine.share(DATA))
+            return engine.player.parameters() | spread_buffers(plan, engine.player.state, "TEST")
+
+    return on_threads(rank, mesh)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_statistics_of_all_layers_are_told_by_the_rank_that_takes_them(ranks: int):
+    (wanted,) = held(Mesh())
+    assert wanted["layers.3.1.num_batches_tracked"] == 1
+    for found in held(Mesh(pp=ranks)):
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
+
+
+def frozen() -> Skips:
+    """Nothing of its first two parts is trained."""
+    model = Skips()
+    for module in (model.embed, *model.layers[:4]):
+        module.requires_grad_(False)
+    return model
+
+
+def test_a_rank_that_trains_nothing_gets_the_gradients_of_the_others():
+    reading = read(frozen, part(DATA, 0, 2))
+    plan = make_plan(reading, tiny_job(batch=4), Mesh(pp=3), (Pipeline(),), 4)
+    verdict = verify(reading, plan, [DATA] * 2)
+    assert not plan.at(0).space.anatomy.trainable
+    assert verdict.passed, verdict
+
+
+def test_masters_and_frozen_weights_are_told_each_in_its_dtype():
+    def made() -> Tiny:
+        model = Tiny()
+        model.embed.requires_grad_(False)
+        return model
+
+    reading = read(made, part(DATA, 0, 2))
+    job = tiny_job(batch=4, precision=Precision("bfloat16", "bfloat16", "float32", master="float32"))
+    plan = make_plan(reading, job, Mesh(pp=2), (Pipeline(cuts=("layers.0",)),), 4)
+
+    def rank(world: World) -> dict[str, torch.Tensor]:
+        with build(reading, plan, world=world) as engine:
+            engine.step(engine.share(DATA))
+            return engine.player.parameters(exact=True)
+
+    first, second = on_threads(rank, plan.mesh)
+    assert {name for name, each in first.items() if each.dtype == torch.bfloat16} == {"embed.weight"}
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def test_buffers_that_are_not_told_are_noticed(monkeypatch):
+    monkeypatch.setattr(gather_full, "persistent_buffers", lambda module: iter(()))
+    (wanted,) = held(Mesh())
+    monkeypatch.undo()
+    assert held(Mesh(pp=2))[0].keys() - wanted.keys() >= {"layers.0.1.running_mean", "layers.3.1.running_var"}

@@ -1,0 +1,41 @@
+"""The gradient noise scale where gradients are summed into shards: by hand from the gradient of each part."""
+
+import pytest
+
+from meshwright.api import make_plan
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.zero import Zero
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.run.data.feed import ExampleData, open_feed
+from tests.engine.noise_steps import played
+from tests.engine.one_device import part
+from tests.engine.step.test_gradient_noise import READING, averaged, by_hand, noisy
+from tests.tiny_model import rows, tiny_job
+
+SHARD = Batch(axis="dp_shard")
+LAYOUTS = {
+    **{f"stage {stage}": (Mesh(dp_shard=3), (SHARD, Zero(stage=stage))) for stage in (1, 2, 3)},
+    **{
+        f"stage {stage}, hybrid": (Mesh(dp_replicate=2, dp_shard=3), (Batch(), SHARD, Zero(stage=stage, across="dp_replicate")))
+        for stage in (1, 2, 3)
+    },
+}
+
+
+@pytest.mark.parametrize("micro_batch", [0, 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_is_what_the_formula_gives_for_each_part_that_is_summed_by_itself(layout: str, micro_batch: int):
+    """Stage 1 sums what a rank has accumulated, stages 2 and 3 each micro-batch: these are then the parts."""
+    mesh, strategies = LAYOUTS[layout]
+    plan = make_plan(READING, noisy(tiny_job()), mesh, strategies, micro_batch)
+    outcome, models = played(mesh, strategies, micro_batch)
+    feeds = [open_feed(ExampleData(rows()), plan, rank) for rank in range(mesh.world)]
+    found = []
+    for step, model in enumerate(models):
+        parts = [feed.batch(step) for feed in feeds]
+        size = plan.local_batch if "stage 1" in layout else plan.micro_batch
+        small = [part(each, at, at + size) for each in parts for at in range(0, plan.local_batch, size)]
+        found.append(by_hand(model, parts, [each for each in small if (each["labels"] >= 0).any()]))
+    wanted = averaged(found)
+    for metrics in outcome:
+        assert [each.noise_scale for each in metrics] == pytest.approx(wanted, rel=1e-8)

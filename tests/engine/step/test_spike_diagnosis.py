@@ -1,0 +1,95 @@
+"""Whom a harmful step is traced to where the layers lie on several ranks: the same rows, block and parameter as on one device."""
+
+from functools import cache
+
+import pytest
+
+from meshwright.engine.runtime.loss_guard import Spike
+from meshwright.engine.step.spike_diagnosis import Seen
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
+from tests.engine.step.test_spike_diagnosis_suspects import Faulty, spikes
+
+SHARD = Batch(axis="dp_shard")
+LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
+    "two parts": (Mesh(pp=2), (Pipeline(),)),
+    "three parts": (Mesh(pp=3), (Pipeline(schedule="gpipe"),)),
+    "two parts on each of two ranks": (Mesh(pp=2), (Pipeline(schedule="interleaved", chunks=2),)),
+    "copies of parts": (Mesh(pp=2, dp_replicate=3), (Pipeline(), Batch(), Replicate())),
+    "shards of parts": (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, Zero())),
+}
+
+
+class Tied(Faulty):
+    """Its first block and its last one share a matrix."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.head.weight = self.embed.weight
+
+
+def told(spike: Spike, index: int) -> list[object]:
+    """What is said of the rank `index`."""
+    suspect = spike.suspects[index]
+    return [suspect.stage, suspect.block, suspect.parameter, suspect.loss, suspect.grad_norm]
+
+
+def same(found: list[object], wanted: list[object]) -> bool:
+    return found[:3] == wanted[:3] and found[3:] == pytest.approx(wanted[3:], rel=1e-9, nan_ok=True)
+
+
+@cache
+def wholly(how: str, ranks: int) -> Spike:
+    """What ranks say that have the whole model."""
+    return spikes(how, Mesh(dp_replicate=ranks), () if ranks == 1 else (Batch(), Replicate()))[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "how"),
+    [
+        ("two parts", "forward"),
+        ("three parts", "backward"),
+        ("two parts on each of two ranks", "backward"),
+        ("two parts on each of two ranks", "large"),
+        ("copies of parts", "backward"),
+        ("shards of parts", "forward"),
+        ("shards of parts", "large"),
+    ],
+)
+def test_all_ranks_find_what_ranks_with_the_whole_model_find(layout: str, how: str):
+    mesh, strategies = LAYOUTS[layout]
+    found = spikes(how, mesh, strategies)
+    wanted = wholly(how, mesh.dp_replicate * mesh.dp_shard)
+    assert len({repr(each) for each in found}) == 1
+    for rank, suspect in enumerate(found[0].suspects):
+        assert suspect.rank == rank
+        index = mesh.coordinate(rank)["dp_shard"] + mesh.coordinate(rank)["dp_replicate"]
+        assert same(told(found[0], rank), told(wanted, index)), (told(found[0], rank), told(wanted, index))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "dualpipe"])
+def test_what_several_parts_have_of_a_gradient_is_added_up_before_it_is_squared(schedule: str):
+    (wanted,) = spikes("large", Mesh(), (), model=Tied)
+    for found in spikes("large", Mesh(pp=2), (Pipeline(schedule=schedule),), model=Tied):
+        assert same(told(found, 1), told(wanted, 0)), (told(found, 1), told(wanted, 0))
+
+
+@pytest.mark.parametrize("rows_of_last", [0, 1])
+@pytest.mark.parametrize("layout", ["copies of parts", "shards of parts"])
+def test_ranks_whose_data_ran_out_take_part_and_have_done_nothing(layout: str, rows_of_last: int):
+    mesh, strategies = LAYOUTS[layout]
+    spike, *_ = spikes("backward", mesh, strategies, bad_rows=(1,), rows_of_last=rows_of_last)
+    assert spike.culprit is not None
+    assert spike.culprit.block == "layers.1"
+    idle = [rank for rank in range(mesh.world) if 2 in mesh.coordinate(rank).values()]
+    assert [bool(spike.suspects[rank].parameter) for rank in idle] == [bool(rows_of_last)] * 2
+
+
+def test_a_part_that_does_not_look_at_its_gradients_is_noticed(monkeypatch):
+    mesh, strategies = LAYOUTS["two parts"]
+    monkeypatch.setattr(Seen, "gradients", lambda *_: None)
+    assert spikes("backward", mesh, strategies)[0].culprit.block != "layers.1"

@@ -1,0 +1,119 @@
+"""The survey of a model: rows of equal layers, ties, what is not used, advice, and what is told when the forward fails."""
+
+import torch
+import transformers
+from torch import nn
+
+from meshwright.model.analysis.model_report import Survey, survey
+from meshwright.model.blocks.discovery import WHOLE
+from meshwright.model.loading.loader import Model, load_factory
+from meshwright.plan.model_spec.model_spec import ROOT
+
+TOKENS = {"input_ids": torch.zeros(1, 8, dtype=torch.long), "labels": torch.zeros(1, 8, dtype=torch.long)}
+
+
+class Net(nn.Module):
+    """An embedding, three equal layers with a scale in glue, a tied head, and a linear that nobody calls."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.embed, self.spare = nn.Embedding(7, 4), nn.Linear(2, 2)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(p)) for _ in range(3))
+        self.scale, self.still = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4), requires_grad=False)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids) * self.scale + self.still
+        self.seen += 1
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Flat(nn.Module):
+    """No chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.spare = nn.Embedding(7, 4), nn.Linear(4, 7), nn.Linear(2, 2)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.up(self.embed(input_ids))
+
+
+def of(model: nn.Module | Model) -> Survey:
+    return survey(load_factory(lambda: model, 0, "net"), TOKENS, ("labels",))
+
+
+def test_equal_blocks_are_one_row_in_the_order_of_visits():
+    blocks = ["embed", "layers.0", "layers.1", "layers.2", "head"]
+    found = of(Model(Net(0.5), blocks=blocks))
+    rows = [(row.first, row.last, row.number, row.kind, row.numel, row.dropout_sites) for row in found.blocks]
+    assert rows == [
+        ("embed", "embed", 1, "Embedding", 28, 0),
+        ("layers.0", "layers.2", 3, "Sequential", 20, 1),
+        ("head", "head", 1, "Linear", 28, 0),
+    ]
+    assert found.blocks[1].stream_numel == 8 * 4
+    assert found.blocks[1].flops == 2 * 8 * 4 * 4
+
+
+def test_what_is_special_about_parameters_is_told():
+    found = of(Model(Net(), blocks=["embed", "layers.0", "layers.1", "layers.2", "head"]))
+    assert found.ties == (("embed.weight", "head.weight"),)
+    assert found.glue == ("scale",)
+    assert found.frozen == ("still",)
+    assert found.unused == ("spare.weight", "spare.bias")
+    assert found.buffers == ("seen",)
+    assert found.numel == 28 + 6 + 60 + 4 + 4
+    assert ROOT not in {row.first for row in found.blocks}
+
+
+def test_sockets_of_all_layers_are_one_row():
+    found = of(Model(Net(), sockets={"layers.*.0": "columns"}))
+    row = next(row for row in found.sockets if row.pattern == "layers.*.*")
+    assert (row.number, row.shape, row.numel, row.role, row.source) == (3, (4, 4), 60, "columns", "declared by you")
+
+
+def test_the_advice_for_a_model_without_a_chain_is_two_lines_that_work():
+    found = of(Flat())
+    chain = next(fault for fault in found.advice if "no chain of blocks" in fault.what)
+    line = chain.fix.splitlines()[-1].strip()
+    assert line == "return meshwright.Model(make_it(), blocks=['embed', 'up'])"
+    assert [row.first for row in of(Model(Flat(), blocks=["embed", "up"])).blocks] == ["embed", "up"]
+    assert not any("no chain" in fault.what for fault in of(Model(Flat(), blocks=["embed", "up"])).advice)
+
+
+def test_the_advice_for_sockets_is_a_declaration_that_works():
+    found = of(Flat())
+    said = next(fault for fault in found.advice if "no role is declared for up" in fault.what)
+    assert "return meshwright.Model(make_it(), sockets={'up': 'columns'" in said.fix
+    again = of(Model(Flat(), sockets={"embed": "vocabulary", "up": "columns", "spare": "replicated"}))
+    assert not any("no role" in fault.what for fault in again.advice)
+
+
+def test_a_forward_that_fails_leaves_the_module_tree_and_the_fault():
+    class Failing(Net):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            raise KeyError("nothing here")
+
+    found = of(Failing())
+    assert [row.number for row in found.blocks] == [1, 1, 3, 1]
+    assert "KeyError: 'nothing here'" in found.faults[0].what
+    assert found.unused == found.captured == ()
+    assert len(found.sockets) == 4 + 1
+
+
+def test_a_whole_model_as_one_block_is_named_as_such():
+    assert [row.first for row in of(Flat()).blocks] == [WHOLE]
+
+
+def test_router_logits_are_told_as_a_side_channel():
+    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.MixtralConfig(**sizes, intermediate_size=24, num_local_experts=3, output_router_logits=True)
+    found = of(transformers.MixtralForCausalLM(config))
+    assert found.captured == (("router_logits", 2),)
+    assert found.attention == "sdpa"
+    assert [row.attends for row in found.blocks] == [False, True, False, False]

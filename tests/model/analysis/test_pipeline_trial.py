@@ -1,0 +1,107 @@
+"""Courses learnt from a reading: by the shape of the inputs, in training and in an evaluation."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
+
+from meshwright.model.analysis.pipeline_trial import Courses, bordered, courses_of
+from meshwright.plan.job.errors import PlanError
+from tests.model.block_backward import Chain, reading_of
+from tests.model.pipeline.staged_model import X, chained
+
+
+def glue(model: Chain, x: torch.Tensor) -> object:
+    y = model.layers[1](model.layers[0](x).double().to(x.dtype))
+    if model.training:
+        y = y * 2
+    return model.head(F.dropout(model.layers[2](y), 0.5, model.training))
+
+
+def test_a_course_is_learnt_once_for_all_rows_of_a_shape_and_once_for_evaluations():
+    courses = Courses(reading_of(lambda: Chain(glue), X), torch.float64)
+    first = courses.of({"x": torch.zeros(1, 6)})
+    assert courses.of({"x": torch.ones(9, 6)}) is first
+    still = courses.of(X, training=False)
+    assert still is not first
+    assert [value.name for value in first.borders.live("layers.2")] == ["layers.1+0"]
+    assert [value.name for value in still.borders.live("layers.2")] == ["layers.1"]
+
+
+def test_the_course_goes_that_nobody_has_asked_for_longest():
+    courses = Courses(reading_of(lambda: Chain(glue), X), torch.float64, most=2)
+    kinds = [{"x": torch.zeros(2, *between, 6)} for between in ((), (3,), (4,))]
+    first, second = courses.of(kinds[0]), courses.of(kinds[1])
+    assert courses.of(kinds[0]) is first
+    third = courses.of(kinds[2])
+    assert courses.of(kinds[0]) is first, "it was asked for after the second"
+    assert courses.of(kinds[2]) is third
+    assert courses.of(kinds[1]) is not second
+    assert courses.of(kinds[2]) is third
+    assert courses.of(kinds[0]) is not first
+
+
+def row_by_row(model: Chain, x: torch.Tensor) -> object:
+    return model.head(torch.stack(model.layers[0](x).unbind()))
+
+
+def one_layer_more(model: Chain, x: torch.Tensor) -> object:
+    x = model.layers[0](x)
+    return model.head(model.layers[1](x) if len(x) > 3 else x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "said"),
+    [
+        (
+            row_by_row,
+            r"behind layers\.0, unbind at test_courses\.py:\d+ gives 3 values on 3 rows, and unbind at .* 5 values on 5",
+        ),
+        (one_layer_more, r"it comes to head on 3 rows, and to layers\.1 on 5"),
+    ],
+)
+def test_where_the_ways_of_a_forward_part_is_told(forward: Callable[[Chain, torch.Tensor], object], said: str):
+    with pytest.raises(PlanError, match=f"takes another way on 5 rows than on 3: {said}"):
+        bordered(reading_of(lambda: Chain(forward), X))
+
+
+def test_an_anatomy_has_borders_when_somebody_asks_for_them():
+    reading = reading_of(lambda: Chain(glue), X)
+    assert reading.anatomy.borders is None
+    borders = bordered(reading).anatomy.borders
+    assert borders is not None
+    assert borders.visits == reading.anatomy.visits
+    assert {value.dtype for value in borders.values} == {"float32"}
+    assert {value.dtype for value in bordered(reading, torch.float64).anatomy.borders.values} == {"float64"}
+
+
+def test_whoever_asks_for_borders_or_courses_of_a_reading_has_the_same_ones():
+    reading = reading_of(lambda: Chain(glue), X)
+    borders = bordered(reading, compute=torch.float32).anatomy.borders
+    assert bordered(reading).anatomy.borders is borders, "products in the dtype of parameters are no other way"
+    assert courses_of(reading, torch.float32).of(reading.example).borders is borders
+    assert bordered(reading, compute=torch.bfloat16).anatomy.borders is not borders
+    assert courses_of(reading, torch.float64) is not courses_of(reading, torch.float32)
+
+
+def test_a_value_whose_shape_grows_with_the_square_of_the_rows_closes_its_borders():
+    def compares(model: Chain, x: torch.Tensor) -> object:
+        y = model.layers[0](x)
+        alike = (y @ y.t()).flatten() * 2
+        return model.head(model.layers[2](model.layers[1](y))) * alike.sum()
+
+    one = chained(compares)
+    assert one.borders.open() == ()
+    assert "has the shape [9] of 3 rows and [25] of 5: it compares rows with each other" in one.borders.closed[0].why
+
+
+def test_a_forward_that_writes_into_its_input_is_refused():
+    def writes(model: Chain, x: torch.Tensor) -> object:
+        x.add_(1)
+        return model.layers[1](model.layers[0](x))
+
+    with pytest.raises(
+        PlanError, match="the forward writes into its input 'x', and every part that a rank runs would do so again"
+    ):
+        bordered(reading_of(lambda: Chain(writes), X))

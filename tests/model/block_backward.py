@@ -1,0 +1,163 @@
+"""A module driven block by block beside one ordinary backward of the same module, in float64."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.model.analysis.analyze import Reading, read
+from meshwright.model.blocks.driver import Drive, backward
+from meshwright.model.loading.loader import Model, load_factory
+from meshwright.model.tensors.pytree import tensors
+from meshwright.plan.job.errors import PlanError
+
+Gradients = dict[str, torch.Tensor | None]
+Forward = Callable[..., Any]
+
+
+@dataclass
+class Driven:
+    """What came out: the visits that the drive saw, and the gradients by logical name, of the drive and of one backward."""
+
+    reading: Reading
+    visits: list[str]
+    gradients: Gradients
+    truth: Gradients
+
+    @property
+    def error(self) -> float:
+        """The largest difference, against the largest magnitude of the whole gradient. A None counts as zeros."""
+        scale = max(t.abs().max().item() for t in self.truth.values() if t is not None)
+        zero = torch.zeros(())
+        pairs = [(self.gradients[name], truth) for name, truth in self.truth.items()]
+        return max(((zero if a is None else a) - (zero if b is None else b)).abs().max().item() for a, b in pairs) / scale
+
+    @property
+    def in_glue(self) -> list[str]:
+        """The parameters that the anatomy says glue uses."""
+        return [weight.name for weight in self.reading.anatomy.weights if "(root)" in weight.visits]
+
+
+def weigh(outputs: Any) -> torch.Tensor:
+    """A scalar that depends on every element of every floating output by another factor."""
+    found = [tensor for tensor in tensors(outputs) if tensor.is_floating_point()]
+    return sum((t * torch.arange(t.numel(), dtype=t.dtype).mul(0.7).cos().view(t.shape)).sum() for t in found)
+
+
+def reading_of(
+    build: Callable[[], nn.Module], example: Mapping[str, torch.Tensor], blocks: Sequence[str] | None = None
+) -> Reading:
+    """The reading of the model that `build` makes, on `example` without targets."""
+    return read(load_factory(lambda: Model(build(), example, blocks), 0, "model"), example, ())
+
+
+def both_ways(
+    build: Callable[[], nn.Module],
+    example: Mapping[str, torch.Tensor],
+    blocks: Sequence[str] | None = None,
+    total: Callable[[Any], torch.Tensor] = weigh,
+    refused: str = "",
+) -> Driven:
+    """Gradients of `total(model(**example))`, both ways; the two losses must be equal to the last bit.
+
+    So must be the gradients of a third way, on which every block is run again before its backward; or it is `refused` so.
+    """
+    reading = reading_of(build, example, blocks)
+    alone = copy.deepcopy(reading.make("cpu", torch.float64)[0])
+    inputs = {key: value.double() if value.is_floating_point() else value for key, value in example.items()}
+    expected = total(alone(**inputs))
+    expected.backward()
+    visits, gradients = _driven(reading, inputs, total, expected)
+    for value in inputs.values():
+        value.grad = None
+    if refused:
+        with pytest.raises(PlanError, match=refused):
+            _driven(reading, inputs, total, expected, lean=True)
+        return Driven(reading, visits, gradients, {name: parameter.grad for name, parameter in alone.named_parameters()})
+    lean = _driven(reading, inputs, total, expected, lean=True)[1]
+    assert all(_same(lean[name], gradient) for name, gradient in gradients.items())
+    truth = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    return Driven(reading, visits, gradients, truth)
+
+
+def _driven(
+    reading: Reading,
+    inputs: Mapping[str, torch.Tensor],
+    total: Callable[[Any], torch.Tensor],
+    expected: torch.Tensor,
+    *,
+    lean: bool = False,
+) -> tuple[list[str], Gradients]:
+    """The visits and gradients of the model of `reading`, block by block."""
+    module, found, parameters = reading.make("cpu", torch.float64)
+    drive, visits = Drive(found, in_place=reading.anatomy.in_place), list[str]()
+
+    def reach(visit: str) -> bool:
+        visits.append(visit)
+        return lean
+
+    outputs, closing, passed = drive.forward(reach, lambda: module(**inputs))
+    loss = total(outputs)
+    assert torch.equal(loss, expected)
+    loss.backward()
+    backward(closing)
+    for visit in reversed(visits):
+        drive.again(passed.visits[visit])
+        backward(passed.visits[visit])
+    drive.detach()
+    return visits, {name: parameter.grad for name, parameter in parameters.items()}
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)
+
+
+class Block(nn.Module):
+    """A linear and a tanh; `between` may replace what it does with its linear."""
+
+    def __init__(self, between: Forward | None = None) -> None:
+        super().__init__()
+        self.linear, self.between = nn.Linear(6, 6), between
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        if self.between is not None:
+            return self.between(self, *args, **kwargs)
+        return self.linear(*args).tanh()
+
+
+class Chain(nn.Module):
+    """Three blocks and a head; `glue(model, x)` is the forward."""
+
+    def __init__(self, glue: Forward, block: Forward | None = None) -> None:
+        super().__init__()
+        self.glue = glue
+        self.layers = nn.ModuleList(Block(block) for _ in range(3))
+        self.head = nn.Linear(6, 5)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+        self.register_buffer("shift", torch.linspace(-1, 1, 6))
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.glue(self, x)
+
+
+def writing_in_place(model: Chain, x: torch.Tensor) -> object:
+    """A forward that writes into what its blocks give."""
+    for layer in model.layers:
+        y = layer(x)
+        y += x
+        y[:, 0] = y[:, 1] * 2
+        x = y
+    return x
+
+
+def gathering(model: Chain, x: torch.Tensor) -> object:
+    """A forward that gathers what its blocks give in a tensor of its own."""
+    kept = torch.zeros(3, len(x), 6, dtype=x.dtype)
+    for place, layer in enumerate(model.layers):
+        x = layer(x)
+        kept[place] = x
+    return model.head(kept.sum(0))

@@ -1,0 +1,191 @@
+"""Tables that look at all rows of a batch: refused where a part of it would look, left alone where all of it does."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
+from torch import nn
+
+import meshwright as mw
+from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.precision import Precision
+from tests.tiny_model import tiny_job
+
+WORDS, WIDTH, ROWS = 31, 8, 12
+
+
+class Own(nn.Module):
+    """A table, a layer, a head that may be tied to the table."""
+
+    def __init__(self, words: nn.Module, *, tied: bool = False) -> None:
+        super().__init__()
+        self.words, self.layer, self.head = words, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
+        if tied:
+            self.head.weight = words.weight
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(self.words(input_ids)).tanh())
+
+
+class Called(nn.Module):
+    """A table that is looked up by torch's function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WORDS, WIDTH))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight, scale_grad_by_freq=True)
+
+
+class Bag(nn.Module):
+    """A sum of words for each row."""
+
+    def __init__(self, **said: float | str) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(WORDS, WIDTH, **said)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.bag(ids).unsqueeze(1).expand(-1, ids.shape[1], -1)
+
+
+def rows() -> dict[str, torch.Tensor]:
+    thrown = torch.Generator().manual_seed(4)
+    return {key: torch.randint(WORDS, (ROWS, 5), generator=thrown) for key in ("input_ids", "labels")}
+
+
+def reading_of(words: Callable[[], nn.Module], *, tied: bool = False) -> mw.Reading:
+    return mw.read(lambda: Own(words(), tied=tied), rows())
+
+
+def normed() -> nn.Module:
+    return nn.Embedding(WORDS, WIDTH, max_norm=1.0)
+
+
+def counted() -> nn.Module:
+    return nn.Embedding(WORDS, WIDTH, scale_grad_by_freq=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (normed, "the table 'words.weight' with max_norm is written by the forward, where a part of the global batch"),
+        (counted, "the table 'words.weight' with scale_grad_by_freq would divide gradients by how often"),
+        (Called, "the table 'words.weight' with scale_grad_by_freq would divide gradients by how often"),
+        (lambda: Bag(max_norm=1.0), "with max_norm is written by the forward"),
+        (lambda: Bag(mode="sum", scale_grad_by_freq=True), "with scale_grad_by_freq would divide gradients"),
+    ],
+    ids=["norm", "count", "by its function", "norm of a bag", "count of a bag"],
+)
+def test_a_table_that_would_see_a_part_of_the_batch_is_refused_with_what_to_do(words: Callable[[], nn.Module], said: str):
+    reading = reading_of(words)
+    for mesh in (mw.Mesh(dp_replicate=2), mw.Mesh(dp_shard=3)):
+        with pytest.raises(PlanError) as caught:
+            mw.make_plan(reading, tiny_job(), mesh)
+        assert said in str(caught.value)
+        assert "repair: leave it out" in str(caught.value)
+        assert "or train on one device with micro_batch = 0" in str(caught.value)
+
+
+@pytest.mark.parametrize("words", [normed, counted])
+def test_so_is_one_that_would_see_some_of_the_tokens(words: Callable[[], nn.Module]):
+    with pytest.raises(PlanError, match="a part of the global batch"):
+        mw.make_plan(reading_of(words), tiny_job(), mw.Mesh(cp=3), (Ring(), Replicate(axis="cp")))
+
+
+def test_micro_batches_divide_counts_and_leave_norms_alone():
+    with pytest.raises(PlanError, match="1 ranks x 3 micro-batches"):
+        mw.make_plan(reading_of(counted), tiny_job(), micro_batch=4)
+    with pytest.raises(PlanError, match="with max_norm is written"):  # the head has used what is written later
+        mw.make_plan(reading_of(normed, tied=True), tiny_job(), micro_batch=4)
+    reading = reading_of(normed)
+    verdict = mw.verify(reading, mw.make_plan(reading, tiny_job(), micro_batch=4), [rows(), rows()])
+    assert verdict.passed, verdict
+
+
+def test_what_a_master_would_undo_is_refused():
+    halves = Precision("bfloat16", "bfloat16", master="float32")
+    with pytest.raises(PlanError, match=r"its master \(float32\) would take its place"):
+        mw.make_plan(reading_of(normed), tiny_job(precision=halves))
+
+
+@pytest.mark.parametrize("words", [normed, counted, lambda: nn.Embedding(WORDS, WIDTH, padding_idx=3)])
+def test_on_one_device_all_of_them_train(words: Callable[[], nn.Module]):
+    reading = reading_of(words)
+    assert mw.verify(reading, mw.make_plan(reading, tiny_job()), [rows()]).passed
+
+
+def test_a_table_that_looks_at_one_row_at_a_time_is_split():
+    reading = reading_of(lambda: nn.Embedding(WORDS, WIDTH, padding_idx=3))
+    assert reading.tables == ()
+    assert mw.verify(reading, mw.make_plan(reading, tiny_job(), mw.Mesh(dp_replicate=2)), [rows()]).passed
+
+
+class Written(nn.Module):
+    """A layer whose forward writes its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layer = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.layer.weight.copy_(F.normalize(self.layer.weight, dim=1))
+        return self.layer(self.words(ids))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes", "said"),
+    [
+        (mw.Mesh(dp_shard=2), {}, "it is brought together for a use, and let go of"),
+        (
+            mw.Mesh(),
+            {"precision": Precision("bfloat16", "bfloat16", master="float32")},
+            r"its master \(float32\) would take its place",
+        ),
+    ],
+    ids=["shards", "master"],
+)
+def test_a_write_that_would_be_lost_is_refused(mesh: mw.Mesh, changes: dict[str, object], said: str):
+    with pytest.raises(PlanError, match=f"the forward writes into the parameter 'words.layer.weight', and {said}"):
+        mw.make_plan(reading_of(Written), tiny_job(**changes), mesh)
+
+
+def test_a_write_that_all_ranks_make_alike_is_that_of_one_device():
+    reading = reading_of(Written)
+    assert mw.verify(reading, mw.make_plan(reading, tiny_job(), mw.Mesh(dp_replicate=2)), [rows(), rows()]).passed
+
+
+class Scaled(nn.Module):
+    """Words, scaled by `norm` over rows and tokens."""
+
+    def __init__(self, norm: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(WORDS, WIDTH), norm
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.words(ids).transpose(1, 2)).transpose(1, 2)
+
+
+def batch_norm(x: torch.Tensor) -> torch.Tensor:
+    return F.batch_norm(x, None, None, training=True)
+
+
+def test_statistics_by_torchs_function_are_those_of_all_rows():
+    reading = reading_of(lambda: Scaled(batch_norm))
+    for mesh, micro_batch in ((mw.Mesh(dp_replicate=2), 0), (mw.Mesh(), 4)):
+        with pytest.raises(PlanError, match=r"F.batch_norm in .* would take statistics of a part of the global batch"):
+            mw.make_plan(reading, tiny_job(), mesh, micro_batch=micro_batch)
+    assert mw.make_plan(reading, tiny_job()).num_micro == 1
+    assert reading_of(lambda: Scaled(F.instance_norm)).tables == ()  # it sees one row at a time
+
+
+@pytest.mark.parametrize(
+    "words", [lambda: nn.Embedding(WORDS, WIDTH, sparse=True), lambda: Bag(sparse=True)], ids=["table", "bag"]
+)
+def test_gradients_that_are_sparse_are_refused(words: Callable[[], nn.Module]):
+    with pytest.raises(PlanError, match=r"is sparse, and no sum of those is made\n.*leave sparse = True out"):
+        mw.make_plan(reading_of(words), tiny_job())

@@ -1,0 +1,94 @@
+"""Visits that are run again: what they keep, what must be as it was, and what is said when it is not."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.model.blocks.driver import Drive, Pass, backward
+from meshwright.model.tensors.pytree import copied, hidden
+from meshwright.plan.job.errors import PlanError
+from tests.model.block_backward import Block, Chain, Forward
+
+X = torch.linspace(-2, 2, 24).view(4, 6)
+
+
+def forward(block: Forward, glue: Callable[[Chain, torch.Tensor], torch.Tensor] | None = None) -> tuple[Drive, Chain, Pass]:
+    """One forward of a chain of one block, which is lean; the loss has been taken."""
+    model = Chain(glue or (lambda model, x: model.layers[0](x)), block)
+    drive = Drive({"a": model.layers[0]})
+    outputs, closing, passed = drive.forward(lambda visit: True, lambda: model(X))
+    outputs.sum().backward()
+    backward(closing)
+    return drive, model, passed
+
+
+def test_a_backward_without_a_rerun_does_not_pass_silently():
+    drive, _, passed = forward(lambda block, x: block.linear(x).tanh())
+    with pytest.raises(RuntimeError, match=r"the backward of a has no graph(?s:.*)put a RERUN before it"):
+        backward(passed.visits["a"])
+    drive.again(passed.visits["a"])
+    drive.again(passed.visits["a"])  # a second time there is nothing to do
+    backward(passed.visits["a"])
+
+
+def test_a_block_that_gives_something_else_is_refused_by_name():
+    shapes = iter([6, 5])
+    drive, _, passed = forward(lambda block, x: block.linear(x)[:, : next(shapes)])
+    text = r"the block 'a' gives 1 tensors that need gradients when it is run again(?s:.*)depend on nothing but its inputs"
+    with pytest.raises(PlanError, match=text):
+        drive.again(passed.visits["a"])
+
+
+def test_gradients_are_switched_on_and_autocast_is_as_it_was():
+    seen: list[tuple[bool, bool, torch.dtype]] = []
+
+    def block(block: Block, x: torch.Tensor) -> torch.Tensor:
+        y = block.linear(x)
+        seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), y.dtype))
+        return y
+
+    def glue(model: Chain, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            return model.layers[0](x)
+
+    drive, _, passed = forward(block, glue)
+    with torch.no_grad():
+        drive.again(passed.visits["a"])
+    assert seen == [(True, True, torch.bfloat16)] * 2
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_rerun_inside_another_forward_is_no_visit_of_it():
+    drive, model, passed = forward(lambda block, x: block.linear(x).tanh())
+    reached: list[str] = []
+
+    def reach(visit: str) -> bool:
+        reached.append(visit)
+        drive.again(passed.visits["a"])
+        return False
+
+    _, _, other = drive.forward(reach, lambda: model(X))
+    assert reached == ["a"]
+    assert len(passed.visits["a"].outputs) == len(other.visits["a"].outputs) == 1
+
+
+def test_lists_and_dicts_are_copied_and_tensors_are_not():
+    value = ([X, {"y": (X, 3)}], X)
+    fresh = copied(value)
+    fresh[0].append(1)
+    fresh[0][1]["z"] = 2
+    assert len(value[0]) == 2
+    assert list(value[0][1]) == ["y"]
+    assert fresh[0][0] is fresh[1] is fresh[0][1]["y"][0] is X
+
+
+def test_tensors_in_other_objects_are_found_and_those_of_modules_are_not():
+    class Held:
+        def __init__(self) -> None:
+            self.inner = {"keys": [X]}
+            self.module = nn.Linear(2, 2)
+
+    assert hidden((X[:1], {"cache": Held()})) == [X]
+    assert hidden((X, [X], 1, None, nn.Linear(2, 2))) == []

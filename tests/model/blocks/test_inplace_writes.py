@@ -1,0 +1,188 @@
+"""Glue may write into tokens that are apart where each is treated by itself; what would be lost is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
+from torch import nn
+
+from meshwright.api import make_plan, read, verify
+from meshwright.model.analysis.analyze import Reading
+from meshwright.model.blocks.inplace_writes import written
+from meshwright.model.sequence_analysis import block_trace
+from meshwright.parallel.context.hybrid import Hybrid
+from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.ulysses import Ulysses
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
+from tests.model.sequence_analysis.test_token_rules import Layers, attended, tokens_of
+from tests.model.sequence_parallel.test_sharded_activation import WHOLE, some
+
+Glue = Callable[[torch.Tensor], object]
+
+
+class Written(Layers):
+    """Glue writes into what the layer gives out."""
+
+    def __init__(self, glue: Glue) -> None:
+        super().__init__(attended)
+        self.glue = glue
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](self.embed(input_ids)).clone()
+        self.glue(x)
+        return self.head(x)
+
+
+LOST: dict[str, Glue] = {
+    "the first": lambda x: x.__setitem__((slice(None), 0), 0.0),
+    "a channel": lambda x: x.__setitem__((slice(None), slice(None), 0), 0.0),
+    "all": lambda x: x.zero_(),
+    "a view of the first": lambda x: x[:, :1].mul_(2),
+    "a row of one": lambda x: x.select(1, 0).add_(1),
+}
+
+
+@pytest.mark.parametrize("glue", LOST)
+def test_what_would_be_lost_is_refused(glue: str):
+    found = tokens_of(lambda: Written(LOST[glue]))
+    assert all("glue writes" in each.mixes for each in found.visits)
+
+
+@pytest.mark.parametrize(
+    "glue",
+    [lambda x: x.mul_(2), lambda x: x[:, :, :2].mul_(2), lambda x: x.view_as(x)],
+    ids=["a product", "some features", "a view"],
+)
+def test_what_treats_each_token_by_itself_may_write(glue: Glue):
+    assert not any(each.mixes for each in tokens_of(lambda: Written(glue)).visits)
+
+
+def test_writing_into_what_is_here_is_seen_there():
+    x = some()
+    x.mul_(2)
+    assert torch.equal(x.local, some(WHOLE * 2).local)
+
+
+def test_a_table_that_glue_adds_to_gets_all_tokens():
+    table = torch.zeros_like(WHOLE)
+    table.add_(some())
+    assert torch.equal(table, WHOLE)
+
+
+def test_an_apart_that_cannot_be_written_says_so():
+    with pytest.raises(PlanError, match=r"glue writes \('zero_'\).*\n.*torch.where"):
+        some().zero_()
+
+
+def test_what_a_function_writes_into():
+    x = torch.zeros(2)
+    assert written("add_", (x, 1), {}) is x
+    assert written("__setitem__", (x, 0, 1), {}) is x
+    assert written("mul", (x, 2), {"out": x}) is x
+    assert written("add", (x, 1), {}) is None
+    assert written("__add__", (x, 1), {}) is None
+
+
+class Masked(nn.Module):
+    """Glue makes a mask, and writes into it by `way` between layers."""
+
+    def __init__(self, way: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.way, self.words, self.head = way, nn.Embedding(67, 8), nn.Linear(8, 67)
+        self.layers = nn.ModuleList(Looking() for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x, length = self.words(input_ids), input_ids.shape[1]
+        mask = torch.ones(len(x), 1, length, length, dtype=torch.bool).tril()
+        for layer in self.layers:
+            x = layer(x, mask)
+            self.way(mask)[:, :, length // 2 :, :3] = False
+        return self.head(x)
+
+
+class Looking(nn.Module):
+    """Attends with a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+
+
+def rows() -> dict[str, torch.Tensor]:
+    thrown = torch.Generator().manual_seed(2)
+    return {key: torch.randint(67, (4, 9), generator=thrown) for key in ("input_ids", "labels")}
+
+
+def planned(reading: Reading, mesh: Mesh, *strategies: Strategy) -> Plan:
+    job = Job(ModelSource("own"), DataSource("random", sequence=9), Train(batch=4), Optimizer("sgd", lr=0.1))
+    return make_plan(reading, job, mesh, strategies, 1)
+
+
+COPIES = Replicate(axis="cp")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategies"),
+    [
+        (Mesh(cp=3), (Ring(), COPIES)),
+        (Mesh(cp=2), (Ulysses(), COPIES)),
+        (Mesh(pp=2), (Pipeline(),)),
+        (Mesh(dp_replicate=2), (Batch(), Replicate(), Recompute())),
+    ],
+    ids=str,
+)
+def test_what_nobody_is_told_of_is_refused_where_somebody_keeps_it(mesh: Mesh, strategies: tuple[Strategy, ...]):
+    reading = read(lambda: Masked(lambda mask: mask.data), rows())
+    with pytest.raises(PlanError) as caught:
+        planned(reading, mesh, *strategies)
+    assert "glue writes by way of '.data' into a tensor that a block was given before (at test_writing.py:" in str(caught.value)
+    assert "make a new tensor there (torch.where, clone), or write into the tensor itself" in str(caught.value)
+
+
+def test_where_nobody_keeps_it_that_is_as_on_one_device():
+    reading = read(lambda: Masked(lambda mask: mask.data), rows())
+    verdict = verify(reading, planned(reading, Mesh(dp_replicate=2), Batch(), Replicate()), [rows()])
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize(
+    "way",
+    [lambda mask: mask, lambda mask: mask.detach(), lambda mask: mask.data.clone(), lambda mask: mask[:, :, :]],
+    ids=["itself", "without its graph", "a copy", "a view"],
+)
+def test_what_everybody_sees_is_as_it_was(way: Callable[[torch.Tensor], Any]):
+    assert read(lambda: Masked(way), rows()).unseen == ()
+
+
+def handed_out() -> Reading:
+    return read(lambda: Masked(lambda mask: mask.numpy()), rows())
+
+
+@pytest.mark.parametrize(("mesh", "strategy"), [(Mesh(cp=3), Ring()), (Mesh(cp=4), Hybrid())], ids=str)
+def test_of_memory_that_is_handed_out_ranks_keep_nothing(mesh: Mesh, strategy: Strategy):
+    reading = handed_out()
+    assert reading.tokens is not None
+    assert reading.tokens.unseen
+    verdict = verify(reading, planned(reading, mesh, strategy, COPIES), [rows()])
+    assert verdict.passed, verdict
+
+
+def test_a_mask_that_is_kept_all_the_same_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(block_trace, "BEHIND", frozenset())
+    reading = handed_out()
+    assert not verify(reading, planned(reading, Mesh(cp=3), Ring(), COPIES), [rows()]).passed

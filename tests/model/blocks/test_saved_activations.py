@@ -1,0 +1,58 @@
+"""How much a visit computes within: storages that autograd saves, each once, and nobody else's."""
+
+import torch
+from torch import nn
+
+from meshwright.api import read
+from meshwright.model.blocks.saved_activations import Inside
+from tests.model.block_backward import Block, Chain
+from tests.model.blocks.test_driver import X
+
+
+def inside_of(block, glue=None) -> dict[str, int]:
+    chain = glue or (lambda model, x: model.head(model.layers[1](model.layers[0](x))))
+    reading = read(lambda: Chain(chain, block), X)
+    return dict(zip(reading.anatomy.visits, reading.anatomy.inside_numel, strict=True))
+
+
+def test_what_a_block_takes_in_and_hands_on_and_its_weights_do_not_count():
+    assert inside_of(None) == {"layers.0": 0, "layers.1": 0, "head": 0}  # tanh saves what it gives, a linear what it takes
+
+
+def test_what_is_saved_within_counts_once_however_often_it_is_saved():
+    def block(block: Block, x: torch.Tensor) -> torch.Tensor:
+        y = block.linear(x).exp()
+        return y * y.view(-1, 3, 2).view(-1, 6)  # exp and the product save the same memory
+
+    assert inside_of(block) == {"layers.0": 6, "layers.1": 6, "head": 0}
+
+
+def test_a_mask_counts_by_its_bytes_and_one_that_is_given_not_at_all():
+    def block(block: Block, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return block.linear(x).masked_fill(mask, 0.0).masked_fill(x.repeat(1, 4)[:, :6] > 0, 0.0)
+
+    def glue(model: Chain, x: torch.Tensor) -> torch.Tensor:
+        mask = x > 1
+        return model.layers[1](model.layers[0](x, mask), mask)
+
+    found = inside_of(block, glue)
+    assert found == {"layers.0": 6 // 4, "layers.1": 6 // 4}
+
+
+def test_what_two_visits_save_was_made_by_neither():
+    where = ["a"]
+    inside, shared = Inside(lambda: where[0]), torch.ones(7, requires_grad=True).exp()
+    with inside.watching():
+        kept = [shared.sin()]
+        mine = shared.cos().sin()
+        where[0] = "b"
+        kept.append(shared.sin())
+    assert inside.numel(["a", "b"]) == [7, 0]
+    inside.leave_out([mine, *kept])
+    assert inside.numel(["a", "b"]) == [7, 0]
+
+
+def test_a_module_without_blocks_is_one_visit():
+    reading = read(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), {"input": X["x"]})
+    assert sum(reading.anatomy.inside_numel) >= 0
+    assert len(reading.anatomy.inside_numel) == len(reading.anatomy.visits)

@@ -1,0 +1,105 @@
+"""Models that run their blocks again in backward by themselves: exact where nobody needs to hear of it, and refused elsewhere."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.api import read, verify
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
+from tests.parallel.tensor.odd_llama import batches, llama, planned
+
+LAYERS = ("model.layers.0", "model.layers.1")
+
+
+def again(*, reentrant: bool) -> nn.Module:
+    model: Any = llama()
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    return model
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategies", "reentrant"),
+    [
+        (Mesh(dp_replicate=2), (Batch(), Replicate()), False),
+        (Mesh(dp_replicate=2), (Batch(), Replicate()), True),
+        (Mesh(dp_shard=2), (Batch(axis="dp_shard"), Zero(stage=3)), False),
+        (Mesh(pp=2), (Pipeline(schedule="zb_h1"),), False),
+    ],
+    ids=str,
+)
+def test_what_backward_computes_again_is_as_wide_as_in_the_forward(mesh: Mesh, strategies: tuple[Strategy, ...], reentrant: bool):
+    reading, plan = planned(again(reentrant=reentrant), mesh, strategies)
+    assert reading.anatomy.reruns == LAYERS
+    verdict = verify(reading, plan, batches(2))
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_blocks_in_which_ranks_meet_are_refused(reentrant: bool):
+    with pytest.raises(PlanError, match=r"runs 'model.layers.0' and 1 more blocks again in backward .*\n.* strategy 'recompute'"):
+        planned(again(reentrant=reentrant), Mesh(tp=2), (Line(),))
+
+
+class Thinned(nn.Module):
+    """Its layer draws where `within` says, by the one kind of dropout or the other."""
+
+    def __init__(self, *, within: bool, reentrant: bool) -> None:
+        super().__init__()
+        self.words, self.layer, self.head = nn.Embedding(67, 8), nn.Linear(8, 8), nn.Linear(8, 67)
+        self.within, self.reentrant = within, reentrant
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(input_ids)
+        x = checkpoint(self._thin if self.within else self.layer, x, use_reentrant=self.reentrant)
+        return self.head(x if self.within else F.dropout(x, 0.5))
+
+    def _thin(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.dropout(self.layer(x), p=0.5, train=True)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_draws_that_backward_would_make_anew_are_refused_before_anything_runs(reentrant: bool):
+    with pytest.raises(PlanError, match=r"random numbers are drawn within torch\.utils\.checkpoint"):
+        read(Thinned(within=True, reentrant=reentrant), batches(1)[0])
+    assert read(Thinned(within=False, reentrant=reentrant), batches(1)[0]).anatomy.random
+
+
+class Again(nn.Module):
+    """Calls each layer in torch.utils.checkpoint, from its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layers, self.head = (
+            nn.Embedding(67, 8),
+            nn.ModuleList(nn.Linear(8, 8) for _ in range(4)),
+            nn.Linear(8, 67),
+        )
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(input_ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(x)
+
+
+def test_a_block_that_runs_again_on_a_value_of_another_part_says_what_to_turn_off():
+    reading, plan = planned(Again(), Mesh(pp=2), (Pipeline(cuts=("layers.2",)),))
+    said = r"the block 'layers\.2' takes in 'layers\.1', which comes from another part, and runs again"
+    with pytest.raises(PlanError, match=said) as caught:
+        verify(reading, plan, batches(1))
+    assert "turn the model's own checkpointing off" in str(caught.value)
+
+
+def test_models_that_run_nothing_again_say_so():
+    assert read(llama(), batches(1)[0]).anatomy.reruns == ()

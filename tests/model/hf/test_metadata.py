@@ -1,0 +1,49 @@
+"""What transformers models say about themselves, and that other modules say nothing."""
+
+import pytest
+import transformers
+from torch import nn
+
+from meshwright.model.hf.metadata import STYLES, attention_of, config_of, declared_styles, head_of, is_pretrained
+from meshwright.model.tensor_parallel.layer_roles import ROLES
+
+SIZES = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24}
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+
+
+def test_a_plain_module_declares_nothing():
+    plain = nn.Sequential(nn.Linear(2, 2))
+    assert not is_pretrained(plain)
+    assert (config_of(plain), head_of(plain), attention_of(plain), declared_styles(plain)) == (None, None, "", {})
+
+
+def test_plans_are_found_inside_a_users_own_module():
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = llama()
+
+    styles = declared_styles(Wrapped())
+    assert styles["inner.model.layers.*.self_attn.o_proj"] == "rows"
+    assert styles["inner.lm_head"] == "columns"
+
+
+def test_the_attention_that_can_be_exchanged_is_named():
+    assert attention_of(llama()) == "sdpa"
+    assert (
+        attention_of(transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2)))
+        == ""
+    )
+
+
+def test_the_head_is_the_module_that_makes_logits():
+    model = llama()
+    assert head_of(model) is model.lm_head
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_word_of_transformers_stands_for_a_role(style: str):
+    assert STYLES[style] in ROLES

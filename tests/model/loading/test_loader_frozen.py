@@ -1,0 +1,124 @@
+"""Parameters that are not trained: named by patterns, left out of everything that training does, exact all the same."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.comm.collectives.group import World
+from meshwright.model.analysis.analyze import read
+from meshwright.model.loading.loader import load_factory, load_model
+from meshwright.plan.job.data_source import ModelSource
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.job import Optimizer
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.testing.ranks import on_threads
+from tests.engine.one_device import bits, part
+from tests.tiny_model import Tiny, case_of, plan_of, player_of, reading_of, rows, tiny_job, verdict_of
+
+FACTORY = "import sys\nfrom tests.tiny_model import Tiny\n\ndef tied():\n    return Tiny(tied=True)\n\ndef build():\n    return Tiny()\n"
+
+
+def trained(folder: Path, frozen: Sequence[str], function: str = "build") -> list[str]:
+    """The names that are trained when those that match `frozen` are not."""
+    (folder / "model.py").write_text(FACTORY)
+    loaded = load_model(ModelSource(f"{folder / 'model.py'}:{function}", frozen=tuple(frozen)), seed=0)
+    return [weight.name for weight in read(loaded, rows(2), ("labels",)).anatomy.trainable]
+
+
+def test_parameters_that_match_a_pattern_are_not_trained(tmp_path):
+    everything = trained(tmp_path, ())
+    assert trained(tmp_path, ["embed.*"]) == [name for name in everything if name != "embed.weight"]
+    left = trained(tmp_path, ["layers.[01].*", "*.bias"])
+    assert left == ["embed.weight", "layers.2.norm.weight", "layers.2.linear.weight", "head.weight"]
+
+
+def test_a_tied_parameter_is_frozen_under_any_of_its_names(tmp_path):
+    for name in ("embed.weight", "head.weight"):
+        assert "embed.weight" not in trained(tmp_path, [name], "tied")
+
+
+def test_patterns_that_match_nothing_are_refused_one_by_one(tmp_path):
+    with pytest.raises(PlanError) as caught:
+        trained(tmp_path, ["embed.*", "hed.weight", "nothing.*"])
+    faults = caught.value.faults
+    assert [fault.where for fault in faults] == ["model.frozen"] * 2
+    assert faults[0].what == "'hed.weight' matches no parameter of the model"
+    assert faults[0].fix.startswith("did you mean 'head.weight'?")
+    assert "'part.*' matches all below a part" in faults[1].fix
+
+
+def test_a_model_that_is_frozen_whole_is_refused():
+    loaded = load_factory(Tiny, 0, "tiny", frozen=("*",))
+    reading = read(loaded, rows(2), ("labels",))
+    with pytest.raises(PlanError, match=r"none of the \d+ parameters of tiny is trained"):
+        plan_of(reading, 1)
+
+
+class Adapted(nn.Module):
+    """A linear whose weight stays, and two small matrices that are trained in its stead (LoRA)."""
+
+    def __init__(self, linear: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = linear.requires_grad_(False)
+        self.down = nn.Parameter(torch.empty(rank, linear.in_features))
+        self.up = nn.Parameter(torch.zeros(linear.out_features, rank))
+        nn.init.normal_(self.down)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+def adapted() -> nn.Module:
+    """`Tiny` as peft leaves a model: everything frozen, adapters inside the layers."""
+    model = Tiny().requires_grad_(False)
+    for layer in model.layers:
+        layer.linear = Adapted(layer.linear)
+    return model
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_model_with_frozen_parts_equals_one_device(ranks: int):
+    for reading in (
+        read(load_factory(Tiny, 0, "tiny", frozen=("embed.*", "layers.1.*")), rows(2), ("labels",)),
+        read(load_factory(adapted, 0, "adapted"), rows(2), ("labels",)),
+    ):
+        verdict = verdict_of(case_of(reading, plan_of(reading, ranks)))
+        assert verdict.passed, verdict
+
+
+def test_only_adapters_are_trained_sent_and_kept_in_the_optimizer():
+    reading = read(load_factory(adapted, 0, "adapted"), rows(2), ("labels",))
+    names = [f"layers.{i}.linear.{part}" for i in range(3) for part in ("down", "up")]
+    assert sorted(weight.name for weight in reading.anatomy.trainable) == names
+    plan = plan_of(reading, 3, job=tiny_job(optimizer=Optimizer("adamw", lr=0.1)))
+    numel = sum(weight.numel for weight in reading.anatomy.trainable)
+
+    def rank(world: World) -> tuple[set[str], set[str], float]:
+        player = player_of(reading, plan, world)
+        before = bits({name: p.clone() for name, p in player.state.subject.parameters.items()})
+        world.ledger.recording = True
+        for _ in range(2):
+            player.step(part(rows(), 4 * world.rank, 4 * world.rank + 4))
+        after = bits(player.state.subject.parameters)
+        moved = {name for name in after if after[name] != before[name]}
+        moments = {name.rpartition("/")[2] for name in player.tensors() if name.startswith("optimizer/exp_avg/")}
+        player.close()
+        sent = sum(entry.nbytes for entry in world.ledger.entries if entry.action.startswith("REDUCE"))
+        return moved, moments, sent
+
+    for moved, moments, sent in on_threads(rank, plan.mesh):
+        assert moved == set(names)
+        assert moments == set(names)
+        assert sent == 2 * 8 * numel
+
+
+def test_a_frozen_model_s_plan_has_another_hash():
+    reading = reading_of()
+    plan = plan_of(reading, 1)
+    other = replace(plan.job, model=replace(plan.job.model, frozen=("embed.*",)))
+    assert replace(plan, job=other).hash != plan.hash
+    assert plan.mesh == Mesh()

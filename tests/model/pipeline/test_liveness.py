@@ -1,0 +1,246 @@
+"""Plain modules in parts: which values cross a border, and what closes one."""
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
+
+from meshwright.model.analysis.pipeline_trial import Courses, learn
+from meshwright.plan.job.errors import PlanError
+from tests.model.block_backward import Block, Chain, gathering, reading_of, writing_in_place
+from tests.model.pipeline.staged_model import X, chained, exact, live, ranks, refused
+
+
+def test_what_is_live_is_what_was_made_before_and_is_used_behind():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        first = model.layers[0](x)
+        mixed = first * model.shift + x
+        second = model.layers[1](mixed)
+        third = model.layers[2](second + mixed)
+        return model.head(third * first + mixed), second
+
+    borders = exact(glue)
+    assert live(borders) == {
+        "layers.1": ["layers.0", "layers.0+1"],
+        "layers.2": ["layers.0", "layers.0+1", "layers.1", "layers.1+0"],
+        "head": ["layers.1", "layers.2+1"],
+    }
+
+
+def test_what_glue_makes_of_inputs_alone_is_made_in_every_part():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        mask = (x > 0) * model.scale
+        for layer in model.layers:
+            x = layer(x) * mask + torch.zeros_like(x)
+        return model.head(x)
+
+    borders = exact(glue)
+    assert [value.name for value in borders.values] == ["layers.0+1", "layers.1+1", "layers.2+1"]
+    assert borders.roots == (("scale", ("layers.0", "layers.1", "layers.2")),)
+
+
+def test_views_of_what_crosses_are_made_where_they_are_needed():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        y = model.layers[0](x)
+        turned, wide = y.t(), y[:1].expand(y.shape)
+        z = model.layers[1](y)
+        return model.head(model.layers[2](z) + turned.t() + wide)
+
+    borders = exact(glue)
+    assert live(borders)["layers.2"] == ["layers.0", "layers.0+1", "layers.1"]
+    assert borders.values[1].shape(4) == (1, 6)
+
+
+def test_containers_keywords_and_things_that_are_no_tensors():
+    def block(block: Block, x: torch.Tensor, y: torch.Tensor, *, name: str, forward: None) -> object:
+        z = block.linear(y).tanh()
+        return {"same": x, "new": [z, None, 3]}, (z * 2, x[:2]), x.argmax(), torch.max(z, 0, keepdim=True)
+
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        y, total = x, 0.0
+        for layer in model.layers:
+            found, (double, part), index, most = layer(x * 1.5, y, name="a", forward=None)
+            x, y = found["same"] + found["new"][0], double
+            total = total + part.sum() * index + most.values * found["new"][2]
+            column, *_ = y.t()
+            total = total + column.sum()
+        return x * total, y
+
+    exact(glue, block)
+
+
+def test_blocks_that_are_called_several_times():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        for _ in range(2):
+            x = model.layers[0](model.layers[1](x) + x)
+        return model.head(x)
+
+    assert exact(glue).visits == ("layers.1", "layers.0", "layers.1#2", "layers.0#2", "head")
+
+
+def test_glue_that_writes_in_place_into_what_a_block_gave():
+    borders = exact(writing_in_place, lambda block, x: block.linear(x))
+    assert live(borders)["layers.1"] == ["layers.0+3~"]
+
+
+def test_a_slice_that_is_scaled_in_place_is_one_writing_and_not_two():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        for layer in model.layers:
+            x = layer(x) + x
+            x[:, 0] *= 0.5
+        return model.head(x)
+
+    assert [len(names) for names in live(exact(glue)).values()] == [1, 1, 1]
+
+
+def test_two_values_that_are_written_at_once_are_two():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        for layer in model.layers:
+            y = layer(x)
+            one, other = y * 2, y * 3
+            torch._foreach_mul_([one, other], 0.5)
+            x = one - other
+        return model.head(x)
+
+    exact(glue)
+
+
+def test_a_sum_that_begins_with_zeros():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        total = torch.zeros_like(x)
+        for layer in model.layers:
+            x = layer(x)
+            total += x
+        return model.head(total)
+
+    assert [len(names) for names in live(exact(glue)).values()] == [2, 2, 1]
+
+
+def test_a_tensor_that_gathers_values():
+    assert [len(names) for names in live(exact(gathering)).values()] == [2, 2, 1]
+
+
+def test_values_without_a_gradient_are_handed_over_as_they_are():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        first = model.layers[0](x)
+        order = first.detach().argsort(-1)
+        second = model.layers[1](first)
+        return model.head(model.layers[2](second).gather(-1, order))
+
+    needed = {value.op: value.needed for value in exact(glue).values if value.op}
+    assert needed == {"argsort": False, "gather": True}
+
+
+def reading_a_number(model: Chain, x: torch.Tensor) -> object:
+    x = model.layers[1](model.layers[0](x))
+    if x.sum().item() > 1e6:
+        x = x * 2
+    return model.head(model.layers[2](x))
+
+
+def test_a_number_that_is_read_closes_the_borders_behind_it_and_no_others():
+    one = refused(reading_a_number)
+    assert one.borders.open() == ("layers.1",)
+    text = r"no part can begin with 'layers\.2', behind 'layers\.1': the glue behind 'layers\.1' reads the value of layers\.1\+0 "
+    with pytest.raises(PlanError, match=rf"{text}\(item at test_crossing\.py:\d+\).*\n  repair: begin it with 'layers\.1'"):
+        one.borders.parts(["layers.2"])
+
+
+def test_shapes_that_depend_on_numbers_close_borders():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        x = model.layers[0](x)
+        x = model.layers[1](x[x > -9].view(x.shape))
+        return model.head(model.layers[2](x))
+
+    assert refused(glue).borders.open() == ()
+
+
+def test_what_a_block_leaves_in_an_attribute_closes_the_borders_up_to_its_use():
+    def block(block: Block, x: torch.Tensor) -> torch.Tensor:
+        if block.first is None:
+            block.left.append(x.detach() * 2)
+            return block.linear(x).tanh()
+        return block.linear(x) + (block.first.left.pop() if block.first.left else 0)
+
+    class Leaving(Chain):
+        def __init__(self) -> None:
+            super().__init__(lambda model, x: model.head(model.layers[2](model.layers[1](model.layers[0](x)))), block)
+            for layer in self.layers:
+                layer.left, layer.first = [], None
+            object.__setattr__(self.layers[2], "first", self.layers[0])
+
+    one = ranks(Leaving, X)
+    assert one.borders.open() == ("head",)
+    assert "'layers.2' uses a tensor that 'layers.0' made and did not give out" in one.borders.closed[0].why
+
+
+def test_lists_that_a_block_writes_into_close_the_borders_behind_it():
+    def block(block: Block, x: torch.Tensor, past: list[torch.Tensor]) -> torch.Tensor:
+        past.append(x)
+        return block.linear(x).tanh()
+
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        past: list[torch.Tensor] = []
+        x = model.layers[0](x, past)
+        return model.head(x + past[0])
+
+    assert "'layers.0' writes into a list or dict that it is given" in refused(glue, block).borders.closed[0].why
+
+
+def test_objects_that_nobody_looks_into_close_the_borders_behind_them():
+    class Opaque:
+        def __init__(self, x: torch.Tensor) -> None:
+            self.x = x
+
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        for layer in model.layers[:2]:
+            x = layer(x).x
+        return model.head(x)
+
+    one = chained(glue, lambda block, x: Opaque(block.linear(x).tanh()))
+    assert one.borders.open() == ()
+    assert "'layers.0' gives out a Opaque, into which nobody looks" in one.borders.closed[0].why
+
+
+def test_a_view_that_is_written_closes_the_borders_between_both():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        y = model.layers[0](x)
+        view = y[:, :3]
+        z = model.layers[1](y * 2)
+        view.mul_(2)
+        return model.head(model.layers[2](z) + y)
+
+    one = refused(glue, lambda block, x: block.linear(x))
+    assert one.borders.open() == ("layers.2", "head")
+    assert "and would cross apart" in one.borders.closed[0].why
+
+
+def test_numbers_that_glue_draws_for_itself_after_others_for_values_close_borders():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        x = F.dropout(model.layers[0](x) * torch.rand(len(x), 1), 0.5)
+        x = F.dropout(model.layers[1](x), 0.5) * torch.rand(len(x), 1)
+        return model.head(model.layers[2](x))
+
+    reading = reading_of(lambda: Chain(glue), X)
+    borders = learn(reading, X).borders
+    assert borders.open() == ("layers.1",)
+    assert "draws numbers for all parts (at test_crossing.py:" in borders.closed[0].why
+    assert Courses(reading).of(X).borders == borders
+
+
+def test_numbers_that_glue_draws_for_all_parts_behind_a_block_that_drew_close_borders():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        for layer in model.layers:
+            keep = torch.rand([]) >= 0.2  # a layer drop
+            x = torch.where(keep, layer(x), x)
+        return model.head(x)
+
+    def dropping(block: Block, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(block.linear(x).tanh(), 0.5)
+
+    borders = learn(reading_of(lambda: Chain(glue, dropping), X), X).borders
+    assert borders.open() == ()
+    closed = borders.closed[0]
+    assert closed.why.startswith("the glue behind 'layers.0' draws numbers for all parts (at test_crossing.py:")
+    assert "after others that the block draws, which parts behind it do not" in closed.why
+    assert "set the layer drop to 0" in closed.fix
+    assert len(learn(reading_of(lambda: Chain(glue), X), X).borders.open()) == 3  # blocks that draw nothing

@@ -1,0 +1,277 @@
+"""What a part has called is played for other numbers: bit for bit what its forward would do, or not at all."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from meshwright.model.blocks.driver import Drive, backward
+from meshwright.model.pipeline.replay_script import Scripts
+from meshwright.model.pipeline.stage_forward import Ran, run
+from meshwright.model.tensors.pytree import tensors
+from tests.model.block_backward import Chain, Forward, weigh
+from tests.model.pipeline.staged_model import Ranks, chained, ranks, same
+
+
+def other(value: torch.Tensor) -> torch.Tensor:
+    """Other numbers of the same kind."""
+    return value * 0.5 + 0.1 if value.is_floating_point() else value.flip(-1)
+
+
+def gradients(ran: Ran, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor | None]:
+    """Those of a part whose gifts are weighed; they are taken off the parameters."""
+    if ran.outputs is not None:
+        weigh(ran.outputs).backward()
+    for leaf in ran.given.values():
+        leaf.grad = torch.ones_like(leaf) if leaf.requires_grad else None
+    backward(ran.closing)
+    for visit in reversed(ran.passed.visits.values()):
+        backward(visit)
+    found = [parameter.grad for parameter in parameters.values()] + [leaf.grad for leaf in ran.received.values()]
+    for parameter in parameters.values():
+        parameter.grad = None
+    return found
+
+
+def spoilt(one: Ranks, borders: Sequence[str] = ()) -> list[str]:
+    """Why nothing was written down of each part of `one`, "" where something was, and gave what a forward gives."""
+    module, blocks, parameters = one.reading.make("cpu", torch.float64)
+    drive, scripts, why = Drive(blocks, in_place=one.reading.anatomy.in_place), Scripts(module, blocks), []
+    first, second = one.inputs, {key: other(value) for key, value in one.inputs.items()}
+    stores: dict[bool, dict[str, torch.Tensor]] = {False: {}, True: {}}
+    calls: list[object] = []
+    module.register_forward_pre_hook(lambda *given: calls.append(given))
+    for part in one.borders.parts(borders):
+
+        def played(inputs: Any, store: dict[str, torch.Tensor], scripts: Scripts | None, part: Any = part) -> Ran:
+            received = {value.name: store[value.name].clone() for value in part.takes}
+            given, reach = {"scripts": scripts, "inputs": inputs}, lambda visit: None
+            rows = len(next(iter(inputs.values())))
+            return run(partial(module, **inputs), drive, one.course, part, rows, received, reach=reach, **given)
+
+        written = played(first, stores[False], scripts)
+        truth = played(second, stores[True], None)
+        calls.clear()
+        again = played(second, stores[True], scripts)
+        why.append(next(iter(scripts.spoilt.values()), ""))
+        assert bool(calls) == bool(why[-1])
+        scripts.spoilt.clear()
+        assert same([truth.given, truth.outputs], [again.given, again.outputs])
+        stores[False] |= {name: leaf.detach() for name, leaf in written.given.items()}
+        stores[True] |= {name: leaf.detach() for name, leaf in truth.given.items()}
+        expected, found = gradients(truth, parameters), gradients(again, parameters)
+        assert [tensor is None for tensor in expected] == [tensor is None for tensor in found]
+        assert same([t for t in expected if t is not None], [t for t in found if t is not None])
+    drive.detach()
+    return why
+
+
+def simple(model: Chain, x: torch.Tensor) -> object:
+    scale = torch.arange(6, dtype=x.dtype).cos()
+    h = model.layers[0](x * scale)
+    twice = h[:, :] * 2
+    return model.head(model.layers[2](model.layers[1](h) + scale) + twice)
+
+
+@pytest.mark.parametrize("borders", [(), ("layers.1",), ("layers.1", "layers.2"), ("layers.1", "layers.2", "head")])
+def test_glue_and_blocks_are_played_for_other_numbers(borders: tuple[str, ...]):
+    assert spoilt(chained(simple), borders) == [""] * (len(borders) + 1)
+
+
+def reads(model: Chain, x: torch.Tensor) -> object:
+    h = model.layers[0](x)
+    return model.head(h * (2.0 if float(x.sum()) > 0 else 3.0))
+
+
+def picks(model: Chain, x: torch.Tensor) -> object:
+    return model.head(model.layers[0](x) * len(x[x > 0]))
+
+
+KEPT = torch.ones(6, dtype=torch.float64)
+
+
+def keeps(model: Chain, x: torch.Tensor) -> object:
+    return model.head(model.layers[0](x) * KEPT)
+
+
+def aside(model: Chain, x: torch.Tensor) -> object:
+    for layer in model.layers:
+        layer.extra = x.sum()
+    return model.head(model.layers[0](x))
+
+
+def counts(model: Chain, x: torch.Tensor) -> object:
+    total = torch.zeros(6, dtype=x.dtype)
+    total += x.sum(0)
+    return model.head(model.layers[0](x) + total)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: torch.Tensor) -> torch.Tensor:
+        return gradient[0] * 2
+
+
+def function(model: Chain, x: torch.Tensor) -> object:
+    return model.head(Doubled.apply(model.layers[0](x)))
+
+
+def fills(model: Chain, x: torch.Tensor) -> object:
+    return model.head(model.layers[0](x) + torch.full_like(x, x.detach().sum()))
+
+
+def casts(model: Chain, x: torch.Tensor) -> object:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = x * x.sum()
+    return model.head(model.layers[0](x) + y)
+
+
+@pytest.mark.parametrize(
+    ("glue", "said"),
+    [
+        (reads, "glue reads a number"),
+        (picks, "glue reads a number"),
+        (keeps, "nobody knows where a tensor comes from"),
+        (counts, "writes into a tensor that other micro-batches have too"),
+        (function, "is called without gradients on what needs one"),
+        (fills, "glue reads a number"),
+        (casts, "is called in a context of its own"),
+    ],
+)
+def test_what_could_differ_is_not_written_down(glue: Forward, said: str):
+    assert any(said in why for why in spoilt(chained(glue)))
+
+
+def test_a_block_that_takes_numbers_from_an_attribute_is_not_written_down():
+    def block(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        extra = layer.__dict__.get("extra")
+        return torch.tanh(layer.linear(x)) if extra is None else torch.tanh(layer.linear(x)) * extra
+
+    assert any("takes what it computes with from elsewhere" in why for why in spoilt(chained(aside, block)))
+
+
+def whole(one: Ranks, hook: Any = None) -> tuple[Scripts, Any]:
+    """The scripts of one part that is the whole model, and what runs it on inputs: with scripts, or as ever."""
+    module, blocks, _ = one.reading.make("cpu", torch.float64)
+    if hook is not None:
+        next(iter(blocks.values())).register_forward_hook(hook)
+    drive, scripts, (part,) = Drive(blocks), Scripts(module, blocks), one.borders.parts(())
+
+    def play(inputs: Any, *, truly: bool = False) -> Any:
+        given = {"scripts": None if truly else scripts, "inputs": inputs}
+        return run(partial(module, **inputs), drive, one.course, part, 4, {}, reach=lambda visit: None, **given).outputs
+
+    return scripts, play
+
+
+def counter(model: Chain, x: torch.Tensor) -> object:
+    model.times = vars(model).get("times", 0) + 1
+    return model.head(model.layers[0](x) * model.times)
+
+
+def mean(model: Chain, x: torch.Tensor) -> object:
+    before = vars(model).get("means", [])
+    model.means = [*before, x.detach().mean(0)]
+    return model.head(model.layers[0](x) + sum(before))
+
+
+@pytest.mark.parametrize("glue", [counter, mean])
+def test_a_forward_that_leaves_something_behind_runs_each_time(glue: Forward):
+    one = chained(glue)
+    (scripts, play), (_, truth) = whole(one), whole(one)
+    for _ in range(3):
+        assert same(truth(one.inputs, truly=True), play(one.inputs))
+    assert len(scripts.spoilt) == 1
+
+
+def test_what_a_forward_makes_once_and_keeps_is_no_reason_to_run_it_each_time():
+    def cached(model: Chain, x: torch.Tensor) -> object:
+        if "table" not in vars(model):
+            model.table = 2.0
+        return model.head(model.layers[0](x) * model.table)
+
+    one = chained(cached)
+    scripts, play = whole(one)
+    first, second, third = (play(one.inputs) for _ in range(3))
+    assert same([first, first], [second, third])
+    assert len(scripts._written) == 1
+
+
+def test_a_hook_of_a_block_is_not_applied_twice():
+    one = chained(simple)
+    scripts, play = whole(one, lambda block, given, output: output * 2)
+    play(one.inputs)
+    inputs = {key: other(value) for key, value in one.inputs.items()}
+    assert same(play(inputs, truly=True), play(inputs))
+    assert [why.partition(" ")[2] for why in scripts.spoilt.values()] == ["has hooks, or something is captured in it"]
+
+
+def test_a_tensor_that_comes_as_two_inputs_is_not_taken_for_both_afterwards():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x) + y)
+
+    x = torch.linspace(-2, 2, 24, dtype=torch.float64).view(4, 6)
+    scripts, play = whole(ranks(Two, {"x": x, "y": x.clone()}))
+    play({"x": x, "y": x})
+    inputs = {"x": x * 2, "y": x + 1}
+    assert same(play(inputs, truly=True), play(inputs))
+    assert list(scripts.spoilt.values()) == ["one tensor came as two"]
+
+
+def test_inputs_of_the_same_shapes_and_other_names_have_another_script():
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor, plus: torch.Tensor | None = None, minus: torch.Tensor | None = None) -> torch.Tensor:
+            y = self.first(x)
+            return self.second(y + plus if plus is not None else y - minus)
+
+    x = torch.linspace(-2, 2, 24, dtype=torch.float64).view(4, 6)
+    _, play = whole(ranks(Either, {"x": x, "plus": x.clone()}))
+    play({"x": x, "plus": x + 1})
+    inputs = {"x": x * 2, "minus": x + 1}
+    assert same(play(inputs, truly=True), play(inputs))
+
+
+def test_a_constant_that_somebody_writes_into_is_not_used_again():
+    one = chained(simple)
+    scripts, play = whole(one)
+    key = (one.borders.parts(())[0].visits[0], "x", (one.inputs["x"].shape, one.inputs["x"].dtype))
+    play(one.inputs)
+    script = scripts.find(key)
+    assert script is not None
+    script.constants[0][0].mul_(2)
+    assert scripts.find(key) is None
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_llama_is_played(masked: bool):
+    config = transformers.LlamaConfig(
+        vocab_size=13,
+        hidden_size=12,
+        intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        use_cache=False,
+    )
+    ids = torch.arange(20).view(4, 5) % 13
+    rows = {"input_ids": ids} | ({"attention_mask": torch.ones(4, 5, dtype=torch.int64)} if masked else {})
+    one = ranks(lambda: transformers.LlamaForCausalLM(config), rows)
+    why = spoilt(one, ("model.layers.1", "model.layers.2"))
+    assert len(tensors(list(one.inputs.values()))) == 1 + masked
+    assert all("reads a number" in each for each in why) if masked else why == [""] * 3

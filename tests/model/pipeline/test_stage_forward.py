@@ -1,0 +1,206 @@
+"""Runs of one part of a plain module: what is said of values that are missing, and how a forward is left."""
+
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
+from torch import nn
+
+from meshwright.model.analysis.analyze import read
+from meshwright.model.analysis.pipeline_trial import Courses
+from meshwright.model.blocks.driver import Drive
+from meshwright.model.blocks.loss_inputs import Judge
+from meshwright.model.loading.loader import Model, load_factory
+from meshwright.model.pipeline.stage_forward import run
+from meshwright.plan.job.errors import PlanError
+from tests.model.block_backward import Chain, Forward
+from tests.model.pipeline.staged_model import X, chained, exact, played, ranks, steps
+
+
+def simple(model: Chain, x: torch.Tensor) -> object:
+    first = model.layers[0](x)
+    twice = first * 2
+    return model.head(model.layers[2](model.layers[1](first)) + twice)
+
+
+def test_a_value_that_is_not_handed_over_is_named():
+    one = chained(simple)
+    part = one.borders.parts(["layers.1", "layers.2"])[2]
+    module, blocks, _ = one.reading.make("cpu", torch.float64)
+    with pytest.raises(
+        PlanError, match=r"the part of 'layers\.2' takes the value 'layers\.0\+0 \(mul at test_parts\.py:\d+\)', which"
+    ):
+        run(lambda: module(**one.inputs), Drive(blocks), one.course, part, 4, {}, reach=lambda visit: None)
+
+
+@pytest.mark.parametrize("lost", ["layers.0", "layers.0+0", "layers.2+0"])
+def test_a_value_that_is_dropped_from_what_is_live_is_noticed_by_its_name(lost: str):
+    one = chained(simple)
+    kept = tuple(value for value in one.borders.values if value.name != lost)
+    assert len(kept) == len(one.borders.values) - 1
+    one.course = replace(one.course, borders=replace(one.borders, values=kept))
+    at = {"layers.0": "layers.1", "layers.0+0": "layers.2", "layers.2+0": "head"}[lost]
+    with pytest.raises(PlanError, match=rf"the value '{lost.replace('+', chr(92) + '+')}'.*did not receive"):
+        one.error([at])
+
+
+def test_a_tensor_that_other_parts_wrote_into_and_nobody_handed_over_is_noticed():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        kept = torch.zeros(3, len(x), 6, dtype=x.dtype)
+        for place, layer in enumerate(model.layers):
+            x = layer(x)
+            kept[place] = x
+        return model.head(kept.sum(0))
+
+    one = chained(glue)
+    gathered = "layers.1+0~"
+    kept = tuple(value for value in one.borders.values if value.name != gathered)
+    assert len(kept) == len(one.borders.values) - 1
+    one.course = replace(one.course, borders=replace(one.borders, values=kept))
+    with pytest.raises(
+        PlanError, match=r"computes sum \(at test_parts\.py:\d+\) with the value 'layers\.1\+0~'.* did not receive"
+    ):
+        one.error(["layers.2"])
+
+
+def test_a_forward_that_takes_another_way_than_its_course_is_refused():
+    one = chained(simple)
+    part = one.borders.parts(["layers.1"])[1]
+    module, blocks, _ = one.reading.make("cpu", torch.float64)
+    received = {value.name: torch.zeros(value.shape(4), dtype=torch.float64) for value in part.takes}
+
+    def play(glue: Forward) -> None:
+        module.glue = glue
+        run(lambda: module(**one.inputs), Drive(blocks), one.course, part, 4, received, reach=lambda visit: None)
+
+    with pytest.raises(
+        PlanError, match=r"computes exp \(at test_parts\.py:\d+\) with 'layers\.0', which it did not in the trial run"
+    ):
+        play(lambda model, x: model.head(model.layers[0](x).exp()))
+    module, blocks, _ = one.reading.make("cpu", torch.float64)
+    with pytest.raises(PlanError, match=r"calls 'layers\.2' behind 'layers\.0', which it did not in the trial run"):
+        play(lambda model, x: model.layers[2](model.layers[0](x)))
+
+
+def test_a_model_that_catches_every_exception_is_left_all_the_same():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        for layer in model.layers:
+            try:
+                x = layer(x)
+            except BaseException:
+                x = x * 0
+        return model.head(x)
+
+    exact(glue)
+
+
+def test_parameters_that_glue_uses_have_a_share_in_each_part():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        gain = model.scale.exp()
+        for layer in model.layers:
+            x = layer(x * gain)
+        return F.linear(x, model.layers[0].linear.weight)
+
+    roots = dict(exact(glue).roots)
+    assert roots["scale"] == ("layers.0", "layers.1")  # where what they make of it is used
+    assert roots["layers.0.linear.weight"] == ("layers.2",)
+
+
+def test_the_state_of_a_model_is_as_before_when_it_is_left():
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+            self.depth = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.depth += 1
+            try:
+                for layer in self.layers:
+                    x = layer(x).tanh()
+                return x
+            finally:
+                self.depth -= 1
+
+    one = ranks(Counting, X)
+    module, blocks, _ = one.reading.make("cpu", torch.float64)
+    drive, part = Drive(blocks), one.borders.parts(["layers.1"])[0]
+    ran = run(lambda: module(**one.inputs), drive, one.course, part, 4, {}, reach=lambda visit: None)
+    drive.detach()
+    assert module.depth == 0
+    assert list(ran.given) == ["layers.0+0"]
+    assert torch.equal(module(**one.inputs), one.reading.make("cpu", torch.float64)[0](**one.inputs))
+
+
+def test_a_gradient_that_is_not_sent_back_changes_those_of_one_backward():
+    one = chained(simple)
+    parts = one.borders.parts(["layers.1", "layers.2"])
+    made = [one.reading.make("cpu", torch.float64) for _ in parts]
+    assert one.error(["layers.1", "layers.2"]) < 1e-12
+    lost = [replace(part, takes=tuple(replace(v, needed=v.name != "layers.0+0") for v in part.takes)) for part in parts]
+    gradients, _ = steps(one, lost, made, lean=False)
+    difference = gradients[0]["layers.0.linear.weight"] - one.truth["layers.0.linear.weight"]
+    assert difference.abs().max() > 1e-2
+
+
+def test_a_graph_that_is_not_cut_within_a_part_is_one_backward():
+    one = chained(simple)
+    first, last = one.borders.parts(["layers.2"])
+    store: dict[str, torch.Tensor] = {}
+    module, blocks, parameters = one.reading.make("cpu", torch.float64)
+    drive = Drive(blocks, cut=False)
+    early = played(one, first, module, drive, store)
+    late = played(one, last, module, drive, {name: tensor.detach() for name, tensor in early.given.items()})
+    one.total(late.outputs).backward()
+    names = list(early.given)
+    torch.autograd.backward([early.given[name] for name in names], [late.received[name].grad for name in names])
+    drive.detach()
+    for name, parameter in parameters.items():
+        truth = one.truth[name]
+        assert (truth is None) == (parameter.grad is None)
+        assert truth is None or torch.equal(parameter.grad, truth)
+
+
+def test_what_the_loss_does_not_take_is_not_sent_and_says_so_when_it_is_looked_at():
+    def glue(model: Chain, x: torch.Tensor) -> object:
+        first = model.layers[0](x)
+        return {"y": model.head(model.layers[1](first)), "first": first}
+
+    judge = Judge(lambda outputs, batch: outputs["y"].sum(), ())
+    reading = read(load_factory(lambda: Model(Chain(glue), X), 0, "model"), X, (), judge)
+    course = Courses(reading).of(X)
+    assert [value.name for value in course.borders.live("head")] == ["layers.1"]
+    module, blocks, _ = reading.make("cpu", torch.float32)
+    store, drive = dict[str, torch.Tensor](), Drive(blocks)
+    for part in course.borders.parts(["head"]):
+        ran = run(lambda: module(**X), drive, course, part, 4, store, reach=lambda visit: None)
+        store |= ran.given
+    drive.detach()
+    assert torch.equal(ran.outputs["y"], module(**X)["y"])
+    assert ran.outputs["first"].shape == (4, 6)
+    with pytest.raises(
+        PlanError, match=r"behind the forward, mul \(at test_parts\.py:\d+\) takes the value 'layers\.0', made behind"
+    ):
+        ran.outputs["first"] * 2
+
+
+def test_nothing_is_kept_of_a_run_when_nobody_holds_what_it_left():
+    one = chained(simple)
+    parts = one.borders.parts(["layers.1", "layers.2"])
+    module, blocks, _ = one.reading.make("cpu", torch.float64)
+    drive, store = Drive(blocks), dict[str, torch.Tensor]()
+    gc.disable()
+    try:
+        for part in parts:
+            ran = played(one, part, module, drive, store)
+            store |= {name: tensor.detach() for name, tensor in ran.given.items()}
+            held = [weakref.ref(tensor) for tensor in (*ran.given.values(), *ran.received.values())]
+            held += [weakref.ref(tensor) for visit in ran.passed.visits.values() for tensor, _ in visit.outputs]
+            del ran
+            assert [ref() for ref in held if ref() is not None] == []
+    finally:
+        gc.enable()
+        drive.detach()

@@ -1,0 +1,44 @@
+"""Draws into a tensor that is there: stochastic depth as many models write it."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from meshwright.api import read
+from tests.model.rng.test_dropout_mode import on, run
+
+
+@pytest.mark.parametrize(
+    ("draw", "of"),
+    [
+        (lambda x: torch.bernoulli(x.new_full((len(x), 1), 0.7)), lambda u: u < 0.7),
+        (lambda x: x.new_full((len(x), 1), 0.7).bernoulli(), lambda u: u < 0.7),
+        (lambda x: x.new_empty(len(x), 1).bernoulli_(0.7), lambda u: u < 0.7),
+        (lambda x: x.new_empty(len(x), 1).uniform_(-2, 4), lambda u: u * 6 - 2),
+        (lambda x: x.new_empty(len(x), 1).uniform_(to=3), lambda u: u * 3),
+    ],
+)
+def test_draws_into_a_tensor_are_the_numbers_of_their_site(draw: Callable[..., torch.Tensor], of: Callable[..., torch.Tensor]):
+    x, sites = torch.ones(5, 3), on("/0")
+    one = run(sites, torch.arange(5), lambda: draw(x))
+    assert torch.equal(one, of(run(sites, torch.arange(5), lambda: torch.rand(5, 1))).float())
+    assert torch.equal(one[3:], run(sites, torch.arange(3, 5), lambda: draw(x[3:])))  # those samples, wherever they are
+    assert len(one.unique()) > 1
+
+
+class ByNumpy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * (2 if np.random.rand() < 2 else 1)
+
+
+def test_draws_by_numpy_are_told_and_not_refused_as_they_may_do_nothing():
+    notes = read(ByNumpy(), {"x": torch.ones(2, 3)}).anatomy.notes
+    assert any("the forward draws numbers with numpy.random" in note for note in notes)
+    assert not any("numpy" in note for note in read(nn.Linear(3, 3), {"input": torch.ones(2, 3)}).anatomy.notes)

@@ -1,0 +1,142 @@
+"""Masks belong to samples: however a batch is divided, a sample draws the same numbers at the same site."""
+
+import math
+
+import pytest
+import torch
+
+from meshwright.model.rng.sites import Dice, Kind, Sites
+from meshwright.model.tensors.counter_rng import CHUNK
+from meshwright.plan.job.errors import PlanError
+
+CPU = torch.device("cpu")
+SHAPES: dict[Kind, tuple[int, ...]] = {"first": (1, 5, 7), "second": (5, 1, 7), "rows": (3, 7), "shared": (5, 7)}
+
+
+def shape_for(kind: Kind, batch: int) -> tuple[int, ...]:
+    shape = list(SHAPES[kind])
+    if kind != "shared":
+        shape[1 if kind == "second" else 0] *= batch
+    return tuple(shape)
+
+
+def dice_for(kind: Kind, seed: int = 0) -> Dice:
+    return Dice(seed, Sites({"/0": (kind,), "a/0": (kind,), "b/0": (kind,), "a/1": (kind,)}))
+
+
+def keep(dice: Dice, kind: Kind, ids: list[int], step: int = 0, p: float = 0.4) -> torch.Tensor:
+    dice.begin(step, torch.tensor(ids))
+    return dice.keep(shape_for(kind, len(ids)), p, CPU)
+
+
+@pytest.mark.parametrize("parts", [(3, 3), (2, 2, 2), (1,) * 6, (5, 1)])
+@pytest.mark.parametrize("kind", ["first", "second", "rows"])
+def test_a_sample_has_the_same_mask_however_the_batch_is_divided(kind: Kind, parts: tuple[int, ...]):
+    ids = [3, 4, 50, 51, 52, 9]
+    whole = keep(dice_for(kind), kind, ids)
+    pieces = [keep(dice_for(kind), kind, ids[sum(parts[:i]) : sum(parts[: i + 1])]) for i in range(len(parts))]
+    assert torch.equal(torch.cat(pieces, dim=1 if kind == "second" else 0), whole)
+
+
+def test_the_layouts_of_one_sample_hold_the_same_numbers():
+    first, second = keep(dice_for("first"), "first", [3, 8]), keep(dice_for("second"), "second", [3, 8])
+    assert torch.equal(first, second.transpose(0, 1))
+
+
+def test_a_shared_site_draws_once_for_all_samples():
+    assert torch.equal(keep(dice_for("shared"), "shared", [1]), keep(dice_for("shared"), "shared", [2, 3]))
+
+
+def test_seed_step_sample_and_site_each_change_the_mask():
+    base = keep(dice_for("first"), "first", [3])
+    others = [keep(dice_for("first", seed=1), "first", [3]), keep(dice_for("first"), "first", [4])]
+    others.append(keep(dice_for("first"), "first", [3], step=1))
+    dice = dice_for("first")
+    dice.begin(0, torch.tensor([3]))
+    dice.enter("a")
+    others += [dice.keep((1, 5, 7), 0.4, CPU), dice.keep((1, 5, 7), 0.4, CPU)]
+    assert all(not torch.equal(base, other) for other in others)
+    assert not torch.equal(others[-1], others[-2])
+
+
+def test_a_block_that_is_run_again_draws_the_same():
+    dice = dice_for("first")
+    dice.begin(0, torch.tensor([3]))
+    masks = []
+    for visit in ("a", "b", "a"):
+        dice.enter(visit)
+        masks.append(dice.keep((1, 5, 7), 0.4, CPU))
+    assert torch.equal(masks[0], masks[2])
+    assert not torch.equal(masks[0], masks[1])
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_the_share_that_is_dropped_is_p(p: float):
+    dice = Dice(0, Sites({"/0": ("first",)}))
+    dice.begin(0, torch.arange(10))
+    mask = dice.keep((10, 20_000), p, CPU)
+    assert abs(1 - mask.double().mean().item() - p) < 4 * math.sqrt(p * (1 - p) / mask.numel())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_uniform_numbers_lie_in_the_half_open_unit_interval(dtype: torch.dtype):
+    dice = Dice(0, Sites({"/0": ("first",)}))
+    dice.begin(0, torch.arange(10))
+    u = dice.uniform((10, 20_000), dtype, CPU)
+    assert u.dtype == dtype
+    assert u.min() >= 0
+    assert u.max() < 1
+    assert u.double().mean().item() == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_sample_wider_than_a_chunk_is_drawn_as_a_narrow_one_is():
+    dice = Dice(0, Sites({"/0": ("first",)}))
+    dice.begin(0, torch.arange(3))
+    wide = dice.keep((3, CHUNK + 5), 0.5, CPU)
+    dice.begin(0, torch.arange(3))
+    assert torch.equal(dice.keep((3, 100), 0.5, CPU), wide[:, :100])
+    assert wide[:, CHUNK:].any()
+
+
+def test_one_trial_finds_the_sample_dim():
+    sites = Sites()
+    for site, shape in {"f": (7, 3), "s": (3, 7), "r": (21, 4), "n": (12, 5), "scalar": ()}.items():
+        sites.learn(site, torch.Size(shape), 7)
+    assert {site: sites.kind(site) for site in sites.allowed} == {
+        "f": "first",
+        "s": "second",
+        "r": "rows",
+        "n": "shared",
+        "scalar": "shared",
+    }
+
+
+def test_a_second_trial_settles_what_the_first_left_open():
+    sites = Sites()
+    for batch in (3, 5):
+        sites.learn("time first", torch.Size((3, batch, 8)), batch)
+        sites.learn("heads", torch.Size((12, 4)), batch)
+    assert sites.kind("time first") == "second"
+    assert sites.kind("heads") == "shared"
+
+
+def test_a_site_that_no_trial_met_is_refused():
+    dice = Dice(0)
+    dice.begin(0, torch.arange(2))
+    dice.enter("layers.3")
+    with pytest.raises(PlanError, match=r"layers\.3/0: the forward draws random numbers at a place"):
+        dice.keep((2, 3), 0.5, CPU)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("first", (4, 2)), ("second", (2, 4)), ("rows", (4, 2))])
+def test_a_tensor_that_does_not_fit_the_announced_samples_is_refused(kind: Kind, size: tuple[int, int]):
+    dice = dice_for(kind)
+    dice.begin(0, torch.arange(3))
+    with pytest.raises(PlanError, match=rf"is drawn for 3 samples, and in the trial run its kind was '{kind}'"):
+        dice.keep(size, 0.5, CPU)
+
+
+def test_a_rank_without_samples_draws_nothing():
+    dice = dice_for("first")
+    dice.begin(0, torch.arange(0))
+    assert dice.keep((0, 5, 7), 0.5, CPU).shape == (0, 5, 7)

@@ -1,0 +1,163 @@
+"""Models that are given no rows of tokens: they begin in the first block that attends to [rows, tokens, width]."""
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from meshwright.api import make_plan, read
+from meshwright.engine.runtime.loss import Loss
+from meshwright.model.analysis.analyze import Reading
+from meshwright.model.loading.loader import Model
+from meshwright.parallel.context.ring import Ring
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.job import Job
+from meshwright.plan.model_spec.sequence_info import Tokens
+from meshwright.plan.sharding.mesh import Mesh
+from tests.parallel.tensor.model_families import CLASSES, FAMILIES, PIXELS, loss_of
+
+IMAGES = torch.linspace(-1, 1, 2 * 3 * PIXELS * PIXELS).view(2, 3, PIXELS, PIXELS)
+LABELS = torch.zeros(2, dtype=torch.int64)
+WIDTH = 8
+
+
+def classified(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs, batch["labels"], reduction="sum")
+
+
+LOSS = Loss(classified, lambda batch: torch.tensor(len(batch["labels"])))
+
+
+class Attention(nn.Module):
+    """Two heads that attend to everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        return x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Images(nn.Module):
+    """Patches, a class token and positions in glue, layers, the mean of all."""
+
+    def __init__(self, side: int = 2, layer: Callable[[], nn.Module] = Attention) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, WIDTH, side, side)
+        self.first = nn.Parameter(torch.zeros(1, 1, WIDTH))
+        self.places = nn.Parameter(torch.linspace(-1, 1, ((PIXELS // side) ** 2 + 1) * WIDTH).view(1, -1, WIDTH))
+        self.layers, self.head = nn.ModuleList(layer() for _ in range(2)), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        x = self.patches(pixels).flatten(2).transpose(1, 2)
+        x = torch.cat([self.first.expand(len(x), -1, -1), x], 1) + self.places
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean(1))
+
+
+def known(make: Callable[[], nn.Module]) -> Reading:
+    return read(lambda: Model(make()), {"pixels": IMAGES, "labels": LABELS}, loss=LOSS)
+
+
+def tokens_of(make: Callable[[], nn.Module]) -> Tokens:
+    tokens = known(make).tokens
+    assert tokens is not None
+    return tokens
+
+
+def mixes(tokens: Tokens) -> list[str]:
+    return [each.mixes for each in tokens.visits if each.mixes]
+
+
+def test_patches_are_tokens_from_the_first_block_that_attends():
+    tokens = tokens_of(Images)
+    assert mixes(tokens) == []
+    assert (tokens.length, tokens.lengths, tokens.inputs, tokens.targets) == (17, (17,), (), ())
+    assert [(each.queries, each.keys, each.causal) for each in tokens.attends] == [(17, 17, False)] * 2
+    runs = [(each.visit, tokens.run_by(each.visit)) for each in tokens.visits]
+    assert runs == [("patches", 0), ("layers.0", 17), ("layers.1", 17), ("head", 0)]
+
+
+def test_a_vit_has_tokens():
+    tokens = read(FAMILIES["vit"], {"pixel_values": IMAGES, "labels": LABELS}, loss=loss_of("vit")).tokens
+    assert tokens is not None
+    assert mixes(tokens) == []
+    assert (tokens.length, tokens.run_by("vit.embeddings"), tokens.run_by("classifier")) == (5, 0, 0)
+    assert [tokens.run_by(each) for each in ("vit.layers.0", "vit.layernorm")] == [5, 5]
+
+
+def test_as_many_patches_as_the_width_of_a_token_are_told_from_it():
+    class Wide(Images):
+        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+            x = (self.patches(pixels).flatten(2).transpose(1, 2) + self.places[:, :16])[:, ::2]
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x[:, 0]) + 0 * self.first.sum()
+
+    tokens = tokens_of(Wide)
+    assert (mixes(tokens), tokens.length) == ([], WIDTH)
+    assert tokens.visits[1].takes == ((1,),)
+
+
+class Windows(Attention):
+    """It attends within some neighbours."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([super().forward(x[:, :4]), x[:, 4:]], 1)
+
+
+class Placed(Attention):
+    """It adds positions of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.zeros(1, 17, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.places)
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [(Windows, "qkv takes some of the tokens"), (Placed, "it does not run on rows of")],
+)
+def test_layers_that_cannot_are_refused_by_name(layer: type[nn.Module], words: str):
+    reading = known(lambda: Images(layer=layer))
+    with pytest.raises(PlanError, match=words):
+        make_plan(reading, Job(ModelSource("own"), DataSource("random")), Mesh(cp=2), (Ring(),))
+
+
+def test_images_to_which_nobody_attends_are_refused():
+    reading = known(lambda: Images(layer=lambda: nn.Linear(WIDTH, WIDTH)))
+    assert reading.tokens is None
+    with pytest.raises(PlanError, match=r"no block takes in .rows, tokens, width. and attends to them"):
+        make_plan(reading, Job(ModelSource("own"), DataSource("random")), Mesh(cp=2), (Ring(),))
+
+
+class Towers(nn.Module):
+    """CLIP, whose image and text are compared feature by feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 16, "intermediate_size": 13, "num_hidden_layers": 2, "num_attention_heads": 4}
+        text, sight = {**sizes, "vocab_size": 67}, {**sizes, "image_size": PIXELS, "patch_size": 2}
+        config = transformers.CLIPConfig(text_config=text, vision_config=sight, projection_dim=6)
+        self.clip = transformers.CLIPModel(config)
+
+    def forward(self, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
+        out = self.clip(input_ids=input_ids, pixel_values=pixel_values)
+        return out.text_embeds * out.image_embeds * self.clip.logit_scale
+
+
+def test_two_towers_have_tokens_of_their_own():
+    batch = {"input_ids": torch.arange(18).view(2, 9), "pixel_values": IMAGES, "labels": LABELS}
+    tokens = read(lambda: Model(Towers()), batch, loss=LOSS).tokens
+    assert tokens is not None
+    assert mixes(tokens) == []
+    assert {(each.queries, each.keys) for each in tokens.attends} == {(9, 9), (17, 17)}

@@ -1,0 +1,156 @@
+"""Blocks that go another way by how many tokens there are: told on rows as long as a run has them, before it goes wrong."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
+from torch import nn
+
+from meshwright.api import build, make_plan, read, verify
+from meshwright.model.analysis.analyze import Reading
+from meshwright.model.sequence_analysis.runtime_check import Alike
+from meshwright.parallel.context.hybrid import Hybrid
+from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.job import Job, Train
+from meshwright.plan.model_spec.sequence_info import Deal
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
+from meshwright.testing.ranks import on_threads
+
+ROWS, TOKENS = 2, 13
+Rule = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Layer(nn.Module):
+    """Attends to what `rule` makes of its input."""
+
+    def __init__(self, rule: Rule) -> None:
+        super().__init__()
+        self.rule, self.qkv, self.out = rule, nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(self.rule(x)).chunk(3, -1))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Own(nn.Module):
+    """Words, two layers, a head."""
+
+    def __init__(self, rule: Rule) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(67, 8), nn.Linear(8, 67)
+        self.layers = nn.ModuleList(Layer(rule) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def far(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x if x.shape[1] > 16 else x
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * (1.5 if x.shape[1] > 16 else 1.0)
+
+
+def near(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x if x.shape[1] < 5 else x
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def rows(length: int = TOKENS) -> dict[str, torch.Tensor]:
+    thrown = torch.Generator().manual_seed(2)
+    return {key: torch.randint(67, (ROWS, length), generator=thrown) for key in ("input_ids", "labels")}
+
+
+def reading_of(rule: Rule) -> Reading:
+    return read(lambda: Own(rule), rows())
+
+
+JOB = Job(ModelSource("own"), DataSource("random", sequence=TOKENS), Train(batch=ROWS))
+
+
+def planned(reading: Reading, mesh: Mesh | None = None, *strategies: Strategy) -> Plan:
+    return make_plan(reading, JOB, mesh or Mesh(cp=3), (*(strategies or (Ring(),)), Replicate(axis="cp")), 1)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategies"),
+    [(Mesh(cp=3), (Ring(),)), (Mesh(cp=4), (Hybrid(),)), (Mesh(pp=2, cp=2), (Pipeline(), Ring()))],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("rule", "said"), [(far, "layers.0 computes 'mul' on rows of 40"), (scaled, "the number of tokens (mul)")]
+)
+def test_a_branch_that_longer_rows_take_is_refused_when_they_come(rule: Rule, said: str, mesh: Mesh, strategies: tuple) -> None:
+    reading = reading_of(rule)
+    plan = planned(reading, mesh, *strategies)
+    assert verify(reading, plan, [rows()]).passed
+    with pytest.raises(PlanError) as caught:
+        verify(reading, plan, [rows(40)])
+    assert said in str(caught.value)
+    assert "let it compute the same on 40 tokens as on fewer; or set mesh.cp = 1" in str(caught.value)
+
+
+def test_a_branch_that_a_rank_takes_alone_is_refused_before_anything_starts() -> None:
+    reading = reading_of(near)  # on 13 and on 5 tokens it is not taken, and of 13 on three ranks one has 4
+    with pytest.raises(PlanError, match="a block cannot run on some of the tokens: layers"):
+        planned(reading)
+    assert planned(reading, Mesh(cp=2)).mesh.cp == 2
+
+
+def test_rows_of_any_length_run_where_blocks_do_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, tried = reading_of(plain), list[dict[int, int]]()
+    run = Alike._run
+    monkeypatch.setattr(
+        Alike, "_run", lambda self, tokens, lengths, share: tried.append(lengths) or run(self, tokens, lengths, share)
+    )
+    plan = planned(reading)
+
+    def train(world):
+        with build(reading, plan, world=world) as engine:
+            return [engine.step(engine.share(rows(length))).loss for length in (13, 9, 21, 20, 13)]
+
+    def alone() -> list[float]:
+        with build(reading, make_plan(reading, JOB)) as engine:
+            return [engine.step(rows(length)).loss for length in (13, 9, 21, 20, 13)]
+
+    assert on_threads(train, Mesh(cp=3))[0] == pytest.approx(alone(), rel=1e-4)
+    assert tried == [{13: 13}, {13: 13}, {13: 9}, {13: 21}]  # some of 13, all of 13; fewer; more; the last two lie between
+
+
+def test_evaluations_are_looked_at_too() -> None:
+    reading = reading_of(far)
+    plan = planned(reading)
+
+    def evaluate(world):
+        with build(reading, plan, world=world) as engine:
+            engine.evaluate([engine.share(rows(40))])
+
+    with pytest.raises(PlanError, match="on rows of 40 tokens"):
+        on_threads(evaluate, Mesh(cp=3))
+
+
+def test_what_does_not_run_on_so_many_tokens_says_so() -> None:
+    def short(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] > 16:
+            raise ValueError("too long")
+        return x
+
+    reading = reading_of(short)
+    tokens = reading.tokens
+    assert tokens is not None
+    with pytest.raises(PlanError, match="it does not run on rows of 40 tokens: ValueError: too long"):
+        reading.alike.check(tokens, Deal(3), {TOKENS: 40})

@@ -1,0 +1,104 @@
+"""What stands beside divided features and needs a gradient: shared by all ranks where it can be, else the layers stay whole."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.api import make_plan, read, verify
+from meshwright.model.analysis.analyze import Reading
+from meshwright.model.tensor_parallel import pair_search
+from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.job import Job, Train
+from meshwright.plan.sharding.mesh import Mesh
+from tests.model.two_block_model import Net
+
+TOKENS = torch.arange(28).view(4, 7) % 7
+BATCH = {"input_ids": TOKENS, "labels": TOKENS}
+
+
+class Scale(nn.Module):
+    """One factor for all features, times another: the parameters meet each other first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.full((1,), 0.3)), nn.Parameter(torch.full((1,), 0.4))
+        self.register_buffer("sign", -torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (self.one * self.other * self.sign)
+
+
+class Block(nn.Module):
+    """Two linear layers, and between them what `between` computes of the block, its stream and the features."""
+
+    def __init__(self, between: Callable[["Block", torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.scale, self.gate = Scale(), nn.Parameter(torch.linspace(-1, 1, 8))
+        self.heads, self.each = nn.LayerNorm(4), nn.ModuleList(nn.LayerNorm(4) for _ in range(3))
+        self.between = between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.between(self, x, self.up(x)))
+
+
+def heads(block: Block, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    return block.heads(h.unflatten(-1, (-1, 4))).flatten(-2)
+
+
+def products(block: Block, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    return block.scale(h).tanh()
+
+
+def gated(block: Block, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    return h * (x * block.gate).sum(-1, keepdim=True)
+
+
+def of_the_block(block: Block, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    return h * block.gate.sum()
+
+
+def used_apart_too(block: Block, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    return block.scale(h) + block.up(block.scale(x))
+
+
+def one_for_each_head(block: Block, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    parts = h.unflatten(-1, (-1, 4)).split(1, -2)
+    return torch.cat([norm(part) for norm, part in zip(block.each, parts, strict=False)], -2).flatten(-2)
+
+
+def reading_of(between: Callable[[Block, torch.Tensor, torch.Tensor], torch.Tensor]) -> Reading:
+    return read(lambda: Net(lambda: Block(between)), BATCH)
+
+
+def verdict(reading: Reading, ranks: int) -> object:
+    job = Job(ModelSource("net"), DataSource("random", sequence=7), Train(batch=4))
+    return verify(reading, make_plan(reading, job, Mesh(tp=ranks), (Line(),)), [BATCH])
+
+
+def role(reading: Reading, layer: str) -> str:
+    return next(weight.role for weight in reading.anatomy.weights if weight.name == f"layers.0.{layer}")
+
+
+@pytest.mark.parametrize(("between", "inside"), [(heads, "heads.bias"), (products, "scale.one"), (products, "scale.other")])
+def test_parameters_between_columns_and_rows_have_gradients_that_are_sums_over_the_ranks(between, inside: str):
+    reading = reading_of(between)
+    assert (role(reading, "up.weight"), role(reading, inside)) == ("columns", "inside")
+    for ranks in (2, 3):
+        found = verdict(reading, ranks)
+        assert found.passed, str(found)
+
+
+@pytest.mark.parametrize("between", [gated, of_the_block, used_apart_too, one_for_each_head])
+def test_layers_stay_whole_where_what_stands_beside_their_features_would_get_a_wrong_gradient(between):
+    assert role(reading_of(between), "up.weight") == role(reading_of(between), "down.weight") == ""
+
+
+def test_a_norm_between_columns_and_rows_that_nobody_saw_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pair_search._Search, "_units_met", lambda *args: 0)
+    reading = reading_of(heads)
+    assert (role(reading, "up.weight"), role(reading, "heads.bias")) == ("columns", "norm")
+    assert not verdict(reading, 2).passed

@@ -1,0 +1,138 @@
+"""The way of the stream through a model is found: who hands it on, who takes all tokens, and what mixes them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.api import read
+from meshwright.model.loading.loader import Model
+from meshwright.plan.model_spec.layer_calls import Call, Passage
+from meshwright.plan.model_spec.model_spec import Anatomy
+from tests.parallel.tensor.model_families import read_family
+
+WORDS, WIDTH = 13, 8
+
+
+def anatomy_of(family: str) -> tuple[dict[str, Passage], dict[str, Call]]:
+    anatomy = read_family(family, 6).anatomy
+    return {each.visit: each for each in anatomy.passages}, {call.name: call for call in anatomy.calls}
+
+
+def test_layers_hand_it_on_to_the_norm_and_that_to_the_head():
+    passages, calls = anatomy_of("llama")
+    assert [(each.source, each.onward) for each in passages.values()] == [
+        ("", "model.layers.1"),
+        ("model.layers.0", "model.norm"),
+        ("model.layers.1", "lm_head"),  # whose glue takes all of it: x[:, 0:]
+    ]
+    assert all((each.tokens, each.width, each.mixes, each.place) == (6, 24, "", None) for each in passages.values())
+    attention, mlp = calls["model.layers.0.self_attn.k_proj"], calls["model.layers.0.mlp.up_proj"]
+    assert (attention.gate, attention.slots) == ("model.layers.0.self_attn", ("hidden_states",))
+    assert (mlp.gate, mlp.slots) == ("model.layers.0.mlp", (0,))
+    assert not calls["model.layers.0.self_attn.o_proj"].streams
+    assert calls["model.layers.0.input_layernorm"].streams
+    assert calls["lm_head"].streams
+
+
+def test_norms_of_heads_are_not_on_it():
+    _, calls = anatomy_of("qwen3")
+    assert not calls["model.layers.0.self_attn.q_norm"].streams
+
+
+def test_glue_that_views_it_ends_it():
+    passages, _ = anatomy_of("gpt2")
+    assert passages["transformer.ln_f"].onward == ""
+
+
+def test_a_module_that_adds_it_behind_its_layers_is_no_gate():
+    passages, calls = anatomy_of("bert")
+    assert calls["bert.encoder.layer.0.attention.self.query"].gate == "bert.encoder.layer.0.attention.self"
+    assert calls["bert.encoder.layer.0.intermediate.dense"].gate == "bert.encoder.layer.0.intermediate"
+    assert list(passages) == ["bert.encoder.layer.0", "bert.encoder.layer.1"]  # the head beside a norm and a whole layer is none
+
+
+def test_what_a_decoder_takes_from_the_encoder_is_not_its_stream():
+    passages, calls = anatomy_of("t5")
+    cross = "decoder.block.0.layer.1.EncDecAttention"
+    assert [calls[f"{cross}.{name}"].streams for name in "qkv"] == [True, False, False]
+    assert passages["encoder.final_layer_norm"].onward == ""
+    assert passages["decoder.block.0"].source == ""
+    assert passages["decoder.block.0"].place == 0
+
+
+class Pair(nn.Module):
+    """A residual pair in one module; `extra` is done with what norms give out."""
+
+    def __init__(self, extra: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.extra = extra
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.extra(self.norm(x)))))
+
+
+class Pairs(nn.Module):
+    """Embedding, pairs, head; `between` is what glue does behind the first pair."""
+
+    def __init__(self, extra: Callable[[torch.Tensor], torch.Tensor], between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.layers = nn.ModuleList(Pair(extra) for _ in range(2))
+        self.between = between
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        return self.head(self.layers[1](self.between(self.layers[0](x))))
+
+
+def same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def found(extra: Callable = same, between: Callable = same) -> Anatomy:
+    tokens = torch.randint(WORDS, (2, 6), generator=torch.Generator().manual_seed(0))
+    sockets = {"layers.*.up": "columns", "layers.*.down": "rows"}
+    model = Pairs(extra, between)
+    anatomy = read(lambda: Model(model, sockets=sockets), {"input_ids": tokens, "labels": tokens}).anatomy
+    assert all("forward" not in part.__dict__ and not part._forward_hooks for part in model.modules())  # left as it was
+    return anatomy
+
+
+def test_layers_in_a_block_itself_have_no_gate():
+    anatomy = found()
+    assert [each.onward for each in anatomy.passages] == ["layers.1", "head"]
+    assert {call.gate for call in anatomy.calls} == {""}
+    assert all(call.streams for call in anatomy.calls if call.role in ("columns", "norm", "head"))
+
+
+@pytest.mark.parametrize(
+    ("between", "onward"),
+    [
+        (lambda x: x, "layers.1"),
+        (lambda x: x[:, slice(0, None)], "layers.1"),
+        (lambda x: x[:, 1:], ""),
+        (lambda x: x * 1.0, ""),
+        (lambda x: x.shape[1] and x, ""),  # a slice has another length
+        (lambda x: x.requires_grad and x.dtype.is_floating_point and x, "layers.1"),
+    ],
+)
+def test_glue_may_hand_it_on_and_no_more(between: Callable, onward: str):
+    anatomy = found(between=between)
+    assert anatomy.passages[0].onward == onward
+    assert anatomy.passages[1].source == ("layers.0" if onward else "")
+
+
+@pytest.mark.parametrize(
+    ("extra", "mixes"),
+    [
+        (lambda x: x.float().pow(2) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-5), ""),
+        (lambda x: x.flip(1), "layers.0 computes 'flip' with it"),
+        (lambda x: x * x.abs().amax(1, keepdim=True), "layers.0 takes amax over tokens"),
+        (lambda x: x.reshape(-1, WIDTH).view(x.shape), "layers.0 computes 'reshape' with it"),
+    ],
+)
+def test_what_mixes_tokens_is_named(extra: Callable, mixes: str):
+    assert found(extra).passages[0].mixes == mixes

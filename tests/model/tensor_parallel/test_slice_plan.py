@@ -1,0 +1,26 @@
+"""What one rank has: its heads of what a block is given, and slices of tensors, as views where they can be."""
+
+import pytest
+import torch
+
+from meshwright.model.tensor_parallel.slice_plan import portioned, taken
+from meshwright.plan.model_spec.dim_split import Cut, Span
+from meshwright.plan.model_spec.layer_calls import Portion
+
+
+@pytest.mark.parametrize("slot", [1, "bias"])
+def test_a_block_is_given_its_heads_of_a_tensor_and_all_else_as_it_is(slot: int | str):
+    bias, x = torch.arange(3 * 5 * 2.0).view(3, 5, 2, 1), torch.ones(3)
+    args, kwargs = ((x, bias), {}) if slot == 1 else ((x,), {"bias": bias})
+    args, kwargs = portioned(Portion("block", slot, Cut(1, 5, (5,))), 1, 2, args, kwargs)
+    assert args[0] is x
+    assert torch.equal(args[1] if slot == 1 else kwargs["bias"], bias[:, 3:])
+    assert portioned(Portion("block", 2, Cut(1, 5, (5,))), 1, 2, (x, None, None), {}) == ((x, None, None), {})
+
+
+def test_a_slice_is_a_view_unless_it_is_put_together():
+    whole = torch.arange(24.0).view(4, 6)
+    view = taken(whole, (Span(0, ((1, 3),)), Span(1, ((2, 5),))))
+    assert torch.equal(view, whole[1:3, 2:5])
+    assert view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    assert torch.equal(taken(whole, (Span(1, ((0, 1), (4, 6))),)), whole[:, [0, 4, 5]])

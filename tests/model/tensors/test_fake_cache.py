@@ -1,0 +1,105 @@
+"""Caches of a model's code, which a trial must leave as it would find them."""
+
+from functools import lru_cache, wraps
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from meshwright.api import read, verify
+from meshwright.model.tensors.fake_cache import forget_fakes
+from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.plan.sharding.mesh import Mesh
+from tests.parallel.tensor.odd_llama import batches, planned
+
+
+@lru_cache(maxsize=4)
+def places(length: int) -> torch.Tensor:
+    return torch.arange(length)
+
+
+def kept(function):
+    remembered = lru_cache(maxsize=None)(function)
+
+    @wraps(function)
+    def asked(*args):
+        return remembered(*args)
+
+    return asked
+
+
+class Tabled(nn.Module):
+    """Asks three kinds of caches for what it looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.far, self.head = nn.Embedding(67, 8), nn.Embedding(67, 8), nn.Linear(8, 67)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    @staticmethod
+    @lru_cache(maxsize=4)
+    def table(length: int) -> tuple[torch.Tensor, int]:
+        return torch.arange(length) * 3 % 7, length
+
+    @kept
+    def wrapped(self, length: int) -> torch.Tensor:
+        return torch.arange(length) % 5
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        length = input_ids.shape[1]
+        x = self.words(input_ids) + self.far(self.table(length)[0] + self.wrapped(length) + places(length))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_a_trial_leaves_no_fakes_behind():
+    model = Tabled()
+    read(model, batches(1)[0])
+    length = batches(1)[0]["input_ids"].shape[1]
+    given = (Tabled.table(length)[0], places(length), model.wrapped(length))
+    assert not any(isinstance(tensor, FakeTensor) for tensor in given)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pp=2)], ids=str)
+def test_a_model_that_remembers_tables_equals_one_device(mesh: Mesh):
+    reading, plan = planned(Tabled(), mesh, (Pipeline(),) if mesh.pp > 1 else ())
+    verdict = verify(reading, plan, batches(2))
+    assert verdict.passed, verdict
+
+
+class Within(nn.Module):
+    """Each of its layers asks the same cache."""
+
+    class Layer(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + Tabled.table(x.shape[1])[0].unsqueeze(-1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(67, 8), nn.Linear(8, 67)
+        self.layers = nn.ModuleList(self.Layer(8, 8) for _ in range(4))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_a_table_that_all_layers_ask_a_cache_for_closes_no_border():
+    reading, plan = planned(Within(), Mesh(pp=2), (Pipeline(cuts=("layers.2",)),))
+    verdict = verify(reading, plan, batches(2))
+    assert verdict.passed, verdict
+
+
+def test_what_is_no_fake_is_remembered_on():
+    places.cache_clear()
+    places(3)
+    forget_fakes(Tabled())
+    assert places.cache_info().currsize == 1
+    with FakeTensorMode():
+        places(4)
+    forget_fakes(Tabled())
+    assert places.cache_info().currsize == 0

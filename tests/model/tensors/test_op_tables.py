@@ -1,0 +1,61 @@
+"""Operations that treat each token of a stream by itself are told from those that do not."""
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
+
+from meshwright.model.tensors.op_tables import alone, reads
+
+STREAM, OTHER = torch.rand(3, 5, 4), torch.rand(3, 5, 4)
+
+
+def why(func: object, *args: object, **kwargs: object) -> str:
+    """What is said of `func`, whose first argument is the stream, and so is `OTHER`."""
+    operands = [each for each in args if isinstance(each, torch.Tensor)]
+    carried = [each for each in operands if each is STREAM or each is OTHER]
+    name = func.__name__.strip("_")
+    return alone(name, args, kwargs, operands, carried, func(*args, **kwargs))
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "kwargs"),
+    [
+        (torch.Tensor.__add__, (STREAM, OTHER), {}),
+        (torch.mul, (STREAM, torch.rand(4)), {}),
+        (torch.mul, (STREAM, torch.rand(3, 1, 4)), {}),
+        (torch.Tensor.__rsub__, (STREAM, 1.0), {}),
+        (torch.Tensor.pow, (STREAM, 2), {}),
+        (torch.Tensor.mean, (STREAM, -1), {"keepdim": True}),
+        (torch.Tensor.mean, (STREAM,), {"dim": (2,)}),
+        (F.layer_norm, (STREAM, (4,)), {}),
+        (F.rms_norm, (STREAM,), {"normalized_shape": (4,)}),
+        (F.softmax, (STREAM,), {"dim": -1}),
+        (F.dropout, (STREAM, 0.0), {}),
+    ],
+)
+def test_these_treat_each_token_by_itself(func: object, args: tuple, kwargs: dict):
+    assert why(func, *args, **kwargs) == ""
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "kwargs", "said"),
+    [
+        (torch.mul, (STREAM, torch.rand(5, 4)), {}, "of a tensor of all tokens"),
+        (torch.add, (STREAM, torch.rand(3, 5, 1)), {}, "of a tensor of all tokens"),
+        (torch.Tensor.mean, (STREAM,), {}, "takes mean over tokens"),
+        (torch.Tensor.mean, (STREAM, 1), {}, "takes mean over tokens"),
+        (torch.Tensor.sum, (STREAM, (1, 2)), {}, "takes sum over tokens"),
+        (F.layer_norm, (STREAM, (5, 4)), {}, "takes layer_norm over tokens"),
+        (torch.transpose, (STREAM, 1, 2), {}, "computes 'transpose' with it"),
+        (torch.Tensor.reshape, (STREAM, -1, 4), {}, "computes 'reshape' with it"),
+        (torch.Tensor.cumsum, (STREAM, 1), {}, "computes 'cumsum' with it"),
+        (torch.Tensor.__matmul__, (STREAM, torch.rand(4, 4)), {}, "computes 'matmul' with it"),
+    ],
+)
+def test_these_do_not_or_nobody_knows(func: object, args: tuple, kwargs: dict, said: str):
+    assert said in why(func, *args, **kwargs)
+
+
+def test_who_reads_a_value_looks_at_all_tokens():
+    assert reads("item")
+    assert not reads("size")

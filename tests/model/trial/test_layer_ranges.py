@@ -1,0 +1,47 @@
+"""Operations and kept elements of layers that are divided: a pair has all that lies between its layers."""
+
+import torch
+from torch import nn
+
+from meshwright.api import read
+from meshwright.model.loading.loader import Model
+from meshwright.plan.sharding.mesh import Mesh
+from tests.model.two_block_model import Net
+from tests.parallel.tensor.odd_llama import ROWS, SIZES, TOKENS, batches, llama, planned
+
+
+class Block(nn.Module):
+    """A norm, a pair, and beside it a matrix of its own; what goes in is added to what comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.side = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.down(torch.tanh(self.up(y))) + torch.tanh(self.side(y))
+
+
+def test_a_pair_has_its_products_and_what_lies_between():
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    roles = {"layers.*.up": "columns", "layers.*.down": "rows", "layers.*.side": "replicated"}
+    found = read(lambda: Model(Net(Block), sockets=roles), {"input_ids": tokens, "labels": tokens}).anatomy
+    calls = {call.name: call for call in found.calls}
+    for layer in ("layers.0", "layers.1"):
+        up, down, norm = (calls[f"{layer}.{leaf}"] for leaf in ("up", "down", "norm"))
+        assert (up.flops, down.flops) == (5 * 2 * 8 * 12, 5 * 2 * 12 * 8)
+        assert (up.inside, down.inside) == (0, 5 * 12)  # what tanh gives out; what the norm gives out is none of the pair's
+        assert norm.flops == 0
+        at = found.visits.index(layer)
+        assert found.flops[at] == up.flops + down.flops + 5 * 2 * 8 * 8  # and the matrix that stays whole
+        assert found.inside_numel[at] >= down.inside + 5 * 8 + 5 * 8  # what the norm gives out, and the other tanh
+
+
+def test_attention_between_heads_belongs_to_its_pair():
+    reading, _ = planned(llama(), Mesh())
+    layer = [call for call in reading.anatomy.calls if call.visit == "model.layers.0"]
+    at = reading.anatomy.visits.index("model.layers.0")
+    assert sum(call.flops for call in layer) == reading.anatomy.flops[at]
+    width, attended = SIZES["hidden_size"], next(call for call in layer if call.name.endswith("o_proj"))
+    assert attended.flops == TOKENS * 2 * width * width + 2 * 2 * TOKENS * TOKENS * width
+    assert batches(1)[0]["input_ids"].shape == (ROWS, TOKENS)

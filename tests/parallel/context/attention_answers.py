@@ -1,0 +1,202 @@
+"""Answers to one call of attention, given on threads without an engine, held against torch's on one device."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
+
+from meshwright.comm.collectives.group import Entry, World
+from meshwright.engine.forward.block_collectives import Inner
+from meshwright.model.sequence_parallel.attention_call import Asked, mask_of
+from meshwright.model.sequence_parallel.conv_call import Beside
+from meshwright.model.sequence_parallel.token_shard import Share
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.job import Job, Train
+from meshwright.plan.job.precision import Precision
+from meshwright.plan.model_spec.model_spec import Anatomy
+from meshwright.plan.model_spec.sequence_info import Attend, Passing, Tokens
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.placement import Place
+from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.step.action import Action, Program
+from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.strategy import Strategy
+from meshwright.testing.ranks import on_threads
+
+ROWS = 2
+VISIT = "layers.0"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of attention on all tokens of `ROWS` samples, and the gradient of what comes out."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    grad: torch.Tensor
+    mask: torch.Tensor | None = None
+    causal: bool = False
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """What has gradients."""
+        learnt = (self.mask,) if self.mask is not None and self.mask.requires_grad else ()
+        return (self.query, self.key, self.value, *learnt)
+
+    @property
+    def attend(self) -> Attend:
+        """What the plan knows of it."""
+        return Attend(
+            *(VISIT, self.query.shape[1], self.key.shape[1], self.query.shape[3], self.value.shape[3]),
+            *(self.query.shape[2], self.key.shape[2], self.causal, self.mask is not None),
+            mask=mask_of(self.mask),
+        )
+
+    def dense(self) -> tuple[torch.Tensor, ...]:
+        """What one device makes of it: the output, then the gradients of the inputs."""
+        leaves = [each.detach().requires_grad_() for each in self.inputs]
+        shared = self.query.shape[1] // self.key.shape[1]
+        key, value = (each.repeat_interleave(shared, 1) for each in leaves[1:3])
+        out = F.scaled_dot_product_attention(leaves[0], key, value, leaves[3] if leaves[3:] else self.mask, is_causal=self.causal)
+        return out.detach(), *torch.autograd.grad(out, leaves, self.grad)
+
+
+def case(
+    heads: int,
+    groups: int,
+    length: int,
+    *,
+    widths: tuple[int, int] = (4, 4),
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> Case:
+    """A case of noise."""
+    noise = torch.Generator().manual_seed(heads * 100 + length)
+    shapes = [(heads, widths[0]), (groups, widths[0]), (groups, widths[1]), (heads, widths[1])]
+    drawn = [torch.randn(ROWS, many, length, width, generator=noise, dtype=dtype) for many, width in shapes]
+    return Case(*drawn, mask, causal)
+
+
+class Rank:
+    """What a strategy may touch of one rank, as far as attention goes."""
+
+    def __init__(self, world: World, space: Space) -> None:
+        self.plan = SimpleNamespace(space=space.at(world.mesh.coordinate(world.rank)))
+        self.answer: Callable[[Asked], torch.Tensor] | None = None
+        self.beside: Beside | None = None
+        self._world = world
+        self._state: Any = SimpleNamespace(world=world, acting="F")
+        self._inner = Inner(self._state)
+
+    def act(self, action: str) -> None:
+        """What is moved from now on is for `action`."""
+        self._state.acting = action
+
+    def move(self, tensor: torch.Tensor, axis: str, src: Place, dst: Place, meanwhile: Any = None) -> torch.Tensor:
+        return self._inner.move(tensor, axis, src, dst, meanwhile)
+
+    def exchange(self, tensor: torch.Tensor, axis: str, src: Place, dst: Place, near: int = 0) -> torch.Tensor:
+        return self._inner.exchange(tensor, axis, src, dst, near)
+
+    def shift(self, output: torch.Tensor, tensor: torch.Tensor, axis: str, by: int = 1) -> Any:
+        return self._world.group((axis,)).shift(output, tensor, by=by, action=self._state.acting)
+
+    def attend(self, answer: Callable[[Asked], torch.Tensor]) -> None:
+        self.answer = answer
+
+    def convolve(self, answer: Beside) -> None:
+        self.beside = answer
+
+
+def space_of(mesh: Mesh, attends: Sequence[Attend]) -> Space:
+    """A model of one block that attends."""
+    length = attends[0].queries
+    tokens = Tokens(length, ("input_ids",), ("labels",), (Passing(VISIT, ((1,),), ((1,),)),), tuple(attends))
+    return Space.one_device(mesh, Anatomy("tiny", (VISIT,), (), (length,), (1,), tokens=tokens))
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What all ranks together have given, as one device would, and what each has issued."""
+
+    found: tuple[torch.Tensor, ...]
+    entries: tuple[tuple[Entry, ...], ...]
+
+
+def answered(strategy: Strategy, given: Case, mesh: Mesh) -> Answered:
+    """`given`, answered by `strategy`: each rank is handed its own tokens."""
+    space = strategy.place(space_of(mesh, [given.attend]))
+
+    def play(world: World) -> tuple[list[torch.Tensor], list[Entry]]:
+        return _played(world, strategy, space, given)
+
+    ranks = on_threads(play, mesh)
+    whole = [torch.zeros_like(each) for each in (given.grad, *given.inputs)]
+    for rank, (locals_, _) in enumerate(ranks):
+        for at, (all_of, local) in enumerate(zip(whole, locals_, strict=True)):
+            if at == 4 and all_of.shape[2] == 1:  # of a mask that all queries share each rank has a summand
+                all_of += local
+            else:
+                _put(all_of, local, _share(space, rank, given.query.shape[2]))
+    return Answered(tuple(whole), tuple(tuple(entries) for _, entries in ranks))
+
+
+def _put(whole: torch.Tensor, local: torch.Tensor, share: Share) -> None:
+    at = 0
+    for begin, end in share.spans:
+        whole[:, :, begin:end] = local[:, :, at : at + end - begin]
+        at += end - begin
+
+
+def _share(space: Space, rank: int, length: int) -> Share:
+    return Share(length, space.deal.spans(length, rank) if space.deal else ((0, length),))
+
+
+def _played(world: World, strategy: Strategy, space: Space, given: Case) -> tuple[list[torch.Tensor], list[Entry]]:
+    rank, share = Rank(world, space), _share(space, world.rank, given.query.shape[2])
+    strategy.bind(rank)
+    world.ledger.recording = True
+    leaves = [share.own(each.detach(), 2).clone().requires_grad_() for each in (given.query, given.key, given.value)]
+    mask = given.mask
+    if mask is not None:
+        mask = mask.detach() if mask.shape[-2] == 1 else share.own(mask.detach(), 2).clone()
+        if given.mask is not None and given.mask.requires_grad:
+            leaves.append(mask.requires_grad_())
+    assert rank.answer is not None
+    scale = given.query.shape[-1] ** -0.5
+    out = rank.answer(Asked(*leaves[:3], mask, 0.0, given.causal, scale, share, share))
+    rank.act("B")
+    found = torch.autograd.grad(out, leaves, share.own(given.grad, 2))
+    return [out.detach(), *found], world.ledger.entries
+
+
+def worst(given: Case, strategy: Strategy, mesh: Mesh) -> float:
+    """The largest gap to one device, of the output and of gradients."""
+    found = answered(strategy, given, mesh).found
+    return max(float((one - other).abs().max()) for one, other in zip(given.dense(), found, strict=True))
+
+
+Sent = dict[str, list[tuple[str, int, int, str]]]  # by action: collectives, ranks that meet, bytes, dtypes
+
+
+def issued(entries: Sequence[Entry]) -> Sent:
+    """What a rank has issued in a forward, F, and in a backward, B."""
+    said = [(entry.action, (entry.collective, entry.size, entry.nbytes, entry.dtype)) for entry in entries]
+    return {action: [each for name, each in said if name == action] for action in "FB"}
+
+
+def stated(strategy: Strategy, given: Case, mesh: Mesh) -> Sent:
+    """What the program of `strategy` says of it."""
+    space = strategy.place(space_of(mesh, [given.attend])).at(mesh.coordinate(0))
+    dtype = str(given.query.dtype).removeprefix("torch.")
+    job = Job(ModelSource("tiny"), DataSource("random"), Train(batch=ROWS), precision=Precision(dtype, dtype))
+    program = Program.of({ROLE: [Action("F", VISIT, 0), Action("B", VISIT, 0)]})
+    actions = strategy.rewrite(program, space, job).actions(ROLE)
+    return {
+        action.kind: [(move.collective, move.ranks(mesh), move.nbytes, move.dtype) for move in action.inner] for action in actions
+    }

@@ -1,0 +1,274 @@
+"""Models that convolve tokens, dealt to ranks: one device's numbers in float64, and no byte that the program does not state."""
+
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
+import transformers
+from torch import nn
+
+from meshwright.api import make_plan, read, trace, verify
+from meshwright.model.analysis.analyze import Reading
+from meshwright.model.loading.loader import Model
+from meshwright.model.sequence_parallel import conv_call
+from meshwright.parallel.context.hybrid import Hybrid
+from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.ulysses import Ulysses
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.memory.tiled_compute import Tiles
+from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.plan.model_spec.sequence_info import LEAST
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
+from meshwright.verifier.static_checks import prove
+from tests.argument_names import named
+from tests.parallel.context.test_ring_models import COPIES, ROWS, Attention, padded
+from tests.parallel.context.test_sequence_sharding_in_pipelines import found, planned
+from tests.parallel.tensor.odd_llama import batches
+
+WIDTH, WORDS = 8, 67
+
+
+class Short(nn.Module):
+    """A causal convolution, channel by channel, between gates; padded on both sides and cut, as transformers has it."""
+
+    def __init__(self, kernel: int, dilation: int = 1) -> None:
+        super().__init__()
+        self.norm, self.into, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        reach = (kernel - 1) * dilation
+        self.conv = nn.Conv1d(WIDTH, WIDTH, kernel, padding=reach, dilation=dilation, groups=WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, value = self.into(self.norm(x)).transpose(-1, -2).chunk(2, dim=-2)
+        made = F.silu(self.conv(gate * value)[..., : x.shape[1]])
+        return x + self.out(made.transpose(-1, -2))
+
+
+class Even(nn.Module):
+    """A convolution that looks back and ahead, dropout, and one that is padded before: of all channels."""
+
+    def __init__(self, kernel: int, p: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(p)
+        self.one = nn.Conv1d(WIDTH, 2 * WIDTH, kernel, padding=kernel // 2)
+        self.two = nn.Conv1d(2 * WIDTH, WIDTH, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.drop(F.gelu(self.one(self.norm(x).transpose(1, 2))))
+        return x + self.two(F.pad(y, (3, 0))).transpose(1, 2)
+
+
+class Mixed(nn.Module):
+    """Convolutions and attention in turn."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.layers = nn.ModuleList([Short(3), Attention(WIDTH), Even(7, p), Short(4, dilation=2)])
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def lfm2(**more: object) -> nn.Module:
+    sizes = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 29, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "block_auto_adjust_ff_dim": False}
+    kinds = {"layer_types": ["conv", "full_attention", "conv"], "use_cache": False}
+    return transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**{**sizes, **heads, **kinds, **more}))
+
+
+def equal(reading: Reading, mesh: Mesh, *strategies: Strategy, micro_batch: int = 2, length: int = 9) -> None:
+    """Check that the plan's program can work, is what is issued, and gives what one device gives."""
+    source, train = DataSource("random", sequence=length), Train(batch=ROWS, clip=0.5)
+    job = Job(ModelSource("mixed"), source, train, Optimizer("adamw", lr=0.1, weight_decay=0.1))
+    plan = make_plan(reading, job, mesh, strategies, micro_batch)
+    assert not prove(plan)
+    verdict = verify(reading, plan, batches(2, ROWS, length))
+    assert verdict.passed, verdict
+    traced = trace(reading, plan, fake=mesh.size("pp") == 1)  # what a part receives is real
+    assert traced.passed, traced
+
+
+@cache
+def made(make, length: int = 9) -> Reading:
+    """The reading of a model, made once."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return read(make(), batches(1, ROWS, length)[0])
+
+
+WAYS = [(2, Ring()), (3, Ring()), (4, Ring()), (2, Ulysses()), (4, Hybrid())]
+
+
+@pytest.mark.parametrize(
+    ("make", "ranks", "strategy"), [*((Mixed, *way) for way in WAYS), (lfm2, 3, Ring()), (lfm2, 4, Hybrid())], ids=named
+)
+def test_convolutions_and_attention_on_ranks(make, ranks: int, strategy: Strategy) -> None:
+    equal(made(make), Mesh(cp=ranks), strategy, COPIES)
+
+
+@pytest.mark.parametrize(("make", "length"), [(Mixed, 2), (lfm2, 3), (Mixed, 5)], ids=named)
+def test_ranks_may_be_more_than_tokens(make, length: int) -> None:
+    equal(made(make, length), Mesh(cp=4), Ring(), COPIES, length=length)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategies"),
+    [
+        (Mesh(dp_shard=2, cp=2), (Batch(axis="dp_shard"), Ring(), Zero(stage=3), Recompute())),
+        (Mesh(cp=3), (Ring(), Zero(axis="cp"))),
+        (Mesh(pp=2, cp=3), (Pipeline(schedule="zb_h1"), Ring(), Recompute(), COPIES)),
+        (Mesh(cp=2, tp=2), (Line(), Ring(), COPIES)),
+    ],
+    ids=named,
+)
+def test_beside_other_techniques(mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
+    equal(made(lfm2), mesh, *strategies, micro_batch=1)
+
+
+def test_dropout_between_convolutions_draws_what_one_device_draws() -> None:
+    equal(made(lambda: Mixed(0.2)), Mesh(cp=3), Ring(), COPIES)
+
+
+def test_padding_in_a_batch_is_convolved_as_on_one_device() -> None:
+    reading, rows = padded(lfm2(), 3)
+    job = Job(ModelSource("lfm2"), DataSource("random", sequence=9), Train(batch=ROWS), Optimizer("adamw", lr=0.1))
+    verdict = verify(reading, make_plan(reading, job, Mesh(cp=3), (Ring(), COPIES)), rows)
+    assert verdict.passed, verdict
+
+
+def test_evaluations_may_have_longer_rows() -> None:
+    plan, alone = (planned(made(Mixed), mesh, *more) for mesh, *more in ((Mesh(cp=3), Ring(), COPIES), (Mesh(),)))
+    (wanted,) = found(made(Mixed), alone, 13)
+    for told, loss in found(made(Mixed), plan, 13):
+        assert (told.loss, loss) == pytest.approx((wanted[0].loss, wanted[1]), rel=1e-5)
+
+
+def test_a_block_that_does_not_cut_what_it_gives_is_given_all_tokens() -> None:
+    class Wide(Even):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.two(F.pad(self.one(self.norm(x).transpose(1, 2)), (3, 2))).transpose(1, 2)
+
+    class Own(Mixed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[2] = Wide(3)
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            x = self.layers[1](self.embed(input_ids))
+            return self.head(x + self.layers[2](x)[:, : x.shape[1]])
+
+    reading = made(Own)
+    assert reading.tokens is not None
+    assert [each.whole for each in reading.tokens.visits] == [False, False, True, False]
+    assert reading.tokens.convolves == ()
+    equal(reading, Mesh(cp=3), Ring(), COPIES)
+
+
+def refused(make, *strategies: Strategy, ranks: int = 2) -> str:
+    """Why there is no plan."""
+    reading = read(lambda: Model(make()), batches(1, ROWS)[0])  # a GRU is not copied
+    with pytest.raises(PlanError) as told:
+        equal(reading, Mesh(cp=ranks), *strategies, COPIES)
+    return " | ".join(f"{fault.what} -> {fault.fix}" for fault in told.value.faults)
+
+
+def test_a_cache_of_convolutions_is_refused_with_the_way_out() -> None:
+    said = refused(lambda: lfm2(use_cache=True), Ring())
+    assert "keeps some of the tokens (copy): build the model with use_cache=False" in said
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.rnn(x)[0]
+
+
+class Shifts(nn.Module):
+    """Mixes each token with the one before, as RWKV does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.linear = nn.ZeroPad2d((0, 0, 1, -1)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(self.shift(x))
+
+
+class Scan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x).cumsum(1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (Recurrent, "layers.*.rnn carries a state from token to token (gru)"),
+        (Shifts, "layers.*.shift pads tokens"),
+        (Scan, "layers.2 takes cumsum over tokens"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.__name__,
+)
+def test_what_carries_a_state_is_refused_by_name(layer, words: str) -> None:
+    class Own(Mixed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[2] = layer()
+
+    said = refused(Own, Ring())
+    assert words in said
+    assert "mesh.cp = 1 and mesh.dp_shard = 2 are as many ranks" in said
+
+
+def test_an_mlp_that_convolves_is_not_run_in_tiles() -> None:
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+            self.conv = nn.Conv1d(4 * WIDTH, 4 * WIDTH, 3, padding=1, groups=4 * WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(F.gelu(self.conv(self.up(x).transpose(1, 2)).transpose(1, 2)))
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = Mlp()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.mlp(x)
+
+    class Own(Mixed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[2] = Block()
+
+    equal(made(Own), Mesh(cp=2), Ring(), COPIES)
+    assert "set mlp = 1" in refused(Own, Ring(), Tiles(loss=1, mlp=2))
+
+
+def test_a_convolution_of_neighbours_on_this_rank_alone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def alone(self: conv_call.Convolving, known, given, share) -> torch.Tensor:
+        own = F.pad(given.input[..., known.before : known.before + max(LEAST, share.count)], (known.left, known.right))
+        return F.pad(F.conv1d(own, given.weight, given.bias, 1, 0, given.dilation, given.groups), (0, known.behind))
+
+    monkeypatch.setattr(conv_call.Convolving, "_asked", alone)
+    with pytest.raises(AssertionError):
+        equal(made(Mixed), Mesh(cp=3), Ring(), COPIES)

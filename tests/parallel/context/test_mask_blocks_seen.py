@@ -1,0 +1,141 @@
+"""What queries look at is read off a mask, where each looks at neighbours; and once for all layers that are handed the same."""
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.parallel.context.attention_inputs import Circle
+from meshwright.parallel.context.mask_blocks import Bounds, Masked, Neighbours, Recent
+from meshwright.plan.model_spec.sequence_info import Deal
+from tests.parallel.context.dense_attention import mask_of
+
+CPU = torch.device("cpu")
+LENGTH = 24
+
+
+def circle(deal: Deal | None = None, index: int = 1, causal: bool = False) -> Circle:
+    deal = deal or Deal(3)
+    spans = tuple(deal.spans(LENGTH, each) for each in range(deal.ranks))
+    return Circle(index, spans[index], spans, 1.0, causal, lambda output, tensor: None)
+
+
+def read(mask: torch.Tensor) -> Bounds | None:
+    return Bounds.of(mask, LENGTH)
+
+
+@pytest.mark.parametrize("name", ["window", "documents", "padding"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.float64])
+def test_bounds_are_what_the_mask_says(name: str, dtype: torch.dtype) -> None:
+    mask = mask_of(name, LENGTH)
+    deep = -torch.inf if name == "padding" else torch.finfo(torch.float32).min  # padding hides whole rows
+    given = mask if dtype == torch.bool else torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, deep)
+    bounds = read(given)
+    assert bounds is not None
+    at = np.arange(LENGTH)
+    said = (at >= bounds.first[:, :, None]) & (at < bounds.last[:, :, None])
+    assert np.array_equal(said, mask[:, 0].numpy())
+
+
+def test_a_mask_that_all_queries_share_is_spread() -> None:
+    bounds = read((torch.arange(LENGTH) < 9).expand(2, 1, 1, LENGTH))
+    assert bounds is not None
+    assert bounds.first.shape == (2, LENGTH)
+    assert set(bounds.last.ravel().tolist()) == {9}
+    assert bounds.groups() == [None]
+
+
+def test_rows_that_are_alike_go_together() -> None:
+    mask = torch.ones(5, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    mask[2, :, :, :4] = False
+    bounds = read(mask)
+    assert bounds is not None
+    assert bounds.groups() == [(0, 2), (2, 3), (3, 5)]
+
+
+def holes() -> torch.Tensor:
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    mask[..., 20, 7] = False
+    return mask
+
+
+def mean() -> torch.Tensor:
+    """A row that is hidden whole by a large number: one device makes a mean of it."""
+    mask = torch.zeros(1, 1, LENGTH, LENGTH)
+    mask[..., 5, :] = torch.finfo(torch.float32).min
+    return mask
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        holes(),
+        mean(),
+        torch.eye(LENGTH)[None, None] * 1e-3,
+        torch.zeros(1, 1, LENGTH, LENGTH).tril(-1) - 100.0 * torch.ones(LENGTH, LENGTH).triu(1),
+        torch.ones(1, 4, LENGTH, LENGTH, dtype=torch.bool),
+        torch.zeros(1, 1, LENGTH, LENGTH, requires_grad=True),
+    ],
+    ids=["holes", "a mean", "a bias", "hidden by little", "by head", "with a gradient"],
+)
+def test_what_is_no_rule_is_taken_as_it_is(mask: torch.Tensor) -> None:
+    assert read(mask) is None
+    assert isinstance(Recent().view(circle(), mask[:, :, [0, 1, 5, 6, 7, 11, 20, 21]], CPU), Masked)
+
+
+def test_layers_that_are_handed_the_same_mask_look_once() -> None:
+    recent, here, mask = Recent(), circle(), mask_of("documents", LENGTH)[:, :, :8].clone()
+    view = recent.view(here, mask, CPU)
+    assert isinstance(view, Neighbours)
+    assert recent.view(here, mask, CPU) is view
+    assert recent.view(here, mask.reshape(mask.shape), CPU, mask) is view
+    assert recent.view(here, mask.clone(), CPU) is not view
+    assert recent.view(circle(), mask, CPU) is not view  # of other lengths
+
+
+def test_a_mask_that_was_written_to_is_looked_at_again() -> None:
+    recent, here, mask = Recent(), circle(), torch.ones(1, 1, 8, LENGTH, dtype=torch.bool)
+    before = recent.view(here, mask, CPU)
+    mask[..., 12:] = False
+    after = recent.view(here, mask, CPU)
+    assert after is not before
+    assert after.pairs(0) != before.pairs(0)
+
+
+def test_a_mask_that_is_gone_is_not_taken_for_another_at_its_place() -> None:
+    recent, here = Recent(), circle()
+    for last in range(1, LENGTH):
+        mask = (torch.arange(LENGTH) < last).expand(1, 1, 8, LENGTH).contiguous()
+        view = recent.view(here, mask, CPU)
+        assert isinstance(view, Neighbours)
+        assert int(view._bounds.last[0, 0]) == last
+        del mask
+
+
+def test_circles_are_kept_for_a_few_lengths() -> None:
+    recent, made = Recent(), list[int]()
+
+    def of(length: int) -> Circle:
+        return recent.circle(length, lambda: made.append(length) or circle(causal=True))
+
+    first = of(0)
+    recent.view(first, None, CPU)
+    assert of(0) is first
+    for length in range(1, 9):
+        of(length)
+    assert of(8) is of(8)
+    assert of(0) is not first
+    assert made == [*range(9), 0]
+    assert len(recent._rules) == 0
+
+
+def test_rows_that_are_unlike_are_computed_apart_where_that_is_less() -> None:
+    length = 2048
+    spans = ((0, length),)
+    whole = Circle(0, spans, (spans,), 1.0, False, lambda output, tensor: None)
+    at = np.arange(length)
+    first, other = at // 512 * 512, np.where(at < 100, 0, 100)
+    unlike = Neighbours(whole, Bounds(np.stack((first, other)), np.stack((at + 1, at + 1))), 1024).pairs(0)
+    assert {pair.samples for pair in unlike} == {(0, 1), (1, 2)}
+    assert {pair.kind for pair in unlike} == {"causal"}
+    near = Neighbours(whole, Bounds(np.stack((first, first + (at > 2000))), np.stack((at + 1, at + 1))), 1 << 20).pairs(0)
+    assert {pair.samples for pair in near} == {None}

@@ -1,0 +1,67 @@
+"""What a plan says of memory where tokens are dealt is what lives there: by ring, by exchange, and by both."""
+
+import pytest
+
+from benchmarks.sequence_memory import OFF, Case, lived
+from meshwright.parallel.context import memory_model, ring
+from meshwright.parallel.context.memory_model import Room, of_exchange
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.job import Job, Train
+from meshwright.plan.model_spec.sequence_info import Attend, Deal
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.step.action import Action, Program, Transfer
+from meshwright.planner.program_cost.memory import peak_bytes
+from meshwright.testing.ranks import ProcessPool
+from tests.parallel.context.attention_answers import space_of
+
+ROWS, LENGTH, WIDTH = 2, 24, 8
+JOB = Job(ModelSource("tiny"), DataSource("random", sequence=LENGTH), Train(batch=ROWS))
+
+
+@pytest.mark.parametrize(("heads", "groups", "sent"), [(4, 4, 4), (4, 2, 4), (8, 4, 4), (12, 6, 12), (12, 3, 12)])
+def test_heads_that_several_ranks_need_are_there_more_often(heads: int, groups: int, sent: int):
+    attend = Attend("body", heads, groups, WIDTH, WIDTH, LENGTH, LENGTH)
+    found = of_exchange(space_of(Mesh(cp=4), [attend]), JOB, Deal(4, inner=4, folded=False), attend, ROWS)
+    own = ROWS * LENGTH // 4 * WIDTH * 4
+    assert found == Room(2 * own * (sent - groups) + own * heads, 2 * own * (sent - groups))
+
+
+def test_where_nothing_is_exchanged_nothing_is_added():
+    attend = Attend("body", 4, 2, WIDTH, WIDTH, LENGTH, LENGTH)
+    assert of_exchange(space_of(Mesh(cp=4), [attend]), JOB, Deal(4), attend, ROWS) == Room()
+
+
+def off(pool: ProcessPool, how: str) -> list[float]:
+    """How much more than planned lived on each rank, as a share."""
+    case = Case(1024, how, 0)
+    plan, seen = case.plan(), pool.run(lived, case.mesh, case, timeout_s=120)
+    return [found.step / peak_bytes(plan, rank) - 1 for rank, found in enumerate(seen) if found is not None]
+
+
+@pytest.mark.parametrize("how", ["ring", "ulysses", "hybrid"])
+def test_what_lives_is_what_is_planned(process_pool: ProcessPool, how: str):
+    found = off(process_pool, how)
+    assert len(found) == 4
+    assert max(map(abs, found)) <= OFF
+
+
+def test_messages_that_are_counted_at_the_wrong_moment_are_noticed(monkeypatch: pytest.MonkeyPatch):
+    """The planted bug: what travels is put on top of the fullest moment, whenever that is."""
+    case = Case(1024, "ring", 0)
+    right = peak_bytes(case.plan(), 0)
+
+    def always(program: Program, *given: object, **said: object) -> Program:
+        def more(action: Action) -> Action:
+            return memory_model.with_more(action, memory_model.SCRATCH, ring.travelling(4, action) if action.kind == "B" else 0)
+
+        return program.edit(lambda actions: [more(action) for action in actions])
+
+    monkeypatch.setattr(ring, "with_room", always)
+    assert peak_bytes(case.plan(), 0) > (1 + OFF) * right
+
+
+def test_a_ring_holds_two_messages_of_keys_and_up_to_four_of_gradients():
+    keys, gradients = Transfer("shift", ("cp",), 100), Transfer("shift", ("cp",), 200)
+    action = Action("B", "body", 0, inner=(keys, gradients))
+    assert [ring.travelling(ranks, action) for ranks in (2, 3, 8)] == [200 + 600, 200 + 800, 200 + 800]
+    assert ring.travelling(4, Action("B", "body", 0)) == 0

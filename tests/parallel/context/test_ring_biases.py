@@ -1,0 +1,85 @@
+"""Biases that the first block makes by position, as T5's: rows for a rank's own queries, and the table's gradient, in float64."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from meshwright.api import make_plan, read, verify
+from meshwright.model.sequence_analysis.runtime_check import Alike
+from meshwright.model.sequence_parallel import hf_attention
+from meshwright.parallel.context.hybrid import Hybrid
+from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.ulysses import Ulysses
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.job import Job, Train
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
+from meshwright.verifier.verdict import Verdict
+
+ROWS, TOKENS = 2, 7
+SIZES = {"vocab_size": 67, "d_model": 16, "d_kv": 4, "d_ff": 13, "num_layers": 2, "num_heads": 4, "use_cache": False}
+BUCKETS = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 6, "decoder_start_token_id": 0}
+
+
+def config(kind: str, p: float) -> transformers.PreTrainedConfig:
+    return getattr(transformers, f"{kind}Config")(**SIZES, **BUCKETS, dropout_rate=p)
+
+
+def both(kind: str, p: float = 0.0) -> nn.Module:
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(config(kind, p))
+
+
+def batches(steps: int, *, padded: bool, length: int = TOKENS) -> list[dict[str, torch.Tensor]]:
+    thrown, found = torch.Generator().manual_seed(3), []
+    for _ in range(steps):
+        keys = ("input_ids", "decoder_input_ids", "labels")
+        batch = {key: torch.randint(1, 67, (ROWS, length), generator=thrown) for key in keys}
+        if padded:
+            batch["attention_mask"] = torch.ones(ROWS, length, dtype=torch.int64)
+            batch["attention_mask"][1, length - 3 :] = 0
+        found.append(batch)
+    return found
+
+
+def judged(model: nn.Module, mesh: Mesh, *strategies: Strategy, padded: bool = False) -> Verdict:
+    rows = batches(2, padded=padded)
+    reading = read(model, rows[0])
+    job = Job(ModelSource("own"), DataSource("random", sequence=TOKENS), Train(batch=ROWS))
+    return verify(reading, make_plan(reading, job, mesh, (*strategies, Replicate(axis="cp")), 1), rows)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "strategies", "padded"),
+    [
+        (("T5",), Mesh(cp=3), (Ring(),), False),
+        (("T5", 0.1), Mesh(cp=2), (Ring(),), True),
+        (("T5",), Mesh(cp=2), (Ulysses(),), False),
+        (("MT5", 0.1), Mesh(cp=4), (Hybrid(),), False),
+        (("UMT5",), Mesh(cp=3), (Ring(),), True),
+        (("T5", 0.1), Mesh(cp=2, tp=2), (Line(), Ring()), False),
+        (("T5", 0.1), Mesh(pp=2, cp=2), (Pipeline(), Ring()), True),
+    ],
+    ids=str,
+)
+def test_encoders_and_decoders_with_biases(model: tuple, mesh: Mesh, strategies: tuple[Strategy, ...], padded: bool) -> None:
+    verdict = judged(both(*model), mesh, *strategies, padded=padded)
+    assert verdict.passed, verdict
+
+
+def test_a_bias_for_the_first_tokens_on_every_rank_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = hf_attention._rows
+
+    def first(module, whole, ways, *sizes, **more):
+        made = rows(module, whole, ways, *sizes, **more)
+        here = ways[0](*sizes)
+        if here is None or here[0].whole or hf_attention._across(module):
+            return made
+        return whole(here[0].length, here[0].length)[:, :, : made.shape[2]]
+
+    monkeypatch.setattr(hf_attention, "_rows", first)
+    monkeypatch.setattr(Alike, "check", lambda *given: None)  # it would be told before, by what is computed
+    assert not judged(both("T5"), Mesh(cp=2), Ring()).passed

@@ -1,0 +1,107 @@
+"""Rows of a mask that a large number hides whole, and that count all the same: a ring weighs their keys as one device does."""
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
+from torch import nn
+
+from meshwright.api import make_plan, read, verify
+from meshwright.parallel.context.hybrid import Hybrid
+from meshwright.parallel.context.mask_blocks import Masked
+from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
+from tests.parallel.context.attention_answers import ROWS, case, worst
+
+EXACT, LENGTH = 1e-13, 13
+LOWEST = torch.finfo(torch.float64).min
+AT = torch.arange(LENGTH)
+
+
+def padded(deep: float, length: int = LENGTH) -> torch.Tensor:
+    """A causal mask; of the second sample the first five tokens are hidden, so that those see nothing."""
+    lead = torch.tensor([0, 5]).view(2, 1, 1, 1)
+    seen = (AT[:length, None] >= AT[:length]) & (AT[:length] >= lead)
+    return torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, deep)
+
+
+def near(deep: float, length: int = LENGTH) -> torch.Tensor:
+    """The same beside a bias by head and distance."""
+    return padded(deep, length) - 0.3 * (AT[:length, None] - AT[:length]).abs() * torch.tensor([1.0, 0.5]).view(2, 1, 1)
+
+
+@pytest.mark.parametrize("deep", [LOWEST, -1e30, -1e12, -1e5, 1e12], ids=str)
+@pytest.mark.parametrize("made", [padded, near], ids=lambda made: made.__name__)
+@pytest.mark.parametrize("learned", [False, True])
+def test_hidden_rows_are_those_of_one_device(deep: float, made, learned: bool) -> None:
+    given = case(2, 1, LENGTH, mask=made(deep).requires_grad_(learned))
+    bound = EXACT if abs(deep) < 1e6 or deep == LOWEST or not learned else 1e-3  # what scores lose is not rounded alike
+    assert worst(given, Ring(), Mesh(cp=3)) < bound
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh"),
+    [
+        (Ring(balance="striped"), Mesh(cp=2)),
+        (Ring(balance="contiguous"), Mesh(cp=4)),
+        (Hybrid(), Mesh(cp=4)),
+        (Hybrid(inner=2, balance="striped"), Mesh(cp=6)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("length", [LENGTH, 5])
+def test_so_they_are_however_tokens_are_dealt(strategy: Strategy, mesh: Mesh, length: int) -> None:
+    assert worst(case(2, 2, length, mask=padded(LOWEST, length)), strategy, mesh) < EXACT
+
+
+def test_keys_that_are_hidden_from_all_queries_weigh_alike() -> None:
+    keys = torch.full((ROWS, 1, 1, LENGTH), LOWEST, dtype=torch.float64)
+    keys[0, ..., 2:7] = 0
+    assert worst(case(2, 1, LENGTH, mask=keys), Ring(), Mesh(cp=3)) < EXACT
+
+
+def test_a_sum_that_forgets_how_many_keys_there_are_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Masked, "above", lambda self, rows: None)
+    assert worst(case(2, 1, LENGTH, mask=padded(LOWEST)), Ring(), Mesh(cp=3)) > 1e-2
+
+
+class Layer(nn.Module):
+    """Attends with a mask, and drops weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        made = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.2 if self.training else 0.0)
+        return x + self.out(made.transpose(1, 2).flatten(2))
+
+
+class Padded(nn.Module):
+    """Rows begin with as many hidden tokens as their first word says; these have labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(67, 8), nn.Linear(8, 67)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x, at = self.words(input_ids), torch.arange(input_ids.shape[1])
+        seen = (at[:, None] >= at) & (at >= (input_ids[:, :1] % 5)[:, None])
+        mask = torch.zeros(seen.shape, dtype=x.dtype).masked_fill(~seen, torch.finfo(x.dtype).min)[:, None]
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.head(x)
+
+
+def test_with_dropout_and_labels_a_model_is_that_of_one_device() -> None:
+    thrown = torch.Generator().manual_seed(2)
+    rows = [{key: torch.randint(1, 67, (4, 9), generator=thrown) for key in ("input_ids", "labels")} for _ in range(2)]
+    reading = read(Padded(), rows[0])
+    job = Job(ModelSource("own"), DataSource("random", sequence=9), Train(batch=4), Optimizer("sgd", lr=0.1))
+    verdict = verify(reading, make_plan(reading, job, Mesh(cp=3), (Ring(), Replicate(axis="cp")), 2), rows)
+    assert verdict.passed, verdict

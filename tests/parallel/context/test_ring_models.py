@@ -1,0 +1,189 @@
+"""Models whose tokens are dealt to ranks: the same numbers as one device, in float64, on 2, 3 and 4 ranks."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from meshwright.api import make_plan, read, verify
+from meshwright.model.analysis.analyze import Reading
+from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.parallel.tensor.vocab_parallel import Vocabulary
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
+from meshwright.verifier.static_checks import prove
+from tests.parallel.tensor.odd_llama import batches, known
+
+ROWS, TOKENS = 4, 9
+JOB = Job(
+    ModelSource("llama"),
+    DataSource("random", sequence=TOKENS),
+    Train(batch=ROWS, clip=0.5),
+    Optimizer("adamw", lr=0.1, weight_decay=0.1),
+)
+COPIES = Replicate(axis="cp")
+
+
+def planned(reading: Reading, mesh: Mesh, *strategies: Strategy, micro_batch: int = 0) -> Plan:
+    return make_plan(reading, JOB, mesh, strategies, micro_batch)
+
+
+def equal(reading: Reading, plan: Plan) -> None:
+    assert not prove(plan)
+    verdict = verify(reading, plan, batches(2, ROWS))
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_llama_on_a_ring(ranks: int):
+    equal(known(), planned(known(), Mesh(cp=ranks), Ring(), COPIES, micro_batch=2))
+
+
+def test_a_ring_has_more_ranks_than_tokens():
+    short = known(length=3)
+    plan = planned(short, Mesh(cp=4), Ring(), COPIES)
+    verdict = verify(short, plan, batches(2, ROWS, 3))
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("length", [3, 5])
+def test_words_are_divided_where_ranks_have_one_token_or_none(length: int):
+    short = known(length=length)
+    plan = planned(short, Mesh(cp=4, tp=2), Ring(), Line(), Vocabulary(), COPIES)
+    verdict = verify(short, plan, batches(2, ROWS, length))
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategies"),
+    [
+        (Mesh(dp_replicate=2, cp=2), (Batch(), Ring(), Replicate())),
+        (Mesh(dp_shard=2, cp=2), (Batch(axis="dp_shard"), Ring(), Zero(stage=1))),
+        (Mesh(dp_shard=2, cp=3), (Batch(axis="dp_shard"), Ring(), Zero(stage=2))),
+        (Mesh(dp_shard=2, cp=2), (Batch(axis="dp_shard"), Ring(), Zero(stage=3), Recompute())),
+        (Mesh(cp=3), (Ring(), Zero(axis="cp"))),
+    ],
+    ids=str,
+)
+def test_beside_copies_shards_and_recompute(mesh: Mesh, strategies: tuple[Strategy, ...]):
+    equal(known(), planned(known(), mesh, *strategies, micro_batch=1))
+
+
+class Attention(nn.Module):
+    """Heads of width 4 that attend to what came before."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.unflatten(-1, (-1, 4)).transpose(1, 2) for each in self.qkv(self.norm(x)).chunk(3, -1))
+        made = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(made.transpose(1, 2).flatten(2))
+
+
+class Own(nn.Module):
+    """A model of nobody's library: positions by length, two layers, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(67, 8), nn.Embedding(16, 8)
+        self.layers, self.head = nn.ModuleList(Attention(8) for _ in range(2)), nn.Linear(8, 67)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(input_ids) + self.places(torch.arange(input_ids.shape[1]))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def qwen() -> nn.Module:
+    sizes = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 29, "num_hidden_layers": 2, "head_dim": 8}
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
+
+
+def gpt2(p: float = 0.0) -> nn.Module:
+    drops = {"resid_pdrop": p, "embd_pdrop": p, "attn_pdrop": 0.0}
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=67, n_embd=24, n_layer=2, n_head=3, n_positions=32, **drops)
+    )
+
+
+def sliding() -> nn.Module:
+    sizes = {"vocab_size": 67, "hidden_size": 24, "intermediate_size": 29, "num_hidden_layers": 2, "sliding_window": 4}
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, num_attention_heads=3, num_key_value_heads=1))
+
+
+@pytest.mark.parametrize("make", [Own, qwen, gpt2, sliding], ids=lambda make: make.__name__)
+def test_other_models_on_a_ring_of_three(make):
+    reading = read(make(), batches(1, ROWS)[0])
+    equal(reading, planned(reading, Mesh(cp=3), Ring(), COPIES))
+
+
+def test_dropout_draws_what_one_device_draws():
+    reading = read(gpt2(0.2), batches(1, ROWS)[0])
+    equal(reading, planned(reading, Mesh(cp=2), Ring(), COPIES))
+
+
+def padded(model: nn.Module, steps: int) -> tuple[Reading, list[dict[str, torch.Tensor]]]:
+    """The reading of `model` on rows whose ends are padding, and global batches of such, of which one needs no mask."""
+    found = batches(steps, ROWS)
+    for step, batch in enumerate(found):
+        mask = torch.ones_like(batch["input_ids"])
+        for row in range(ROWS):
+            mask[row, TOKENS - (row + step) % 4 if step else TOKENS :] = 0
+        batch["attention_mask"] = mask
+        batch["labels"] = batch["labels"].masked_fill(mask == 0, -100)
+    return read(model, found[-1]), found
+
+
+def bert() -> nn.Module:
+    sizes = {"vocab_size": 67, "hidden_size": 24, "intermediate_size": 29, "num_hidden_layers": 2, "num_attention_heads": 3}
+    drops = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.0}
+    return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **drops, max_position_embeddings=16))
+
+
+@pytest.mark.parametrize("make", [qwen, gpt2, sliding, bert], ids=lambda make: make.__name__)
+def test_padding_is_attended_to_by_nobody(make):
+    reading, rows = padded(make(), 3)
+    verdict = verify(reading, planned(reading, Mesh(cp=3), Ring(), COPIES), rows)
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize(
+    ("mesh", "names"),
+    [
+        (Mesh(cp=3), ["ring", "replicate"]),
+        (Mesh(dp_replicate=2, cp=2), ["ring", "batch", "replicate"]),
+        (Mesh(dp_shard=2, cp=2), ["ring", "batch", "zero"]),
+    ],
+    ids=str,
+)
+def test_a_mesh_alone_gets_a_ring_along_cp(mesh: Mesh, names: list[str]):
+    plan = make_plan(known(), JOB, mesh, micro_batch=1)
+    assert [each.name for each in plan.strategies] == names
+    equal(known(), plan)
+
+
+def test_what_a_model_does_with_tokens_is_learnt_when_a_strategy_asks():
+    reading = read(Own(), batches(1, ROWS)[0])
+    assert planned(reading, Mesh(dp_replicate=2), Batch(), Replicate()).anatomy.tokens is None
+    assert "tokens" not in vars(reading)
+    assert planned(reading, Mesh(cp=2), Ring(), COPIES).anatomy.tokens is reading.tokens
+
+
+def test_ranks_with_unlike_numbers_of_tokens_run_the_same_blocks_again():
+    budget = 0.02  # MiB: for some blocks of the rank with fewer tokens, and for fewer of the other's
+    plan = planned(known(num_hidden_layers=4), Mesh(cp=2), Ring(), COPIES, Recompute(keep_mb=budget), micro_batch=1)
+    again = [{action.subject for action in plan.at(rank).actions if action.kind == "RERUN"} for rank in range(2)]
+    assert again[0] == again[1]
+    assert 0 < len(again[0]) < 5
+    equal(known(num_hidden_layers=4), plan)

@@ -1,0 +1,46 @@
+"""Keys and values that travel in bfloat16: off by what the ring says, more than 1e-10, and no more."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.api import make_plan, verify
+from meshwright.parallel.context import ring_attention
+from meshwright.parallel.context.hybrid import Hybrid
+from meshwright.parallel.context.ring import Ring
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
+from tests.parallel.context.test_ring_models import COPIES, JOB, ROWS
+from tests.parallel.tensor.odd_llama import batches, known
+
+EACH = 4 * 2.0**-9  # for a call of attention
+
+
+@pytest.mark.parametrize(
+    ("ranks", "deals"), [(2, Ring(wire="bfloat16")), (3, Ring(wire="bfloat16")), (4, Hybrid(wire="bfloat16"))]
+)
+def test_the_rounding_of_a_wire_is_allowed_and_no_more(ranks: int, deals: Strategy) -> None:
+    plan = make_plan(known(), JOB, Mesh(cp=ranks), (deals, COPIES))
+    assert (plan.exact, plan.tolerance) == (False, 2 * EACH)
+    verdict = verify(known(), plan, batches(2, ROWS))
+    assert verdict.passed, verdict
+    assert verdict.tolerance == 2 * EACH
+    assert 1e-10 < verdict.worst["gradient"] < EACH
+    assert verdict.worst["initial value"] == 0.0
+
+
+def test_keys_that_are_off_by_more_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    merge = ring_attention.merge
+
+    def wrong(out, lse, more, more_lse):
+        return merge(out, lse, more * 1.3, more_lse)
+
+    monkeypatch.setattr(ring_attention, "merge", wrong)
+    plan = make_plan(known(), JOB, Mesh(cp=3), (Ring(wire="bfloat16"), COPIES))
+    assert not verify(known(), plan, batches(2, ROWS)).passed
+
+
+def test_what_travels_as_it_is_must_be_equal_to_rounding() -> None:
+    plan = make_plan(known(), JOB, Mesh(cp=2), (Ring(), COPIES))
+    assert (plan.exact, plan.tolerance) == (True, 0.0)
+    assert replace(Ring(), wire="bfloat16").exact is False

@@ -1,0 +1,232 @@
+"""Recompute in numbers: equal to one device under every way of storing weights, and bit for bit what it was without it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from meshwright.api import alone, make_dice, make_plan, read, verify
+from meshwright.engine.runtime.loss import Loss, token_cross_entropy
+from meshwright.model.analysis.analyze import Reading
+from meshwright.model.loading.loader import Model
+from meshwright.model.rng.sites import Dice
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.plan.job.job import Precision
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
+from meshwright.testing.ranks import on_threads
+from meshwright.verifier.static_checks import prove
+from tests.engine.one_device import bits
+from tests.model.hf.test_output_capture import ROWS as ROUTED
+from tests.model.hf.test_output_capture import build as router
+from tests.model.hf.test_output_capture import with_z
+from tests.tiny_model import VOCABULARY, WIDTH, case_of, first_of, player_of, reading_of, rows, tiny_job, verdict_of
+
+ALL = Recompute(blocks=("*",))
+STORES: dict[str, tuple[Strategy, ...]] = {
+    "replicate": (Batch(axis="dp_shard"), Replicate(axis="dp_shard")),
+    **{f"zero {stage}": (Batch(axis="dp_shard"), Zero(stage=stage)) for stage in (1, 2, 3)},
+}
+OPTIONS = [{}, {"tied": True, "p": 0.3}, {"frozen": True}, {"spare": True}]
+CPU = torch.device("cpu")
+
+
+def planned(reading: Reading, ranks: int = 1, store: str = "", micro_batch: int = 0, mine: tuple[Strategy, ...] = (ALL,)) -> Plan:
+    strategies = STORES[store] if store else ()
+    return make_plan(reading, tiny_job(), Mesh(dp_shard=ranks), (*strategies, *mine), micro_batch)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 0), (3, 2)])
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_it_equals_one_device(options: dict[str, float | bool], store: str, ranks: int, micro_batch: int):
+    reading = reading_of(**options)
+    plan = planned(reading, ranks, store, micro_batch)
+    assert prove(plan) == []
+    verdict = verdict_of(case_of(reading, plan))
+    assert verdict.passed, str(verdict)
+
+
+def trained(reading: Reading, plan: Plan, steps: int = 3) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """Parameters and buffers after some steps on one device."""
+    player = player_of(reading, plan, alone(CPU))
+    for _ in range(steps):
+        player.step({key: value[: plan.local_batch] for key, value in rows().items()})
+    found = bits(player.parameters()), bits(dict(player.state.subject.module.named_buffers()))
+    player.close()
+    return found
+
+
+def same_as_without(build: Callable[[], nn.Module], micro_batch: int = 0, precision: Precision | None = None) -> Plan:
+    """The plan with recompute, after it was seen to end with the same bits as without."""
+    reading = read(build, rows(2))
+    job = tiny_job() if precision is None else replace(tiny_job(), precision=precision)
+    lean, usual = (make_plan(reading, job, Mesh(), mine, micro_batch) for mine in ((ALL,), ()))
+    assert {action.kind for _, actions in lean.program.roles for action in actions} >= {"F_LEAN", "RERUN"}
+    assert trained(reading, lean) == trained(reading, usual)
+    return lean
+
+
+class Counting(nn.Module):
+    """Batch norm if asked for, dropout, a counter in a buffer, one in an attribute, a scale that it reads and moves itself."""
+
+    def __init__(self, *, whole: bool) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH) if whole else nn.GroupNorm(2, WIDTH)
+        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scale", torch.ones(()))
+        self.seen = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        self.seen += 1
+        self.scale = self.scale * 1.01
+        y = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return x + self.drop(self.linear(y).tanh()) * self.scale * (1 + self.seen % 2)
+
+
+class Stateful(nn.Module):
+    """Two blocks that write, between an embedding and a head; the first of them is visited twice."""
+
+    def __init__(self, *, whole: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.layers = nn.ModuleList(Counting(whole=whole) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.layers[1](self.layers[0](self.embed(input_ids)))
+        return self.head(self.layers[0](x))
+
+
+@pytest.mark.parametrize("micro_batch", [0, 4])
+def test_what_blocks_write_is_written_once_and_read_as_it_was(micro_batch: int):
+    whole = not micro_batch  # batch norm takes the whole batch
+    same_as_without(lambda: Stateful(whole=whole), micro_batch)
+    reading = read(lambda: Stateful(whole=whole), rows(2))
+    plan = make_plan(reading, tiny_job(), Mesh(), (ALL,), micro_batch)
+    player = player_of(reading, plan, alone(CPU))
+    player.step({key: value[:12] for key, value in rows().items()})
+    layers = player.state.subject.module.layers
+    assert [(layer.calls.item(), layer.seen) for layer in layers] == [(2 * plan.num_micro,) * 2, (plan.num_micro,) * 2]
+    if whole:
+        assert [layer.norm.num_batches_tracked.item() for layer in layers] == [2, 1]
+
+
+class Branch(nn.Module):
+    """A branch whose backward does not need what it took in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.linear = nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.drop(x)).tanh() * 0.5
+
+
+class InPlace(nn.Module):
+    """Glue that adds into the stream in place: what a block took in is gone when its backward comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.layers = nn.ModuleList(Branch() for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x += layer(x)
+        return self.head(x)
+
+
+def test_a_model_that_writes_in_place():
+    assert same_as_without(InPlace).anatomy.in_place
+
+
+def llama(seed: int = 0, **more: object) -> Callable[[], nn.Module]:
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 24,
+    }
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, use_cache=False, attention_dropout=0.1, **more)
+    return lambda: transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("store", ["replicate", "zero 3"])
+def test_a_llama_with_dropout_equals_one_device(store: str):
+    reading = read(llama(tie_word_embeddings=True), rows(2))
+    plan = make_plan(reading, tiny_job(), Mesh(dp_shard=3), (*STORES[store], Recompute()), 2)
+    assert [a.subject for _, actions in plan.program.roles for a in actions if a.kind == "F_LEAN"][:3] == [
+        f"model.layers.{i}" for i in range(3)
+    ]
+    verdict = verdict_of(case_of(reading, plan))
+    assert verdict.passed, str(verdict)
+
+
+@pytest.mark.parametrize("precision", [Precision(), Precision(compute="bfloat16")], ids=lambda precision: precision.compute)
+def test_a_llama_ends_with_the_same_bits_also_under_autocast(precision: Precision):
+    same_as_without(llama(), 4, precision)
+
+
+def test_parts_of_a_layer_that_are_declared_as_blocks_are_chosen_by_name():
+    parts = [f"model.layers.{i}.{part}" for i in range(3) for part in ("self_attn", "mlp")]
+    reading = read(lambda: Model(llama()(), blocks=["model.embed_tokens", *parts, "lm_head"]), rows(2))
+    plan = make_plan(reading, tiny_job(), Mesh(dp_shard=3), (*STORES["zero 3"], Recompute(blocks=("*.self_attn",))))
+    leans = [a.subject for _, actions in plan.program.roles for a in actions if a.kind == "F_LEAN"]
+    assert leans == [f"model.layers.{i}.self_attn" for i in range(3)]
+    verdict = verdict_of(case_of(reading, plan))
+    assert verdict.passed, str(verdict)
+
+
+def test_masks_that_are_drawn_anew_are_noticed():
+    class Forgetful(Dice):
+        """Dice that take a second run for another step."""
+
+        def enter(self, block_visit: str) -> None:
+            super().enter(block_visit)
+            entered[block_visit] = entered.get(block_visit, 0) + 1
+            self._step = 1000 if entered[block_visit] % 2 == 0 and block_visit.startswith("layers") else self._step
+
+    entered: dict[str, int] = {}
+    reading = reading_of(p=0.3)
+    case = case_of(reading, planned(reading))
+    usual = verdict_of(case)
+    assert usual.passed, str(usual)
+    made = make_dice(reading, case.plan)
+    forgetful = replace(case, make_dice=lambda: Forgetful(case.plan.job.train.seed, made.sites))
+    verdict = verdict_of(case, on_rank=lambda case, world: forgetful)
+    assert first_of(verdict)[:2] == (0, "gradient")
+
+
+def test_rank_threads_recompute_side_by_side():
+    reading = reading_of(p=0.3, tied=True)
+    lean, usual = (planned(reading, 3, "zero 3", 2, mine) for mine in ((ALL,), ()))
+
+    def played(plan: Plan) -> list[dict[str, bytes]]:
+        def play(world) -> dict[str, bytes]:
+            player = player_of(reading, plan, world)
+            for _ in range(2):
+                player.step({key: value[: plan.local_batch] for key, value in rows().items()})
+            return bits(player.parameters())
+
+        return on_threads(play, plan.mesh)
+
+    assert played(lean) == played(usual)
+
+
+def test_router_logits_are_captured_once_and_keep_their_gradient():
+    loss = Loss(with_z, token_cross_entropy().count)
+    reading = read(lambda: Model(router(), loss=loss), ROUTED, loss=loss)
+    plan = make_plan(reading, tiny_job(6), Mesh(dp_replicate=3), (Batch(), Replicate(), ALL))
+    verdict = verify(reading, plan, [ROUTED, ROUTED], loss=loss)
+    assert verdict.passed, str(verdict)

@@ -1,0 +1,140 @@
+"""Recompute while it runs: what is alive between forward and backward, what a trace sends, and what cannot be run again."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.api import alone, make_plan, read, trace
+from meshwright.model.analysis.analyze import Reading
+from meshwright.model.loading.loader import Model
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.step.action import Action
+from meshwright.plan.strategy import Strategy
+from tests.tiny_model import VOCABULARY, WIDTH, player_of, reading_of, rows, tiny_job
+
+ALL = Recompute(blocks=("*",))
+CPU = torch.device("cpu")
+
+
+def planned(reading: Reading, mine: tuple[Strategy, ...] = (ALL,)) -> Plan:
+    return make_plan(reading, tiny_job(), Mesh(), mine)
+
+
+def batch_of(plan: Plan) -> dict[str, torch.Tensor]:
+    return {key: value[: plan.local_batch] for key, value in rows().items()}
+
+
+def alive_after_forwards(reading: Reading, plan: Plan, made: list[weakref.ref]) -> int:
+    """How many of the storages in `made` are alive when the loss is taken, in one step."""
+    found: list[int] = []
+    player = player_of(reading, plan, alone(CPU))
+    loss = player._acts.handlers["LOSS"]
+
+    def counted(action: Action) -> None:
+        found.append(sum(ref() is not None for ref in made))
+        loss(action)
+
+    player._list = [(a, counted if a.kind == "LOSS" else handler, waits) for a, handler, waits in player._list]
+    made.clear()
+    gc.collect()
+    player.step(batch_of(plan))
+    player.close()
+    return found[0]
+
+
+def test_what_is_computed_within_is_gone_until_it_is_computed_again():
+    made: list[weakref.ref] = []
+
+    class Noted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x).exp()
+            made.append(weakref.ref(y.untyped_storage()))
+            return x + y.square().mean(-1, keepdim=True)
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *(Noted() for _ in range(4)), nn.Linear(WIDTH, VOCABULARY))
+
+    class Called(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = build()
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return self.layers(input_ids)
+
+    reading = read(lambda: Model(Called(), blocks=[f"layers.{i}" for i in range(6)]), rows(2))
+    counts = [alive_after_forwards(reading, planned(reading, mine), made) for mine in ((), (ALL,))]
+    assert counts == [4, 0]
+    inside = dict(zip(reading.anatomy.visits, reading.anatomy.inside_numel, strict=True))
+    assert inside["layers.0"] == 0
+    assert inside["layers.1"] >= 5 * WIDTH
+
+
+def test_an_object_that_a_block_writes_into_is_refused_by_the_name_of_the_block():
+    class Cache:
+        def __init__(self) -> None:
+            self.kept: list[torch.Tensor] = []
+
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+            self.layers = nn.ModuleList(Layered() for _ in range(2))
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            x, cache = self.embed(input_ids), Cache()
+            for layer in self.layers:
+                x = layer(x, cache)
+            return self.head(x)
+
+    class Layered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+            cache.kept.append(x.detach())
+            return self.linear(x).exp().tanh() + sum(cache.kept)
+
+    reading = read(Caching, rows(2))
+    text = r"the block 'layers\.0' writes into an object that it is given, and would write twice(?s:.*)use_cache=False"
+    plan = planned(reading)
+    with pytest.raises(PlanError, match=text):
+        player_of(reading, plan, alone(CPU)).step(batch_of(plan))
+
+
+def test_a_trace_on_fake_tensors_runs_blocks_again():
+    reading = reading_of(tied=True)
+    plan = make_plan(reading, tiny_job(1024), Mesh(dp_shard=512), (Batch(axis="dp_shard"), Zero(), ALL), 1)
+    traced = trace(reading, plan, [0, 511])
+    assert traced.passed, str(traced)
+
+
+def test_a_step_that_fails_leaves_nothing_to_be_run_again():
+    reading = reading_of(p=0.3)
+    plan = planned(reading)
+    player = player_of(reading, plan, alone(CPU))
+    batch = batch_of(plan)
+
+    def failing(action: Action) -> None:
+        raise KeyboardInterrupt
+
+    usual = player._list
+    player._list = [(a, failing if a.kind == "LOSS" else handler, waits) for a, handler, waits in usual]
+    with pytest.raises(KeyboardInterrupt):
+        player.step(batch)
+    player._list = usual
+    again = player_of(reading, plan, alone(CPU))
+    assert player.step(batch).loss == again.step(batch).loss

@@ -1,0 +1,44 @@
+"""Parts on processes, where a sum is there only when it has been waited for."""
+
+import pytest
+
+from meshwright.api import make_plan, parity_case
+from meshwright.comm.collectives.group import World
+from meshwright.engine.runtime.loss import token_cross_entropy
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.run.training.engine import share
+from meshwright.testing.ranks import ProcessPool
+from meshwright.verifier.parity import RankReport, compare_rank
+from meshwright.verifier.reference import run_reference
+from tests.tiny_model import reading_of, rows, tiny_job
+
+MESHES = {
+    "three parts": Mesh(pp=3),
+    "parts in shards": Mesh(pp=2, dp_shard=2),
+    "backwards in halves": Mesh(pp=2),
+    "there and back": Mesh(pp=2, dp_shard=2),
+    "tied, in shards": Mesh(pp=2, dp_shard=2),
+    "tied, of three": Mesh(pp=3),
+    "every part twice": Mesh(pp=2, dp_shard=2),
+}
+SCHEDULES = {"backwards in halves": "zb_h1", "there and back": "zb_v", "every part twice": "dualpipe"}
+STEPS = 2
+
+
+def compared(world: World, name: str) -> RankReport:
+    reading, mesh = reading_of(tied=name in ("tied, in shards", "tied, of three", "every part twice")), MESHES[name]
+    shards = (Batch(axis="dp_shard"), Zero(stage=2)) if mesh.dp_shard > 1 else ()
+    plan = make_plan(reading, tiny_job(), mesh, (Pipeline(schedule=SCHEDULES.get(name, "1f1b")), *shards), 1)
+    batches = [rows(plan.job.train.batch) for _ in range(STEPS)]
+    case = parity_case(reading, plan, token_cross_entropy(), lambda plan, rank: lambda step: share(batches[step], plan, rank))
+    return compare_rank(case, world, run_reference(case, STEPS))
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_it_equals_one_device_on_processes(process_pool: ProcessPool, name: str):
+    reports = process_pool.run(compared, MESHES[name], name)
+    assert [(report.differences, report.steps) for report in reports] == [([], STEPS)] * MESHES[name].world
+    assert len({tuple(report.digests.items()) for report in reports}) == 1

@@ -1,0 +1,62 @@
+"""A checkpoint of parts is that of the model: any other plan takes it up, moments included, and vice versa."""
+
+import json
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from meshwright.api import default_strategies
+from meshwright.model.analysis.analyze import Reading
+from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from tests.parallel.checkpoint_crossing import crosses
+from tests.parallel.tensor.odd_llama import known, planned
+
+MESHES = {
+    "two parts": Mesh(pp=2),
+    "three parts": Mesh(pp=3),
+    "parts in shards": Mesh(pp=2, dp_shard=2),
+    "copies": Mesh(dp_replicate=2),
+    "alone": Mesh(),
+    "every part twice": Mesh(pp=2),
+}
+
+
+def plan_on(name: str, reading: Reading) -> Plan:
+    """With the default strategies, and a pipeline where the mesh has one."""
+    mesh = MESHES[name]
+    schedule = "dualpipe" if name == "every part twice" else "1f1b"
+    pipeline = (Pipeline(schedule=schedule),) if mesh.pp > 1 else ()
+    others = (each for each in default_strategies(mesh, reading.anatomy) if not isinstance(each, Pipeline))
+    return planned(reading, mesh, (*pipeline, *others), 1)[1]
+
+
+@pytest.mark.parametrize(
+    ("saved", "taken"),
+    [("two parts", "alone"), ("alone", "three parts"), ("three parts", "copies"), ("parts in shards", "two parts")],
+)
+def test_a_checkpoint_crosses(saved: str, taken: str, tmp_path: Path):
+    crosses(known(), plan_on(saved, known()), plan_on(taken, known()), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("saved", "taken"),
+    [
+        ("three parts", "alone"),
+        ("parts in shards", "three parts"),
+        ("every part twice", "copies"),
+        ("copies", "every part twice"),
+    ],
+)
+def test_a_tied_table_stands_in_it_once(saved: str, taken: str, tmp_path: Path):
+    tied = known(tie_word_embeddings=True)
+    crosses(tied, plan_on(saved, tied), plan_on(taken, tied), tmp_path)
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    entries = json.loads((folder / "manifest.json").read_text())["entries"]
+    assert [name for name in entries if name.startswith("model/") and ("embed" in name or "head" in name)] == [
+        "model/model.embed_tokens.weight"
+    ]
+    for entry in entries.values():
+        assert sum(prod(each["shape"]) for each in entry["slices"]) == prod(entry["shape"])

@@ -1,0 +1,254 @@
+"""Weights that parts on several ranks use: one weight, counted once, the same to the bit wherever it is."""
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.api import build, make_plan, read, verify
+from meshwright.comm.backends.fake import Done
+from meshwright.comm.collectives.group import World
+from meshwright.engine.step.actions import Acts
+from meshwright.model.analysis.analyze import Reading
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.data.ddp_naive import Naive
+from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.parallel.tensor.vocab_parallel import Vocabulary
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.step.action import Action
+from meshwright.plan.strategy import Strategy
+from meshwright.testing.ranks import on_threads
+from meshwright.verifier.static_checks import prove
+from tests.parallel.tensor import model_families
+from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, Tiny, rows
+
+ROWS = 6
+SHARD = Batch(axis="dp_shard")
+TABLE = VOCABULARY * WIDTH  # elements of the tied table
+
+
+class Rooted(nn.Module):
+    """Glue uses a parameter behind the first block, one behind the third, and one behind every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.start, self.middle = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids) + self.start
+        for number, layer in enumerate(self.layers):
+            x = x + torch.tanh(layer(x)) * self.scale
+            x = x + self.middle if number == 1 else x
+        return self.head(x)
+
+
+@cache
+def tied() -> Reading:
+    return read(lambda: Tiny(tied=True), rows(ROWS))
+
+
+@cache
+def rooted() -> Reading:
+    return read(Rooted, rows(ROWS))
+
+
+def planned(reading: Reading, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1) -> Plan:
+    train = Train(batch=ROWS, clip=0.05)
+    job = Job(ModelSource("tied"), DataSource("random", sequence=TOKENS), train, Optimizer("adamw", lr=0.1, weight_decay=0.1))
+    return make_plan(reading, job, mesh, strategies, micro_batch)
+
+
+def ties(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Who takes part in what is summed along pp."""
+    found = {action.name: action.transfer for _, actions in plan.program.roles for action in actions if action.kind == "TIE"}
+    return {name: move.among or tuple(range(plan.mesh.pp)) for name, move in found.items() if move is not None}
+
+
+def equal(reading: Reading, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1) -> Plan:
+    """Its plan, which computes what one device computes."""
+    plan = planned(reading, mesh, *strategies, micro_batch=micro_batch)
+    assert not prove(plan)
+    verdict = verify(reading, plan, [rows(ROWS), rows(ROWS)])
+    assert verdict.passed, verdict
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategies"),
+    [
+        (Mesh(pp=2), (Pipeline(),)),
+        (Mesh(pp=3), (Pipeline(),)),
+        (Mesh(pp=2), (Pipeline(schedule="interleaved", chunks=2),)),
+        (Mesh(pp=2), (Pipeline(schedule="zb_h1"),)),
+        (Mesh(pp=3), (Pipeline(), Recompute())),
+        (Mesh(pp=3, dp_replicate=2), (Pipeline(), Batch(), Replicate())),
+        (Mesh(pp=2, dp_replicate=3), (Pipeline(), Batch(), Naive())),
+        (Mesh(pp=3, dp_shard=2), (Pipeline(), SHARD, Zero(stage=1))),
+        (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, Zero(stage=2))),
+        (Mesh(pp=3, dp_shard=2), (Pipeline(), SHARD, Zero())),
+    ],
+)
+def test_a_tied_table_is_that_of_one_device(mesh: Mesh, strategies: tuple[Strategy, ...]):
+    plan = equal(tied(), mesh, *strategies)
+    assert ties(plan) == {f"TIE(embed+head over pp 0+{mesh.pp - 1})": (0, mesh.pp - 1)}
+
+
+@pytest.mark.parametrize(("mesh", "store"), [(Mesh(pp=3), ()), (Mesh(pp=3, dp_shard=2), (SHARD, Zero()))])
+def test_what_glue_uses_is_summed_over_the_parts_that_need_it(mesh: Mesh, store: tuple[Strategy, ...]):
+    plan = equal(rooted(), mesh, Pipeline(cuts=("layers.1", "layers.3")), *store)
+    assert ties(plan) == {"TIE((root) over pp 0+1+2)": (0, 1, 2)}
+    held = [{home.weight.name for home in plan.space.stage(index).homes} & {"start", "middle", "scale"} for index in range(3)]
+    assert held == [{"start", "scale"}, {"middle", "scale"}, {"scale"}]
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "strategies", "among"),
+    [
+        ("gpt2", Mesh(pp=3), (Pipeline(),), (0, 2)),
+        ("gpt2", Mesh(pp=2, tp=3), (Pipeline(), Line(), Vocabulary()), (0, 1)),
+        ("t5", Mesh(pp=3), (Pipeline(),), (0, 1, 2)),
+        ("t5", Mesh(pp=3), (Pipeline(cuts=("decoder.block.0", "decoder.block.1")),), (0, 2)),  # twice on rank 0
+        ("vit", Mesh(pp=3), (Pipeline(),), ()),
+    ],
+)
+def test_unmodified_models_are_those_of_one_device(
+    family: str, mesh: Mesh, strategies: tuple[Strategy, ...], among: tuple[int, ...]
+):
+    reading = model_families.read_family(family)
+    plan = model_families.planned(reading, mesh, strategies, 1)
+    assert not prove(plan)
+    assert list(ties(plan).values()) == ([among] if among else [])
+    verdict = verify(reading, plan, model_families.batches(family, 2), loss=model_families.loss_of(family))
+    assert verdict.passed, verdict
+
+
+Copies = dict[str, torch.Tensor]
+
+
+def stepped(world: World, plan: Plan) -> Copies:
+    """What this rank steps of the tied weights after three steps, and the moments."""
+    with build(tied(), plan, world=world) as engine:
+        for _ in range(3):
+            engine.step(engine.share(rows(ROWS)))
+        shared = {name for action in engine.player.plan.actions if action.kind == "TIE" for name in action.tensors}
+        found: Copies = {}
+        for name, parameter in engine.player.store.owned().items():
+            if name in shared:
+                state = engine.player.optimizers[0].state[parameter]
+                found |= {name: parameter.detach().clone(), **{f"{key} of {name}": each.clone() for key, each in state.items()}}
+        return found
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategies"),
+    [
+        (Mesh(pp=3), (Pipeline(),)),
+        (Mesh(pp=3, dp_replicate=2), (Pipeline(), Batch(), Replicate())),
+        (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, Zero(stage=2))),
+        (Mesh(pp=2), (Pipeline(schedule="dualpipe"),)),
+    ],
+)
+def test_all_copies_and_their_moments_are_equal_to_the_bit(mesh: Mesh, strategies: tuple[Strategy, ...]):
+    plan = planned(tied(), mesh, *strategies)
+    found = on_threads(lambda world: stepped(world, plan), mesh)
+    compared = 0
+    for rank, mine in enumerate(found):
+        first = mesh.peers(rank, ("pp",))[0]
+        assert not mine or mine.keys() == found[first].keys()
+        for name, value in mine.items():
+            assert torch.equal(value, found[first][name]), name
+            compared += rank != first
+    assert compared >= 4
+
+
+def sent(world: World, plan: Plan) -> float:
+    """The bytes that this rank has sent for its ties in a step."""
+    with build(tied(), plan, world=world) as engine:
+        engine.step(engine.share(rows(ROWS)))
+        return sum(nbytes for name, nbytes in world.ledger.sent.items() if name.startswith("TIE"))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "store", "nbytes"),
+    [
+        (Mesh(pp=2), (), TABLE * 4),
+        (Mesh(pp=3), (), TABLE * 4),
+        (Mesh(pp=3, dp_replicate=2), (Batch(), Replicate()), TABLE * 4),
+        (Mesh(pp=3, dp_shard=4), (SHARD, Zero(stage=2)), -(-TABLE // 4) * 4),
+    ],
+)
+def test_owners_send_2_times_k_minus_1_over_k_of_the_bundle_and_others_nothing(
+    mesh: Mesh, store: tuple[Strategy, ...], nbytes: int
+):
+    micro_batch = ROWS // mesh.dp_replicate if mesh.dp_shard == 1 else 1
+    train = Train(batch=12 if mesh.dp_shard > 1 else ROWS)
+    job = Job(ModelSource("tied"), DataSource("random", sequence=TOKENS), train, Optimizer("sgd"))
+    plan = make_plan(tied(), job, mesh, (Pipeline(), *store), micro_batch)
+    found = on_threads(lambda world: sent(world, plan), mesh)
+    owners = (0, mesh.pp - 1)
+    assert found == [2 * nbytes / 2 if mesh.coordinate(rank)["pp"] in owners else 0 for rank in range(mesh.world)]
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, instead: Callable[..., object]) -> bool:
+    """Whether a plan is found wrong when `instead` stands for a method."""
+    plan = planned(tied(), Mesh(pp=3), Pipeline())
+    monkeypatch.setattr(owner, name, instead)
+    return not verify(tied(), plan, [rows(ROWS), rows(ROWS)]).passed
+
+
+def test_a_sum_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    def forget(acts: Acts, action: Action) -> None:
+        acts.state.works[action.name] = Done()
+
+    assert broken(monkeypatch, Acts, "tie", forget)
+
+
+def test_a_norm_that_counts_a_weight_twice_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    assert broken(monkeypatch, Space, "_led_by", lambda space, coordinate: iter(space.homes))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategies", "micro_batch"),
+    [
+        (Mesh(pp=2), (), 1),
+        (Mesh(pp=2), (), 2),
+        (Mesh(pp=4), (), 1),
+        (Mesh(pp=2), (Recompute(),), 3),
+        (Mesh(pp=2, dp_replicate=3), (Batch(), Replicate()), 1),
+        (Mesh(pp=2, dp_shard=2), (SHARD, Zero(stage=1)), 1),
+        (Mesh(pp=2, dp_shard=3), (SHARD, Zero(stage=2)), 1),
+        (Mesh(pp=2, dp_shard=3), (SHARD, Zero()), 1),
+    ],
+)
+def test_two_copies_of_every_part_are_one_model(mesh: Mesh, strategies: tuple[Strategy, ...], micro_batch: int):
+    plan = equal(tied(), mesh, Pipeline(schedule="dualpipe"), *strategies, micro_batch=micro_batch)
+    assert set(ties(plan).values()) == {(index, mesh.pp - 1 - index) for index in range(mesh.pp // 2)}
+    assert {name for role, actions in plan.program.roles for action in actions if action.kind == "LOSS" for name in [role]} == {
+        "stage0",
+        f"stage{mesh.pp - 1}",
+    }
+
+
+def test_two_copies_need_two_micro_batches():
+    with pytest.raises(PlanError, match="dualpipe has no micro-batch for part 0 on rank 1 of the pipeline, but 1 in all") as told:
+        planned(tied(), Mesh(pp=2), Pipeline(schedule="dualpipe"), micro_batch=ROWS)
+    assert "a smaller micro_batch" in str(told.value)
+
+
+def test_two_copies_of_parts_that_share_weights_with_others_are_one_model():
+    equal(rooted(), Mesh(pp=2), Pipeline(schedule="dualpipe"))
+    equal(rooted(), Mesh(pp=4), Pipeline(schedule="dualpipe"))

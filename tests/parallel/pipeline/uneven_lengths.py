@@ -1,0 +1,55 @@
+"""Micro-batches of one step whose rows differ in length, the last of fewer rows; and what one device makes of them."""
+
+from collections.abc import Sequence
+
+import torch
+
+from meshwright.api import alone, build, make_plan
+from meshwright.comm.collectives.group import World
+from meshwright.engine.runtime.loss import IGNORED, Batch
+from meshwright.model.analysis.analyze import Reading
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
+from tests.parallel.tensor.odd_llama import known
+from tests.tiny_model import VOCABULARY, reading_of, tiny_job
+
+Steps = Sequence[Sequence[tuple[int, int]]]  # by step, the (tokens, rows) of each micro-batch
+STEPS, MICRO_BATCH = (((9, 2), (5, 2), (12, 1)), ((5, 2), (9, 1))), 2
+READINGS = {"tiny": reading_of, "llama": known}  # read with rows of 5 tokens, and of 9
+Parameters = dict[str, torch.Tensor]
+
+
+def reading(name: str) -> Reading:
+    """What the model of that name is made of."""
+    return READINGS[name]()
+
+
+def micro_batches(step: int, steps: Steps = STEPS) -> list[Batch]:
+    """Those of one step; a row of each ignores half of its labels."""
+    generator = torch.Generator().manual_seed(step)
+    found = []
+    for length, rows in steps[step]:
+        words = torch.randint(0, VOCABULARY, (2, rows, length), generator=generator)
+        words[1, 0, : length // 2] = IGNORED
+        found.append({"input_ids": words[0], "labels": words[1]})
+    return found
+
+
+def planned(name: str, mesh: Mesh, *strategies: Strategy) -> Plan:
+    """A plan of SGD in float64 over rows of any length."""
+    return make_plan(reading(name), tiny_job(6), mesh, strategies, MICRO_BATCH)
+
+
+def trained(world: World, name: str, plan: Plan, steps: Steps = STEPS) -> tuple[list[float], Parameters]:
+    """The losses of all steps, that of an evaluation on their rows, and the parameters, on this rank."""
+    given = [micro_batches(step, steps) for step in range(len(steps))]
+    with build(reading(name), plan, world=world) as engine:
+        losses = [engine.step(micros).loss for micros in given]
+        losses.append(engine.evaluate(given).loss)
+        return losses, {name: value.clone() for name, value in engine.player.parameters().items()}
+
+
+def on_one_device(name: str, steps: Steps = STEPS) -> tuple[list[float], Parameters]:
+    """The same on one device."""
+    return trained(alone(torch.device("cpu")), name, planned(name, Mesh()), steps)

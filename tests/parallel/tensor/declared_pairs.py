@@ -1,0 +1,51 @@
+"""A model of pairs that are declared: of odd sizes unless told, with weights of several blocks of 256 elements, and dropout."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from meshwright.api import read
+from meshwright.model.analysis.analyze import Reading
+from meshwright.model.loading.loader import Model
+from tests.tiny_model import VOCABULARY, rows
+
+WIDTH, INNER = 21, 47
+SOCKETS = {"layers.*.up": "columns", "layers.*.down": "rows"}
+
+
+class Pair(nn.Module):
+    """A residual block: norm, columns, dropout of what lies between, rows, dropout of the stream."""
+
+    def __init__(self, p: float = 0.0, width: int = WIDTH, inner: int = INNER) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+        self.between, self.behind = nn.Dropout(p), nn.Dropout(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.between(torch.tanh(self.up(self.norm(x))))
+        return x + self.behind(self.down(inner))
+
+
+class Pairs(nn.Module):
+    """Embedding, pairs, head."""
+
+    def __init__(
+        self, p: float = 0.0, *, layers: int = 2, width: int = WIDTH, inner: int = INNER, words: int = VOCABULARY
+    ) -> None:
+        super().__init__()
+        self.embed, self.drop = nn.Embedding(words, width), nn.Dropout(p)
+        self.layers = nn.ModuleList(Pair(p, width, inner) for _ in range(layers))
+        self.head = nn.Linear(width, words)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.embed(input_ids))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def pairs(p: float = 0.0, example: Mapping[str, torch.Tensor] | None = None, **sizes: int) -> Reading:
+    """What is known of `Pairs(p, **sizes)`, from an `example` or two rows of five tokens."""
+    return read(lambda: Model(Pairs(p, **sizes), sockets=SOCKETS), example or rows(2))

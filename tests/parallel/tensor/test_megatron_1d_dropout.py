@@ -1,0 +1,108 @@
+"""Dropout on slices: every rank draws the numbers of its own part, so masks are those of one device under every plan."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from meshwright.api import make_plan, verify
+from meshwright.engine.forward import stateless_rng
+from meshwright.engine.forward.stateless_rng import divisions
+from meshwright.model.analysis.analyze import Reading
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.plan.sharding.mesh import Mesh
+from tests.parallel.tensor import model_families
+from tests.parallel.tensor.declared_pairs import pairs
+from tests.parallel.tensor.odd_llama import batches, known, planned
+from tests.tiny_model import rows, tiny_job
+
+SHARDED = (Line(), Batch(axis="dp_shard"))
+CASES = {
+    "2 ranks": (Mesh(tp=2), None, 0),
+    "3 ranks": (Mesh(tp=3), None, 2),
+    "copies": (Mesh(dp_replicate=2, tp=2), None, 1),
+    "shards, run again": (Mesh(dp_shard=2, tp=2), (*SHARDED, Zero(), Recompute()), 1),
+}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("case", CASES)
+def test_attention_drops_what_one_device_drops(case: str, attention: str):
+    mesh, strategies, micro = CASES[case]
+    reading, plan = planned(known(attention_dropout=0.2, attn_implementation=attention), mesh, strategies, micro)
+    assert reading.sites.inside == {
+        f"model.layers.{i}/0": (f"model.layers.{i}.self_attn.q_proj", f"model.layers.{i}.self_attn.o_proj") for i in range(2)
+    }
+    verdict = verify(reading, plan, batches(2))
+    assert verdict.passed, str(verdict)
+
+
+@cache
+def dropping() -> Reading:
+    """Pairs with dropout between their layers and behind them."""
+    return pairs(0.3)
+
+
+def few(steps: int = 2) -> list[dict[str, torch.Tensor]]:
+    return [{key: value[:12] for key, value in rows().items()}] * steps
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_features_and_the_stream_drop_what_one_device_drops(case: str):
+    mesh, strategies, micro = CASES[case]
+    reading = dropping()
+    inside = {f"layers.{i}/0": (f"layers.{i}.up", f"layers.{i}.down") for i in range(2)}
+    assert reading.sites.inside == inside
+    assert set(reading.sites.allowed) == {"embed/0", "layers.0/1", "layers.1/1", *inside}
+    plan = make_plan(reading, tiny_job(), mesh, strategies, micro)
+    verdict = verify(reading, plan, few())
+    assert verdict.passed, str(verdict)
+
+
+BOTH = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
+RATES = {
+    "qwen3": {"attention_dropout": 0.2},
+    "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.2, "attn_pdrop": 0.3},
+    "gpt-neox": BOTH,
+    "falcon": BOTH,
+    "falcon, many keys": BOTH,
+    "phi3": {"attention_dropout": 0.2, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
+    "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.2},
+    "vit": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.2},
+    "t5": {"dropout_rate": 0.1, "attn_implementation": "eager"},
+}
+FEW_RANKS = [(family, 3) for family in RATES]
+MORE_THAN_GROUPS = [("qwen3", 4), ("phi3", 4)]  # some ranks have heads of two groups
+
+
+@pytest.mark.parametrize(("family", "ranks"), [("gpt2", 2), ("bert", 2), *FEW_RANKS, *MORE_THAN_GROUPS])
+def test_families_drop_what_one_device_drops(family: str, ranks: int):
+    reading = model_families.read_family(family, **RATES[family])
+    plan = model_families.planned(reading, Mesh(tp=ranks), (Line(),))
+    verdict = verify(reading, plan, model_families.batches(family, 2), loss=model_families.loss_of(family))
+    assert verdict.passed, str(verdict)
+
+
+def test_masks_of_local_heads_are_not_each_others(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stateless_rng, "divisions", lambda plan, rank, sites: {})
+    reading, plan = planned(known(attention_dropout=0.2), Mesh(tp=2))
+    assert not verify(reading, plan, batches(1)).passed
+
+
+def test_rows_of_another_length_than_the_examples_are_drawn_where_that_is_clear():
+    reading = dropping()
+    plan = make_plan(reading, tiny_job(), Mesh(tp=2))
+    short = [{key: value[:, :3] for key, value in batch.items()} for batch in few()]
+    verdict = verify(reading, plan, short)
+    assert verdict.passed, verdict
+    assert max(verdict.worst.values()) < 1e-10
+
+
+def test_slices_of_the_stream_divide_sites_outside_of_pairs():
+    plan = make_plan(dropping(), tiny_job(), Mesh(tp=2))
+    found = divisions(plan, 1, dropping().sites)
+    meant = {site: [each.meant for each in known] for site, known in found.items()}
+    assert [meant[site] for site in ("embed/0", "layers.0/0", "layers.0/1")] == [[False], [True], [False]]

@@ -1,0 +1,66 @@
+"""The gradient noise scale beside divided matrices: squares are added up over slices, and what all ranks have counts once."""
+
+import pytest
+
+from meshwright.api import make_plan
+from meshwright.comm.collectives.group import World
+from meshwright.model.analysis.analyze import Reading
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.run.data.feed import ExampleData, open_feed
+from meshwright.testing.ranks import on_threads
+from meshwright.verifier.static_checks import prove
+from tests.engine.step.test_gradient_noise import noisy
+from tests.parallel.tensor.declared_pairs import pairs
+from tests.tiny_model import player_of, rows, tiny_job
+
+SHARD = Batch(axis="dp_shard")
+LAYOUTS = {
+    "alone": ({}, (), 3),
+    "copies": ({"dp_replicate": 2}, None, 0),
+    "stage 1": ({"dp_shard": 2}, (SHARD, Zero(stage=1)), 3),
+    "stage 3": ({"dp_shard": 2}, (SHARD, Zero()), 3),
+}
+
+
+@pytest.fixture(scope="module")
+def reading() -> Reading:
+    return pairs()
+
+
+def plan_of(reading: Reading, layout: str, ranks: int) -> Plan:
+    sizes, strategies, micro = LAYOUTS[layout]
+    chosen = strategies if strategies is None or ranks == 1 else (Line(), *strategies)
+    return make_plan(reading, noisy(tiny_job()), Mesh(**sizes, tp=ranks), chosen, micro)
+
+
+def measured(reading: Reading, plan: Plan) -> list[float]:
+    """The noise scale of three steps, the same on every rank."""
+
+    def rank(world: World) -> list[float]:
+        player, feed = player_of(reading, plan, world), open_feed(ExampleData(rows()), plan, world.rank)
+        return [player.step(feed.batch(step)).noise_scale or -1.0 for step in range(3)]  # -1: not known yet
+
+    found = on_threads(rank, plan.mesh)
+    assert all(each == found[0] for each in found)
+    return found[0]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_is_that_of_the_same_parts_on_whole_matrices(reading: Reading, layout: str, ranks: int):
+    plan = plan_of(reading, layout, ranks)
+    assert prove(plan) == []
+    wanted = measured(reading, plan_of(reading, layout, 1))
+    assert any(each > 0 for each in wanted)
+    assert measured(reading, plan) == pytest.approx(wanted, rel=1e-8)
+
+
+def test_weights_that_count_twice_are_noticed(reading: Reading, monkeypatch: pytest.MonkeyPatch):
+    wanted = measured(reading, plan_of(reading, "copies", 1))
+    monkeypatch.setattr(Space, "told_first", lambda space, coordinate: [home.weight.name for home in space.homes])
+    assert measured(reading, plan_of(reading, "copies", 2)) != pytest.approx(wanted, rel=1e-3)

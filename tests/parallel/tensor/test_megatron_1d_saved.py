@@ -1,0 +1,33 @@
+"""A checkpoint of divided matrices is that of the model: any other plan takes it up, moments included, and vice versa."""
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.plan.sharding.mesh import Mesh
+from tests.parallel.checkpoint_crossing import crosses
+from tests.parallel.tensor.odd_llama import known, planned
+
+MESHES = {
+    "divided": Mesh(tp=2),
+    "unevenly": Mesh(tp=3),
+    "in shards": Mesh(dp_shard=2, tp=2),
+    "copies": Mesh(dp_replicate=2),
+    "alone": Mesh(),
+}
+
+
+@pytest.mark.parametrize(
+    ("saved", "taken"),
+    [
+        ("divided", "alone"),
+        ("alone", "unevenly"),
+        ("unevenly", "in shards"),
+        ("in shards", "divided"),
+        ("in shards", "copies"),
+        ("copies", "in shards"),
+    ],
+)
+def test_a_checkpoint_crosses(saved: str, taken: str, tmp_path: Path):
+    (reading, before), (_, after) = planned(known(), MESHES[saved]), planned(known(), MESHES[taken])
+    crosses(reading, before, after, tmp_path)

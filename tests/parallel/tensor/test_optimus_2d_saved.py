@@ -1,0 +1,29 @@
+"""A checkpoint of squares and cubes is that of the model: any other plan takes it up, moments included, and vice versa."""
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.tensor.cube_3d import Cube
+from meshwright.parallel.tensor.optimus_2d import Grid
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
+from tests.parallel.checkpoint_crossing import crosses
+from tests.parallel.tensor.even_llama import known_even
+from tests.parallel.tensor.odd_llama import planned
+
+DATA = (Batch(axis="dp_shard"), Zero())
+PLANS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
+    "alone": (Mesh(), ()),
+    "square": (Mesh(dp_shard=2, tp=2), (Grid(), *DATA)),
+    "cube": (Mesh(dp_shard=2, tp_depth=2, tp=2), (Cube(), *DATA)),
+}
+
+
+@pytest.mark.parametrize(("saved", "taken"), [("square", "cube"), ("cube", "alone"), ("alone", "square")])
+def test_a_checkpoint_crosses(saved: str, taken: str, tmp_path: Path):
+    reading = known_even(tie_word_embeddings=True)
+    (_, before), (_, after) = planned(reading, *PLANS[saved]), planned(reading, *PLANS[taken])
+    crosses(reading, before, after, tmp_path)

@@ -1,0 +1,273 @@
+"""A stream divided by tokens computes what a whole one computes, sends the paper's bytes, and is refused where tokens mix."""
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.api import build, make_plan, read, trace, verify
+from meshwright.comm.collectives.group import World
+from meshwright.model.analysis.analyze import Reading
+from meshwright.model.loading.loader import Model
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.tensor import layer_sharding
+from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.parallel.tensor.optimus_2d import Grid
+from meshwright.parallel.tensor.sequence_parallel import Sequence
+from meshwright.parallel.tensor.vocab_parallel import Vocabulary
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.job import Job, Train
+from meshwright.plan.job.precision import Precision
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.step.single_device import ROLE
+from meshwright.testing.ranks import on_threads
+from tests.parallel.tensor.exactness import assert_exact
+from tests.parallel.tensor.odd_llama import ROWS, SIZES, batches, known, planned
+
+LENGTH = 12
+KEPT, ANEW = (Line(), Sequence()), (Line(), Sequence(again=True))
+SHARDED = Batch(axis="dp_shard")
+CASES = {
+    "2 ranks": (Mesh(tp=2), KEPT, 0),
+    "3 ranks": (Mesh(tp=3), KEPT, 2),
+    "gathered again": (Mesh(tp=3), ANEW, 2),
+    "named first or last, beside copies": (Mesh(dp_replicate=2, tp=2), (Sequence(), Batch(), Replicate(), Line()), 1),
+    "stage 1": (Mesh(dp_shard=2, tp=2), (*KEPT, SHARDED, Zero(stage=1)), 0),
+    "stage 3": (Mesh(dp_shard=2, tp=2), (*ANEW, SHARDED, Zero(stage=3)), 1),
+    "recompute": (Mesh(tp=3), (*KEPT, Recompute()), 2),
+    "recompute and again": (Mesh(dp_shard=2, tp=2), (*ANEW, SHARDED, Zero(), Recompute()), 1),
+    "words": (Mesh(tp=2), (*KEPT, Vocabulary()), 0),
+    "words, named first, and again": (Mesh(tp=3), (Vocabulary(), *ANEW), 2),
+}
+
+
+def planned_in_slices(mesh: Mesh, strategies: tuple, micro: int = 0, **more: object) -> tuple[Reading, Plan]:
+    return planned(known(LENGTH, **more), mesh, strategies, micro, length=LENGTH)
+
+
+def inner(plan: Plan, kind: str, subject: str) -> list[tuple[str, int]]:
+    """The collectives within that action of the first micro-batch, and the bytes put in."""
+    actions = [each for each in plan.program.actions(ROLE) if (each.kind, each.subject, each.micro) == (kind, subject, 0)]
+    return [(move.collective, move.nbytes) for action in actions for move in action.inner]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_equals_one_device(case: str):
+    mesh, strategies, micro = CASES[case]
+    reading, plan = planned_in_slices(mesh, strategies, micro, attention_bias=True, mlp_bias=case == "2 ranks")
+    assert_exact(reading, plan, batches(2, length=LENGTH), fake=case == "recompute and again")
+
+
+@pytest.mark.parametrize(("strategies", "factor"), [(KEPT, 4), (ANEW, 5)], ids=["kept", "again"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_layer_sends_the_papers_bytes(ranks: int, strategies: tuple, factor: int):
+    _, plan = planned_in_slices(Mesh(tp=ranks), strategies)
+    width, layer = SIZES["hidden_size"], "model.layers.1"
+    k, stream, norm = 2, ROWS * LENGTH * width * 4, width * 4
+    found = inner(plan, "F", layer) + inner(plan, "B", layer)
+    moved = [(each, nbytes) for each, nbytes in found if each != "all_reduce"]
+    assert len(moved) == factor * k
+    put_in = {"all_gather": stream // ranks, "reduce_scatter": stream}
+    assert all(nbytes == put_in[each] for each, nbytes in moved)
+    received = {"all_gather": (ranks - 1) * stream // ranks, "reduce_scatter": (ranks - 1) * stream // ranks}
+    assert sum(received[each] for each, _ in moved) == factor * k * stream * (ranks - 1) // ranks
+    assert [each for each in found if each[0] == "all_reduce"] == [("all_reduce", norm)] * 2  # two norms, each of one weight
+
+
+def test_the_stream_is_cut_at_the_first_layer_and_put_together_behind_the_last_norm():
+    _, plan = planned_in_slices(Mesh(tp=3), KEPT)
+    slice_, norm = ROWS * LENGTH * SIZES["hidden_size"] * 4 // 3, SIZES["hidden_size"] * 4
+    assert inner(plan, "F", "model.norm") == [("all_gather", slice_)]
+    assert inner(plan, "B", "model.norm") == [("all_reduce", norm)]
+    assert inner(plan, "B", "model.layers.0")[-1] == ("all_gather", slice_)
+    assert inner(plan, "F", "model.embed_tokens") == inner(plan, "F", "lm_head") == []
+
+
+def test_a_head_divided_by_words_takes_slices():
+    _, plan = planned_in_slices(Mesh(tp=3), (*KEPT, Vocabulary()))
+    stream = ROWS * LENGTH * SIZES["hidden_size"] * 4
+    assert inner(plan, "F", "model.norm") == []
+    assert inner(plan, "F", "lm_head") == [("all_gather", stream // 3)]
+    assert inner(plan, "B", "lm_head") == [("reduce_scatter", stream)]
+    assert inner(plan, "F", "model.embed_tokens") == [("all_reduce", stream)]
+
+
+@pytest.mark.parametrize("strategies", [KEPT, ANEW], ids=["kept", "again"])
+def test_half_precision_travels_in_half_but_the_stream_itself_does_not(strategies: tuple):
+    mesh = Mesh(dp_shard=2, tp=2)
+    said = {"length": LENGTH, "precision": Precision(compute="bfloat16")}
+    reading, plan = planned(known(LENGTH), mesh, (*strategies, SHARDED, Zero()), **said)
+    assert dtypes(plan, "model.layers.1") == {"bfloat16", "float32"}  # the latter: of norms
+    assert dtypes(plan, "model.norm") == {"float32"}
+    traced = trace(reading, plan, fake=False)
+    assert traced.passed, str(traced)
+    losses = on_threads(lambda world: losses_of(world, reading, plan), mesh)
+    assert all(each == losses[0] for each in losses)
+    reading, plan = planned(known(LENGTH), mesh, (Line(), SHARDED, Zero()), **said)
+    whole = on_threads(lambda world: losses_of(world, reading, plan), mesh)
+    assert losses[0] == pytest.approx(whole[0], rel=2e-2)
+
+
+def dtypes(plan: Plan, visit: str) -> set[str]:
+    return {move.dtype for action in plan.program.actions(ROLE) if action.subject == visit for move in action.inner}
+
+
+def losses_of(world: World, reading: Reading, plan: Plan) -> tuple[float, float]:
+    """Of a step, and of an evaluation behind it on the same samples."""
+    with build(reading, plan, world=world) as engine:
+        batch = batches(1, length=LENGTH)[0]
+        first = engine.step(engine.share(batch)).loss
+        return first, engine.evaluate([engine.share(batch)]).loss
+
+
+def test_an_evaluation_in_slices_is_that_of_one_device():
+    found = []
+    for mesh, strategies in ((Mesh(tp=3), ANEW), (Mesh(), ())):
+        reading, plan = planned_in_slices(mesh, strategies)
+        found += on_threads(lambda world, reading=reading, plan=plan: losses_of(world, reading, plan), mesh)[:1]
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(("strategies", "whole"), [(KEPT, 1 + 2 * 5), (ANEW, 1)], ids=["kept", "again"])
+def test_what_is_kept_for_backward_is_a_slice_but_for_what_columns_layers_take_in(strategies: tuple, whole: int):
+    reading, plan = planned(known(15), Mesh(tp=3), strategies, length=15)
+    width = SIZES["hidden_size"]
+    for saved in on_threads(lambda world: saved_of(world, reading, plan), plan.mesh):
+        assert (ROWS, 5, width) in saved  # by norms
+        assert (ROWS, 15, width) not in saved
+        assert saved.count((ROWS * 15, width)) == whole  # by the head, and by q, k, v, gate and up of two layers
+
+
+def saved_of(world: World, reading: Reading, plan: Plan) -> list[tuple[int, ...]]:
+    """The shapes of what autograd keeps in a step of one rank, but for what it is told to make anew."""
+    found: list[tuple[int, ...]] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tuple(tensor.shape))
+        return tensor
+
+    with build(reading, plan, world=world) as engine, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        engine.step(engine.share(batches(1, length=15)[0]))
+    return found
+
+
+def test_a_norm_whose_gradient_is_not_summed_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(layer_sharding, "R", layer_sharding.I)  # what is shared is taken for used alike
+    reading, plan = planned_in_slices(Mesh(tp=2), KEPT)
+    verdict = verify(reading, plan, batches(2, length=LENGTH))
+    assert not verdict.passed
+    assert verdict.first.name.endswith("norm.weight")
+
+
+def test_without_pairs_that_are_divided_it_is_refused():
+    said = r'no strategy divides those by columns and rows along tp\n.*name = "line" beside it'
+    with pytest.raises(PlanError, match=said):
+        planned_in_slices(Mesh(tp=2), (Sequence(),))
+    with pytest.raises(PlanError, match=said):  # a stream that is divided by width
+        planned_in_slices(Mesh(dp_shard=2, tp=2), (Grid(), Sequence()))
+
+
+def test_a_length_that_does_not_divide_names_those_that_do():
+    with pytest.raises(PlanError, match=r"12 tokens do not divide by the 5 ranks of tp\n.*set data.sequence = 10 or 15"):
+        planned_in_slices(Mesh(tp=5), KEPT, num_attention_heads=6, num_key_value_heads=6)
+
+
+def test_another_axis_is_refused():
+    with pytest.raises(PlanError, match=r"tokens are divided along tp\n.*write axis"):
+        planned_in_slices(Mesh(dp_shard=2, tp=2), (Line(), Sequence(axis="dp_shard"), SHARDED, Zero()))
+
+
+class Mixing(nn.Module):
+    """A pair, and what `mixes` tokens beside it."""
+
+    def __init__(self, mixes: str) -> None:
+        super().__init__()
+        self.mixes = mixes
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.mix, self.scale = nn.Conv1d(8, 8, 3, padding=1, groups=8), nn.Parameter(torch.ones(8))
+        self.between: nn.Module = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        if self.mixes == "convolution":
+            h = self.mix(h.transpose(1, 2)).transpose(1, 2)
+        if self.mixes == "mean":
+            h = h - h.mean(1, keepdim=True)
+        if self.mixes == "scale":
+            h = h * self.scale
+        if self.mixes == "positions":
+            h = h + torch.arange(x.shape[1], dtype=x.dtype)[:, None]
+        return x + self.down(self.between(torch.tanh(self.up(h))))
+
+
+class Mixed(nn.Module):
+    """Layers that mix tokens."""
+
+    def __init__(self, mixes: str) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(13, 8), nn.Linear(8, 13)
+        self.layers = nn.ModuleList(Mixing(mixes) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def mixed(mixes: str, strategies: tuple = KEPT) -> tuple[Reading, Plan]:
+    sockets = {"layers.*.up": "columns", "layers.*.down": "rows"}
+    tokens = torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(0))
+    reading = read(lambda: Model(Mixed(mixes), sockets=sockets), {"input_ids": tokens, "labels": tokens})
+    job = Job(ModelSource("mixed"), DataSource("random", sequence=6), Train(batch=4))
+    return reading, make_plan(reading, job, Mesh(tp=2), strategies)
+
+
+@pytest.mark.parametrize(
+    ("mixes", "why"),
+    [
+        ("convolution", "layers.0 computes 'transpose' with it"),
+        ("mean", "layers.0 takes mean over tokens"),
+        ("scale", "layers.0 uses layers.0.scale on it"),
+        ("positions", "layers.0 computes 'add' of it and of a tensor of all tokens"),
+    ],
+)
+def test_a_block_that_mixes_tokens_is_refused_by_name(mixes: str, why: str):
+    with pytest.raises(PlanError) as caught:
+        mixed(mixes)
+    assert f"the block 'layers.0' cannot run on a slice of the tokens: {why}" in str(caught.value)
+
+
+class Shared(Mixed):
+    """One norm for all layers; `twice`: called between the layers of a pair too."""
+
+    def __init__(self, *, twice: bool = False) -> None:
+        super().__init__("")
+        for layer in self.layers:
+            layer.norm = self.layers[0].norm
+            if twice:
+                layer.up, layer.down = nn.Linear(8, 8), nn.Linear(8, 8)
+                layer.between = layer.norm
+
+
+def shared(*, twice: bool = False) -> tuple[Reading, Plan, dict[str, torch.Tensor]]:
+    tokens = torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": tokens, "labels": tokens}
+    sockets = {"layers.*.up": "columns", "layers.*.down": "rows"}
+    reading = read(lambda: Model(Shared(twice=twice), sockets=sockets), batch)
+    job = Job(ModelSource("shared"), DataSource("random", sequence=6), Train(batch=4))
+    return reading, make_plan(reading, job, Mesh(tp=3), KEPT), batch
+
+
+def test_a_norm_that_all_layers_share_is_summed_in_each():
+    reading, plan, batch = shared()
+    assert_exact(reading, plan, [batch, batch])
+
+
+def test_a_norm_on_slices_and_on_features_of_a_rank_is_refused():
+    with pytest.raises(PlanError, match=r"layers\.0\.norm is called on the stream between pairs and on something else"):
+        shared(twice=True)

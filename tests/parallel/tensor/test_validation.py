@@ -1,0 +1,158 @@
+"""What cannot be divided is refused before any process starts: all of it at once, what was given, and the repair."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from meshwright.api import make_plan, read
+from meshwright.cli import app
+from meshwright.model.loading.loader import Model
+from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.parallel.tensor.sequence_parallel import Sequence
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.errors import Fault, PlanError
+from meshwright.plan.job.job import Job, Optimizer, ParameterGroup, Train
+from meshwright.plan.sharding.mesh import Mesh
+from tests.parallel.tensor.odd_llama import llama, planned
+
+TOKENS = torch.zeros(4, 6, dtype=torch.long)
+NET = """
+import meshwright
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.up, self.down = nn.Conv1d(16, 16, 1), nn.Linear(16, 40), nn.Linear(40, 16)
+
+    def forward(self, x):
+        x = x + self.conv(x.transpose(1, 2)).transpose(1, 2)
+        return x + self.down(self.up(x).relu().flip(-1))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(256, 16), nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def convolution():
+    return meshwright.Model(Net(), sockets={"layers.*.conv": "columns", "layers.*.up": "columns", "layers.*.down": "rows"})
+
+
+def missing():
+    return meshwright.Model(Net(), sockets={"layers.*.upp": "columns", "layer.*.down": "rows"})
+
+
+def declared():
+    return meshwright.Model(Net(), sockets={"layers.*.up": "columns", "layers.*.down": "rows"})
+"""
+CONFIG = """
+[model]
+source = "net.py:Net"
+[data]
+source = "text.txt"
+sequence = 8
+[train]
+batch = 4
+"""
+
+
+class Convolutions(nn.Module):
+    """No linear layer but the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(11, 8), nn.ModuleList(nn.Conv1d(8, 8, 1) for _ in range(3))
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids).transpose(1, 2)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.transpose(1, 2))
+
+
+def faults(model: nn.Module | Model, mesh: Mesh, strategies: tuple = (Line(),), **job: object) -> tuple[Fault, ...]:
+    reading = read(lambda: model, {"input_ids": TOKENS, "labels": TOKENS})
+    said = Job(ModelSource("net"), DataSource("random", sequence=6), Train(batch=4), **job)
+    with pytest.raises(PlanError) as raised:
+        make_plan(reading, said, mesh, strategies)
+    return raised.value.faults
+
+
+def test_a_model_of_convolutions_is_refused_by_name():
+    (said,) = faults(Convolutions(), Mesh(tp=2))
+    assert "no pair of linear layers of model is known to split" in said.what
+    assert "layers.*: a convolution: only linear layers and embeddings can be divided" in said.what
+    assert "meshwright.Model(make_it(), sockets=" in said.fix
+    assert "--explain-model" in said.fix
+
+
+def test_a_role_that_cannot_be_had_is_refused():
+    (said,) = faults(Model(Convolutions(), sockets={"layers.*": "columns"}), Mesh(tp=2))
+    assert said.where == "model.sockets"
+    assert said.what == (
+        "layers.* is declared as columns, and that cannot be: a convolution: only linear layers and embeddings can be divided"
+    )
+
+
+def test_widths_with_fewer_features_than_ranks_name_the_plans_that_work():
+    with pytest.raises(PlanError) as raised:
+        planned(llama(intermediate_size=5), Mesh(tp=6), (Line(),))
+    (said,) = raised.value.faults
+    assert said.where == "mesh.tp"
+    assert said.what.endswith("and 5 more divide into 5 units, and tp has 6 ranks")
+    assert said.fix == "set mesh.tp to at most 5; mesh.tp = 3 and mesh.dp_shard = 2 are as many ranks"
+
+
+def test_all_faults_are_said_at_once():
+    group = Optimizer("adamw", groups=(ParameterGroup("head.*", lr_factor=-1.0),))
+    said = faults(Convolutions(), Mesh(tp=2, dp_shard=3), (Line(), Sequence()), optimizer=group)
+    text = "\n".join(map(str, said))
+    for words in ("no pair of linear layers", "no strategy uses the axis dp_shard", "optimizer.groups", "strategies.sequence"):
+        assert words in text, text
+    assert "tp: 2 ranks would do the same work" not in text  # its own strategy has said why
+
+
+def test_slices_of_tokens_without_divided_matrices_are_refused():
+    with pytest.raises(PlanError, match=r"strategies\.sequence: tokens are divided between pairs"):
+        planned(llama(), Mesh(tp=3), (Sequence(),))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "text.txt").write_text("what a model reads. " * 40)
+    path = tmp_path / "config.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("factory", "words", "said"),
+    [
+        ("Net", ["--mesh.tp", "2"], "layers.*.conv: a convolution"),
+        ("Net", ["--mesh.tp", "2"], "sockets={'layers.*.up': 'columns', 'layers.*.down': 'rows'}"),
+        ("convolution", ["--mesh.tp", "2"], "layers.*.conv is declared as columns, and that cannot be: a convolution"),
+        ("missing", ["--mesh.tp", "2"], "'layers.*.upp' names no module or parameter with weights"),
+        ("missing", ["--mesh.tp", "2"], "did you mean 'layers.*.down'?"),
+        ("declared", ["--mesh.tp", "48"], "set mesh.tp to at most 40; mesh.tp = 24 and mesh.dp_shard = 2 are as many ranks"),
+    ],
+)
+def test_the_command_says_it_before_anything_starts(config: Path, factory: str, words: list[str], said: str):
+    source = f"{config.parent / 'net.py'}:{factory}"
+    done = CliRunner().invoke(app, ["plan", str(config), "--model.source", source, *words])
+    assert done.exit_code == 2, done.output
+    assert said in " ".join((done.output + done.stderr).split())

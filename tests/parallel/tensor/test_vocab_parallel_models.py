@@ -1,0 +1,79 @@
+"""Published models with a divided vocabulary: odd sizes, scaled tables, tied biases, capped logits, tables tied to a head."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from meshwright.api import make_plan, read
+from meshwright.engine.runtime.loss import IGNORED
+from meshwright.parallel.tensor.vocab_parallel import Vocabulary
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.plan.sharding.mesh import Mesh
+from tests.parallel.tensor.exactness import assert_exact
+
+ROWS, TOKENS = 4, 6
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 12, "vocab_size": 67}
+
+
+def gpt2() -> nn.Module:
+    """With its own vocabulary of 50,257 words, tied."""
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert() -> nn.Module:
+    """Its decoder is tied to the table, and the decoder's bias to one of another module."""
+    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, **none))
+
+
+def gemma2() -> nn.Module:
+    """Rows of its table are scaled, its logits capped."""
+    config = transformers.Gemma2Config(**SMALL, head_dim=4, num_key_value_heads=1, final_logit_softcapping=2.0, pad_token_id=40)
+    return transformers.Gemma2ForCausalLM(config)
+
+
+def t5() -> nn.Module:
+    """One table for encoder and decoder, tied to the head, whose input is scaled."""
+    config = transformers.T5Config(vocab_size=67, d_model=8, d_kv=4, d_ff=12, num_layers=1, num_heads=2, dropout_rate=0.0)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def cohere() -> nn.Module:
+    """Its logits are scaled, its table is tied."""
+    return transformers.CohereForCausalLM(transformers.CohereConfig(**SMALL, logit_scale=0.3, pad_token_id=1))
+
+
+MODELS = {"gpt2": gpt2, "bert": bert, "gemma2": gemma2, "t5": t5, "cohere": cohere}
+
+
+def rows(words: int, *, decoder: bool) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(words, (ROWS, 2 * TOKENS), generator=generator)
+    labels = torch.randint(words, (ROWS, TOKENS), generator=generator)
+    labels[1, 2:] = IGNORED
+    found = {"input_ids": ids[:, :TOKENS].contiguous(), "labels": labels}
+    return found | ({"decoder_input_ids": ids[:, TOKENS:].contiguous()} if decoder else {})
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("model", MODELS)
+def test_it_equals_one_device(model: str, ranks: int):
+    module = MODELS[model]()
+    words = module.get_output_embeddings().weight.shape[0]
+    data = [rows(words, decoder=model == "t5")] * 2
+    job = Job(ModelSource(model), DataSource("example", sequence=TOKENS), Train(batch=ROWS, clip=0.5), Optimizer(lr=0.1))
+    reading = read(module, data[0])
+    logits = reading.anatomy.logits
+    assert logits is not None
+    assert logits.words == words
+    plan = make_plan(reading, job, Mesh(tp=ranks), (Vocabulary(),), 2)
+    assert_exact(reading, plan, data)
+    whole = {weight.name: weight.numel for weight in reading.anatomy.weights}
+    words_of = [home.weight for home in plan.space.homes if home.cut]
+    assert words_of
+    assert all(weight.numel < 0.6 * whole[weight.name] for weight in words_of)
+    table = module.get_input_embeddings().weight.numel()
+    assert not any(home.weight.numel == table for home in plan.space.homes), "no rank has a whole table"

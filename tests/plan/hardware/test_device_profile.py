@@ -1,0 +1,98 @@
+"""A profile answers for sizes that were not measured, and never with more than the best that was."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.plan.hardware.stragglers import Stretch
+from meshwright.plan.job.errors import PlanError
+from tests.plan.hardware.synthetic_device import CALL_S, TANH_S, attention_s, product_s, profile
+
+FOUND = profile()
+
+
+@pytest.mark.parametrize(
+    "size", [(128, 512, 256, 1), (300, 700, 90, 1), (2000, 96, 3000, 1), (17, 5000, 333, 1), (96, 96, 48, 30)]
+)
+def test_products_of_any_size_take_what_the_device_takes(size: tuple[int, int, int, int]):
+    assert FOUND.product_seconds(*size) == pytest.approx(product_s(*size), rel=0.05)
+
+
+def test_a_swapped_inner_dim_is_noticed():
+    """The planted bug: rows and inner dim exchanged cost as many operations, and not as much time."""
+    right, swapped = FOUND.product_seconds(2048, 512, 16), FOUND.product_seconds(16, 512, 2048)
+    assert right > 2 * swapped
+    turned = replace(FOUND, products=tuple(replace(each, m=each.k, k=each.m) for each in FOUND.products))
+    assert turned.product_seconds(2048, 512, 16) == pytest.approx(swapped, rel=0.1)
+
+
+def test_nothing_is_faster_than_the_best_that_was_measured_nor_than_a_call():
+    best = FOUND.best("float32")
+    assert 2 * 1e5**3 / FOUND.product_seconds(1e5, 1e5, 1e5) <= best
+    assert FOUND.product_seconds(1, 1, 1) == pytest.approx(CALL_S, rel=0.05)
+    assert FOUND.attention_seconds((1, 1, 1, 1, 1)) >= CALL_S
+    assert FOUND.product_seconds(0, 5, 5) == 0.0
+    assert FOUND.attention_seconds((1, 1, 0, 4, 4)) == 0.0
+
+
+def test_attention_of_any_size_takes_what_the_device_takes():
+    size = (3, 5, 300, 200, 48)
+    assert FOUND.attention_seconds(size) == pytest.approx(attention_s(*size), rel=0.1)
+    assert FOUND.attention_seconds(size, backward=True) == pytest.approx(2.5 * attention_s(*size), rel=0.1)
+
+
+def test_what_is_moved_lies_between_the_sizes_measured_and_goes_on_beyond_them():
+    assert FOUND.moved_seconds(1) == FOUND.moved_seconds(4096) == pytest.approx(CALL_S)
+    assert FOUND.moved_seconds(1 << 20) == pytest.approx((1 << 20) / 20e9)
+    assert (1 << 20) / 20e9 < FOUND.moved_seconds(8 << 20) < (64 << 20) / 5e9
+    assert FOUND.moved_seconds(1 << 30) == pytest.approx((1 << 30) / 5e9)
+
+
+def test_what_computes_much_takes_what_its_numbers_do_where_memory_is_faster():
+    assert FOUND.moved_seconds(8 << 20, "tanh", 1 << 20) == pytest.approx((1 << 20) * TANH_S)
+    assert FOUND.moved_seconds(8 << 20, "tanh", 1) == FOUND.moved_seconds(8 << 20)
+    assert FOUND.moved_seconds(8 << 20, "exp", 1 << 20) == FOUND.moved_seconds(8 << 20)  # nobody measured it
+    wrong = replace(FOUND, computed=(replace(FOUND.computed[0], operation="tanhh"),))
+    assert [fault.what for fault in wrong.faults()] == ["nobody asks what 'tanhh' takes"]
+    assert "tanh" in next(wrong.faults()).fix
+
+
+def test_how_evenly_it_goes_is_told_in_rising_lengths():
+    assert FOUND.behind_seconds(0.01, 4) == 0.0  # nobody measured it
+    uneven = replace(FOUND, stretches=(Stretch(0.01, 0.05), Stretch(0.04, 0.0)))
+    assert uneven.behind_seconds(0.01, 2) == pytest.approx(0.01 * 0.05)
+    assert not list(uneven.faults())
+    wrong = replace(uneven, stretches=(*uneven.stretches[::-1], Stretch(1.0, -0.1)))
+    assert [fault.where for fault in wrong.faults()] == ["stretches.2.behind", "stretches"]
+
+
+def test_halves_stand_for_each_other_and_other_dtypes_are_refused():
+    assert FOUND.product_seconds(128, 512, 256, dtype="float16") == FOUND.product_seconds(128, 512, 256, dtype="bfloat16")
+    with pytest.raises(PlanError, match="nothing was measured in float64 on Abacus 7") as raised:
+        FOUND.product_seconds(8, 8, 8, dtype="float64")
+    assert "compute in one of float32, bfloat16" in raised.value.faults[0].fix
+
+
+def test_a_law_drawn_through_half_of_it_finds_the_rest():
+    products, attention = FOUND.unseen()
+    assert products < 0.05
+    assert attention < 0.2
+
+
+def test_every_fault_is_told():
+    assert not list(FOUND.faults())
+    wrong = replace(
+        FOUND,
+        version=7,
+        kind="tpu",
+        threads=0,
+        call_s=-1.0,
+        products=(replace(FOUND.products[0], flops_per_s=-1.0, m=0), *FOUND.products[1:5]),
+        attention=(),
+        moved=(FOUND.moved[1], FOUND.moved[0]),
+    )
+    told = [str(fault) for fault in wrong.faults()]
+    wanted = ["version 7", "of kind 'tpu'", "threads 0", "a call of -1.0 s", "products.0.m", "flops_per_s of -1.0"]
+    wanted += ["5 of float32; a law takes 6", "0 were measured; needed are 6", "in rising order"]
+    assert all(any(part in each for each in told) for part in wanted), told
+    assert all(fault.fix for fault in wrong.faults())

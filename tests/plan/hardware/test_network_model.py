@@ -1,0 +1,39 @@
+"""What a measured cluster must hold."""
+
+from dataclasses import replace
+
+from meshwright.plan.hardware.network_model import VERSION, Band, Cluster, Fit, Link, Network, Series
+
+LINK = Link((Band(0, 1e-5, 1e9),))
+RING = Series("ring", 2, (1024, 2048), (1e-4, 2e-4), (0.1, 0.1))
+GOOD = Cluster(VERSION, "", "cpu", "2.11", "gloo", 0, Fit(0.1, 0.1), Network(host=LINK, rank=LINK), (RING,))
+
+
+def test_ranks_and_sizes_are_those_of_all_series():
+    more = replace(GOOD, measured=(Series("tree", 3, (512, 2048), (1.0, 1.0), (0.0, 0.0)), RING))
+    assert (more.ranks, more.sizes) == ((2, 3), (512, 1024, 2048))
+    assert more.series("ring", 2) is RING
+    assert more.series("ring", 3) is None
+
+
+def test_a_good_cluster_has_no_faults():
+    assert list(GOOD.faults()) == []
+
+
+def test_every_bad_figure_is_told_with_its_place():
+    odd = Series("ring", 1, (2048, 1024), (0.0,), (-0.1, 0.1))
+    bad = replace(GOOD, version=99, per_host=-1, measured=(RING, RING, odd))
+    told = {fault.where: fault.what for fault in bad.faults()}
+    assert "version 99" in told["version"]
+    assert "-1 ranks per host" in told["per_host"]
+    assert "twice" in told["measured"]
+    assert "1 ranks" in told["measured.2.ranks"]
+    assert "[2048, 1024]" in told["measured.2.nbytes"]
+    assert "2 sizes, 1 times" in told["measured.2"]
+    assert "0.0" in told["measured.2.seconds"]
+    assert "-0.1" in told["measured.2.spread"]
+
+
+def test_a_cluster_without_measurements_is_told_to_measure():
+    (fault,) = replace(GOOD, measured=()).faults()
+    assert "bench comm" in fault.fix

@@ -1,0 +1,46 @@
+"""Faults: three parts each, all of them at once, and the nearest known word."""
+
+import inspect
+
+import pytest
+
+from meshwright.plan.job.errors import Fault, PlanError, gathered, nearest, raise_faults
+
+
+def test_a_fault_says_where_what_and_how_to_repair_it():
+    assert str(Fault("3 ranks", "use 4", "mesh.tp")) == "mesh.tp: 3 ranks\n  repair: use 4"
+    assert str(Fault("3 ranks", "use 4")) == "3 ranks\n  repair: use 4"
+
+
+def test_an_error_cannot_be_made_without_a_repair():
+    assert inspect.signature(PlanError).parameters["fix"].default is inspect.Parameter.empty
+    with pytest.raises(TypeError, match="fix"):
+        PlanError("3 ranks")
+
+
+def test_all_faults_are_reported_at_once_and_in_order():
+    faults = [Fault(f"fault {i}", f"repair {i}", f"key{i}") for i in range(3)]
+    with pytest.raises(PlanError) as caught:
+        raise_faults(iter(faults))
+    assert caught.value.faults == tuple(faults)
+    assert str(caught.value) == "\n".join(map(str, faults))
+
+
+def test_without_a_fault_nothing_is_raised():
+    raise_faults(iter(()))
+
+
+def test_the_nearest_word_is_offered_or_else_all_words():
+    assert nearest("replicte", ["batch", "replicate"]) == "did you mean 'replicate'?"
+    assert nearest("xyz", ["replicate", "batch"]) == "choose one of: batch, replicate"
+
+
+def test_what_is_refused_is_gathered_and_what_is_made_is_handed_on():
+    def half(number: int) -> int:
+        raise_faults(Fault(f"{number} is odd", "take an even one") for _ in range(number % 2))
+        return number // 2
+
+    faults = [Fault("before", "that")]
+    assert gathered(faults, half, 4) == 2
+    assert gathered(faults, half, 3) is None
+    assert [fault.what for fault in faults] == ["before", "3 is odd"]

@@ -1,0 +1,56 @@
+"""Arenas: every element on one rank, pieces at the grain that was asked for, and the padding that this costs."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.plan.model_spec.model_spec import Weight
+from meshwright.plan.sharding.flat_param import BLOCK, Arena
+
+SHAPES = st.lists(st.lists(st.integers(1, 40), max_size=3).map(tuple), min_size=1, max_size=6)
+GRAINS = ["element", "block", "matrix"]
+
+
+def weights_of(shapes: list[tuple[int, ...]]) -> list[Weight]:
+    return [Weight(f"w{i}", shape, ("v",)) for i, shape in enumerate(shapes)]
+
+
+@given(shapes=SHAPES, ranks=st.integers(1, 9), grain=st.sampled_from(GRAINS))
+def test_every_element_lies_in_one_shard_and_pieces_do_not_overlap(shapes: list[tuple[int, ...]], ranks: int, grain: str):
+    weights = weights_of(shapes)
+    arena = Arena.of("v", weights, ("dp_shard",), ranks, grain)
+    held: dict[str, list[tuple[int, int]]] = {}
+    for index in range(ranks):
+        ends = 0
+        for piece in sorted(arena.pieces(index), key=lambda piece: piece.at):
+            assert ends <= piece.at
+            ends = piece.at + piece.numel
+            assert ends <= arena.shard
+            held.setdefault(piece.name, []).append((piece.begin, piece.end))
+    for weight in weights:
+        spans = sorted(held.get(weight.name, []))
+        assert [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])]
+        assert spans[-1][1] == weight.numel
+
+
+@given(shapes=SHAPES, ranks=st.integers(1, 9))
+def test_pieces_are_cut_at_the_grain(shapes: list[tuple[int, ...]], ranks: int):
+    weights = {weight.name: weight for weight in weights_of(shapes)}
+    for grain in GRAINS[1:]:
+        arena = Arena.of("v", list(weights.values()), ("dp_shard",), ranks, grain)
+        for piece in (piece for index in range(ranks) for piece in arena.pieces(index)):
+            whole = weights[piece.name]
+            step = {"block": BLOCK, "matrix": whole.numel}[grain]
+            assert piece.begin % step == 0
+            assert piece.end % step == 0 or piece.end == whole.numel
+
+
+@pytest.mark.parametrize(("numel", "ranks", "shard"), [(10, 3, 4), (9, 3, 3), (2, 5, 1), (0, 3, 0)])
+def test_shards_by_element_pad_less_than_one_element_per_rank(numel: int, ranks: int, shard: int):
+    assert Arena.of("v", weights_of([(numel,)]), ("dp_shard",), ranks).shard == shard
+
+
+def test_whole_matrices_go_to_the_rank_with_the_least():
+    arena = Arena.of("v", weights_of([(3,), (10,), (4,), (4,)]), ("dp_shard",), 2, "matrix")
+    assert [[piece.name for piece in arena.pieces(index)] for index in (0, 1)] == [["w1"], ["w0", "w2", "w3"]]
+    assert arena.shard == 11

@@ -1,0 +1,102 @@
+"""The list of one device: every visit forward and backward, memory taken and returned, work proportional to samples."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from meshwright.plan.job.job import Job, Precision, Train
+from meshwright.plan.model_spec.model_spec import ROOT, Anatomy, Weight
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.placement import S
+from meshwright.plan.sharding.sharding_plan import Space
+from meshwright.plan.step.action import Action
+from meshwright.plan.step.simulator import play
+from meshwright.plan.step.single_device import ROLE, micro_rows, one_after_another, one_device
+
+WEIGHTS = (
+    Weight("a.weight", (6,), ("a", "c"), aliases=("c.weight",)),
+    Weight("b.weight", (4,), ("b",)),
+    Weight("s", (2,), (ROOT,)),
+)
+MODEL = Anatomy("model", ("a", "b", "c"), WEIGHTS, (10, 20, 30), (100, 200, 300))
+
+
+def listed(num_micro: int = 2, micro_batch: int = 3, job: Job | None = None) -> tuple[Action, ...]:
+    return one_device(
+        Space.one_device(Mesh(), MODEL), job or Job(), micro_batch, one_after_another(MODEL.visits, num_micro)
+    ).actions(ROLE)
+
+
+def held_after(actions: tuple[Action, ...]) -> list[dict[str, int]]:
+    """What is held after each action, by name."""
+    held: dict[str, int] = {}
+    history = []
+    for action in actions:
+        for name in action.frees:
+            del held[name]
+        held |= {hold.name: hold.nbytes for hold in action.takes}
+        history.append(dict(held))
+    return history
+
+
+@pytest.mark.parametrize("num_micro", [1, 2, 3])
+def test_every_micro_batch_visits_every_block_there_and_back(num_micro: int):
+    actions = listed(num_micro)
+    for micro in range(num_micro):
+        assert [a.subject for a in actions if a.kind == "F" and a.micro == micro] == ["a", "b", "c"]
+        assert [a.subject for a in actions if a.kind == "B" and a.micro == micro] == ["c", "b", "a"]
+    assert Counter(a.kind for a in actions) == {
+        "COUNT": 1,
+        "F": 3 * num_micro,
+        "LOSS": num_micro,
+        "B": 3 * num_micro,
+        "TALLY": 1,
+        "CLIP": 1,
+        "STEP": 1,
+    }
+
+
+def test_nobody_waits_for_ever():
+    assert len(play(one_device(Space.one_device(Mesh(), MODEL), Job(), 1, one_after_another(MODEL.visits, 3)))) == len(listed(3))
+
+
+def test_all_memory_is_returned_and_a_second_micro_batch_needs_no_more():
+    assert held_after(listed())[-1] == {}
+    peaks = [max(sum(held.values()) for held in held_after(listed(num_micro))) for num_micro in (2, 3)]
+    assert peaks[0] == peaks[1]
+
+
+def test_a_gradient_is_held_from_the_first_backward_that_adds_to_it():
+    actions = listed()
+    history = held_after(actions)
+    first = next(i for i, action in enumerate(actions) if action.kind == "B")
+    assert history[first]["gradient(a+c)"] == 6 * 4
+    assert history[first][f"gradient({ROOT})"] == 2 * 4
+    assert "gradient(b)" not in history[first]
+    assert "gradient(b)" in history[first + 1]
+
+
+def test_activations_are_counted_in_the_dtype_of_compute_and_gradients_in_that_of_parameters():
+    taken = {h.name: h.nbytes for a in listed(1, 3, Job(precision=Precision("float32", "bfloat16"))) for h in a.takes}
+    assert taken["stream(b, 0)"] == 20 * 3 * 2
+    assert taken["gradient(b)"] == 4 * 4
+
+
+def test_what_a_visit_computes_within_is_held_from_its_forward_to_its_backward():
+    model = replace(MODEL, inside_numel=(0, 7, 9))
+    actions = one_device(Space.one_device(Mesh(), model), Job(), 2, one_after_another(model.visits, 1)).actions(ROLE)
+    assert {h.name: h.nbytes for a in actions if a.kind == "F" for h in a.takes}["inside(b, 0)"] == 7 * 2 * 4
+    assert held_after(actions)[-1] == {}
+
+
+def test_backward_costs_twice_its_forward_and_both_grow_with_the_samples():
+    flops = {(a.kind, a.subject): a.flops for a in listed(1, 3)}
+    assert flops["F", "b"] == 200 * 3
+    assert flops["B", "b"] == 2 * flops["F", "b"]
+
+
+@pytest.mark.parametrize(("num_micro", "rows"), [(1, 12), (3, 4)])
+def test_the_rows_of_a_micro_batch_are_the_samples_of_a_rank_dealt_out(num_micro: int, rows: int):
+    space = Space.one_device(Mesh(dp_shard=2), MODEL).with_tokens("dp_shard", S(0))
+    assert micro_rows(listed(num_micro), space, Job(train=Train(batch=24))) == rows

@@ -1,0 +1,53 @@
+"""Which weights each micro-batch meets, read from a list; and what is wrong with lists in which one meets several."""
+
+from meshwright.plan.step.action import Action
+from meshwright.plan.step.single_device import steps
+from meshwright.plan.step.weight_stashing import forward_versions, mixed, staleness
+
+ROOM = "old weights(0)"
+
+
+def listed(*words: str) -> list[Action]:
+    """Actions such as "F0", "STEP 1", "STASH", "RESTORE 1": of one visit, with one room for old weights."""
+    found = []
+    for word in words:
+        kind, micro = word.rstrip("0123456789").strip(), "".join(filter(str.isdigit, word))
+        subject = {"F": "x", "B": "x", "STEP": ""}.get(kind, ROOM)
+        found.append(Action(kind, subject, int(micro) if micro else None))
+    return found
+
+
+RIGHT = listed(
+    "F0", "F1", "B0", "STASH", "STEP 0", "F2", "RESTORE 1", "B1", "RENEW 1", "STASH 1", "STEP 1", "RESTORE 2", "B2", "RENEW 2"
+)
+
+
+def test_a_forward_meets_the_weights_after_the_steps_before_it():
+    assert forward_versions(RIGHT) == {0: 0, 1: 0, 2: 1}
+    assert steps(RIGHT) == (0, 1)
+    assert staleness(RIGHT) == 1
+    assert not list(mixed(RIGHT))
+
+
+def test_one_step_with_all_micro_batches_is_none_of_their_own():
+    actions = listed("F0", "F1", "B0", "B1", "STEP")
+    assert steps(actions) == ()
+    assert staleness(actions) == 0
+    assert not list(mixed(actions))
+
+
+def test_a_backward_that_meets_other_weights_than_its_forward_is_told():
+    actions = [action for action in RIGHT if action.kind not in ("RESTORE", "RENEW")]
+    said = list(mixed(actions))
+    assert said[0] == "B(x, 1) meets the weights after 1 steps, and the forward of its micro-batch those after 0"
+    assert len(said) == 2
+
+
+def test_weights_that_nobody_has_kept_are_told():
+    actions = [action for action in RIGHT if action.kind != "STASH"]
+    assert f"RESTORE({ROOM}, 1) asks for weights that no STASH has kept" in list(mixed(actions))
+
+
+def test_a_step_of_old_weights_is_told():
+    actions = [action for action in RIGHT if action.kind != "RENEW"]
+    assert f"STEP(1) finds the weights of RESTORE({ROOM}, 1) in the model, and not the newest ones" in list(mixed(actions))

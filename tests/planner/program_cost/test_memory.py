@@ -1,0 +1,137 @@
+"""State bytes on paper: what a player holds, to the byte, and the formulas of the paper."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.api import make_plan
+from meshwright.comm.collectives.group import World
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.data_parallel_master import Master
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.data.zero import Zero
+from meshwright.plan.job.job import Job, Optimizer, ParameterGroup, Precision
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
+from meshwright.planner.program_cost.memory import StateBytes, passing_bytes, state_bytes
+from meshwright.testing.ranks import on_threads
+from tests.paper_model import Paper
+from tests.tiny_model import player_of, reading_of, rows, tiny_job
+
+SHARD = Batch(axis="dp_shard")
+FLOAT = Precision()
+MIXED = Precision("bfloat16", "bfloat16", "bfloat16", master="float32", gradients="bfloat16", moments="float32")
+PRECISIONS = [FLOAT, Precision(reduce="bfloat16"), MIXED]
+OPTIMIZERS = [
+    Optimizer(),
+    Optimizer("sgd"),
+    Optimizer("sgd", momentum=0.9),
+    Optimizer(groups=(ParameterGroup("head.*", name="sgd", momentum=0.5),)),
+]
+
+
+def held(options: dict[str, bool], strategies: tuple[Strategy, ...], mesh: Mesh, job: Job, micro_batch: int = 0) -> None:
+    """Play two steps on threads, and compare what each rank holds with its plan."""
+    reading = reading_of(**options)
+    plan = make_plan(reading, job, mesh, strategies, micro_batch)
+
+    def on_rank(world: World) -> dict[str, int]:
+        player = player_of(reading, plan, world)
+        batch = {key: value[plan.rows_read(world.rank)] for key, value in rows().items()} if plan.leads(world.rank) else None
+        player.step(batch)
+        player.step(batch)
+        sizes = player.sizes()
+        player.close()
+        return sizes
+
+    for rank, sizes in enumerate(on_threads(on_rank, mesh)):
+        said = state_bytes(plan, rank)
+        assert sum(sizes.values()) == said.total, (rank, sizes, said)
+        assert (sizes["parameters"], sizes["moments"]) == (said.parameters, said.moments)
+
+
+def job_of(precision: Precision = FLOAT, optimizer: Optimizer = OPTIMIZERS[0]) -> Job:
+    return tiny_job(precision=precision, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=["float32", "bfloat16 sums", "mixed"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_of_shards_holds_what_its_plan_says(stage: int, precision: Precision):
+    held({}, (SHARD, Zero(stage=stage)), Mesh(dp_shard=3), job_of(precision), 2)
+
+
+@pytest.mark.parametrize("options", [{"tied": True}, {"frozen": True}, {"spare": True}], ids=str)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ties_frozen_and_unused_weights_are_counted_once(stage: int, options: dict[str, bool]):
+    held(options, (SHARD, Zero(stage=stage)), Mesh(dp_shard=2), job_of())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["adamw", "sgd", "momentum", "two rules"])
+def test_moments_are_those_of_the_rule_that_steps_the_weight(optimizer: Optimizer):
+    held({}, (SHARD, Zero(stage=2)), Mesh(dp_shard=3), job_of(optimizer=optimizer))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_shards_over_replicas(stage: int):
+    held({"tied": True}, (Batch(), SHARD, Zero(stage=stage, across="dp_replicate")), Mesh(dp_replicate=2, dp_shard=3), job_of())
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=["float32", "bfloat16 sums", "mixed"])
+def test_whole_copies(precision: Precision):
+    held({}, (Batch(), Replicate()), Mesh(dp_replicate=2), job_of(precision))
+    held({}, (), Mesh(), job_of(precision))
+
+
+def test_those_that_are_led_keep_no_moments():
+    plan = Plan.make(job_of(), Mesh(dp_replicate=3), Paper().anatomy, (Batch(), Master()))
+    first, second = state_bytes(plan, 0), state_bytes(plan, 1)
+    assert (second.moments, second.master) == (0, 0)
+    assert first.moments > 0
+    assert first.parameters == second.parameters
+
+
+def on_paper(stage: int, ranks: int, precision: Precision = MIXED, numel: int = 1200) -> StateBytes:
+    job = replace(job_of(precision), train=replace(job_of().train, batch=ranks))
+    plan = Plan.make(job, Mesh(dp_shard=ranks), Paper(layers=5, numel=numel).anatomy, (SHARD, Zero(stage=stage)))
+    return state_bytes(plan, 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 100])
+def test_two_two_and_twelve_bytes_per_parameter(ranks: int):
+    numel, counters = 5 * 1200, 5 * 4
+    assert on_paper(1, ranks).states == 4 * numel + 12 * numel // ranks + counters
+    assert on_paper(2, ranks).states == 2 * numel + 14 * numel // ranks + counters
+    assert on_paper(3, ranks).states == 16 * numel // ranks + counters
+
+
+def test_mixed_precision_leaves_states_at_sixteen_bytes():
+    assert on_paper(3, 4, MIXED).states == on_paper(3, 4, FLOAT).states
+
+
+def test_buffers_do_not_grow_with_the_model():
+    few, many = (state_bytes_of_layers(layers) for layers in (5, 50))
+    assert few.buffers == many.buffers == 4 * 1200 * 4
+    assert many.states == 10 * few.states
+
+
+def state_bytes_of_layers(layers: int) -> StateBytes:
+    plan = Plan.make(job_of(), Mesh(dp_shard=3), Paper(layers=layers, numel=1200).anatomy, (SHARD, Zero()), 1)
+    return state_bytes(plan, 0)
+
+
+def test_what_passes_is_the_gradients_of_one_block_and_activations():
+    plan = Plan.make(job_of(), Mesh(dp_shard=3), Paper(layers=5, numel=1200).anatomy, (SHARD, Zero()), 1)
+    activations = 5 * 4  # one element per block and sample, in float32
+    assert passing_bytes(plan) == activations + 1200 * 4
+    whole = Plan.make(job_of(), Mesh(), Paper(layers=5, numel=1200).anatomy)
+    assert passing_bytes(whole) == activations * whole.job.train.batch
+    later = Plan.make(job_of(), Mesh(), Paper(layers=5, numel=1200).anatomy, (), 1)
+    assert passing_bytes(later) == activations + 1200 * 4  # a second micro-batch's gradient, until it is added
+
+
+def test_the_last_ranks_hold_padding_and_fewer_moments():
+    plan = Plan.make(job_of(), Mesh(dp_shard=12), Paper(layers=1, numel=5).anatomy, (SHARD, Zero()))
+    first, last = state_bytes(plan, 0), state_bytes(plan, 11)
+    assert first.parameters == last.parameters == 4
+    assert (first.moments, last.moments) == (2 * 4 + 4, 0)

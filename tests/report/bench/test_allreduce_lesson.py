@@ -1,0 +1,45 @@
+"""The lecture's table: counts as the formulas of the lesson say, times beside the formula's."""
+
+from fractions import Fraction
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from meshwright.comm.algorithms import named
+from meshwright.plan.hardware.network_model import VERSION, Band, Cluster, Fit, Link, Network, Series
+from meshwright.report.bench.allreduce_lesson import LARGEST, TAUGHT, counts, lesson_view
+
+SIZES = (1024, 1 << 16, 1 << 22)
+
+
+@pytest.mark.parametrize("n", range(2, LARGEST + 1))
+def test_rounds_and_bytes_are_those_of_the_lecture(n: int):
+    few = (n - 1).bit_length()
+    whole, ring = Fraction(n - 1), Fraction(2 * (n - 1), n)
+    assert counts(named("naive"), n) == (n, whole, n * whole)
+    assert counts(named("root"), n) == (2, whole, 2 * whole)
+    assert counts(named("ring"), n) == (2 * (n - 1), ring, 2 * whole)
+    assert counts(named("parallel"), n) == (1, whole, n * whole)
+    assert counts(named("halving"), n) == (2 * few, ring, 2 * whole)
+    assert counts(named("tree"), n) == (2 * few, few, 2 * whole)
+    if n == 1 << few:
+        assert counts(named("doubling"), n) == (few, few, n * few)
+
+
+def test_the_lesson_shows_counts_then_times_beside_the_formula_then_what_is_loose():
+    times = [Series(name, 3, SIZES, tuple(named(name).seconds(3, s, 1e-4, 1e9) for s in SIZES), (0.0,) * 3) for name in TAUGHT]
+    network = Network(between=Link((Band(0, 1e-4, 1e9),)))
+    cluster = Cluster(
+        VERSION, "", "m", "2.13", "gloo", 1, Fit(0, 0), network, (*times, Series("backend", 3, SIZES, (1e-3,) * 3, (0.0,) * 3))
+    )
+    console = Console(width=140, record=True, file=StringIO())
+    console.print(lesson_view(cluster))
+    text = console.export_text()
+    assert "2/1/2  4/1.33/4" in text
+    assert "a = 100 us and B = 1.00 GB/s" in text
+    exact = named("ring").seconds(3, 1024, 1e-4, 1e9) * 1e3
+    assert f"{exact:.3g} ({exact:.3g})" in text
+    assert "median error of 0 %" in text
+    assert '"Halving is O(log n)": in rounds.' in text
+    assert text.index("n =") < text.index("a = 100 us") < text.index("What lectures say loosely")

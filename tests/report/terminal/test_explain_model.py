@@ -1,0 +1,95 @@
+"""The survey as tables, and as JSON."""
+
+import json
+from dataclasses import replace
+from io import StringIO
+
+from rich.console import Console
+
+from meshwright.model.analysis.model_report import BlockRow, SocketRow, Survey
+from meshwright.plan.job.errors import Fault
+from meshwright.report.terminal.explain_model import explain_dict, explain_view
+
+SURVEY = Survey(
+    name="llama",
+    kind="LlamaForCausalLM",
+    numel=5000,
+    blocks=(
+        BlockRow("embed", "embed", 1, "Embedding", 1000, 64, 0),
+        BlockRow("layers.0", "layers.3", 4, "Layer", 1024, 64, 2048, attends=True, dropout_sites=2),
+    ),
+    sockets=(
+        SocketRow("layers.*.up", 4, "linear", (16, 32), 2048, "columns", "declared by the model"),
+        SocketRow("embed", 1, "embedding", (50, 20), 1000, "", ""),
+    ),
+    ties=(("embed.weight", "head.weight"),),
+    attention="sdpa",
+    glue=("scale",),
+    captured=(("router_logits", 4),),
+    buffers=("count",),
+    notes=("1 parameters are used outside blocks",),
+    advice=(Fault("no role is declared for embed", "declare it\n    def build():\n        return Model(net)"),),
+)
+
+
+def shown(found: Survey, width: int = 4) -> str:
+    console = Console(width=160, record=True, file=StringIO())
+    console.print(explain_view(found, width))
+    return console.export_text()
+
+
+def test_blocks_sockets_and_specialities_are_shown_with_their_bytes():
+    text = shown(SURVEY)
+    for words in (
+        "llama: LlamaForCausalLM, 5,000 parameters (19.5 KiB), 5 blocks",
+        "transformers' attention interface (sdpa); torch's attention is called in 4 visits",
+        "embed.weight = head.weight",
+        "scale (used between blocks",
+        "router_logits (4 tensors): captured inside blocks",
+        "drawn at 8 places",
+        "count (written by the forward",
+        "layers.0 .. layers.3  (4 alike, each:)",
+        "layers.*.up x4",
+        "16 x 32",
+    ):
+        assert words in text, words
+    assert "2.05 KFLOP" in text
+
+
+def test_what_nobody_declared_says_what_it_costs_on_every_rank():
+    assert "nobody: 3.91 KiB on every rank" in shown(SURVEY)
+    assert "nobody: 1.95 KiB on every rank" in shown(SURVEY, width=2)
+
+
+def test_what_was_not_understood_comes_with_the_lines_that_declare_it():
+    text = shown(SURVEY)
+    lines = [line.rstrip() for line in text[text.index("what was not understood") :].splitlines()]
+    assert lines[1:] == [
+        "  1 parameters are used outside blocks",
+        "  no role is declared for embed",
+        "    repair: declare it",
+        "    def build():",
+        "        return Model(net)",
+    ]
+    assert "what was not understood" not in shown(replace(SURVEY, notes=(), advice=()))
+
+
+def test_a_model_whose_forward_fails_is_shown_as_the_tree_has_it():
+    text = shown(replace(SURVEY, faults=(Fault("it fails", "repair it"),)))
+    assert "blocks, as the module tree has them" in text
+    assert "dropout" not in text
+
+
+def test_a_model_without_specialities_says_none():
+    text = shown(replace(SURVEY, blocks=SURVEY.blocks[:1], ties=(), captured=(), attention="", glue=(), buffers=()))
+    assert "ties            none" in text
+    assert "side channels   none" in text
+    assert "none was seen that could be exchanged" in text
+    assert "glue" not in text
+
+
+def test_the_json_holds_the_same_and_the_width():
+    plain = json.loads(json.dumps(explain_dict(SURVEY, 4)))
+    assert plain["bytes_per_element"] == 4
+    assert plain["blocks"][1]["number"] == 4
+    assert plain["advice"][0]["fix"].startswith("declare it")

@@ -1,0 +1,79 @@
+"""The plan says in words who has which tokens, and how evenly attention is dealt."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.api import make_plan
+from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.job import Job, Train
+from meshwright.plan.model_spec.sequence_info import Deal, Together
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
+from meshwright.report.terminal.plan_notes import busiest, token_words
+from tests.parallel.tensor.odd_llama import known
+
+JOB = Job(ModelSource("llama"), DataSource("random", sequence=9), Train(batch=4))
+
+
+def words(mesh: Mesh, *strategies: Strategy) -> dict[str, str]:
+    return token_words(make_plan(known(), JOB, mesh, strategies))
+
+
+def test_of_all_tokens_on_every_rank_nothing_is_said():
+    assert words(Mesh()) == {}
+
+
+def test_counts_and_balance_are_said():
+    assert words(Mesh(cp=2), Ring(), Replicate(axis="cp"))["tokens"] == (
+        "9 of each sample on 2 ranks: 4 to 5 each; causal attention: the busiest rank has 1.11 x the mean"
+    )
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_what_glue_brings_together_is_said(looks: bool):
+    plan = make_plan(known(), JOB, Mesh(cp=2), (Ring(), Replicate(axis="cp")))
+    anatomy = replace(plan.anatomy, tokens=replace(plan.anatomy.tokens, met=(Together("model.norm", 432),), looks=looks))
+    told = token_words(replace(plan, space=replace(plan.space, whole=replace(plan.space.whole, anatomy=anatomy))))["tokens"]
+    said = "; glue behind model.norm needs other ranks' tokens: 432 elements per sample are brought together"
+    assert told.endswith(
+        said + (" for a batch like the example (it looks at values: another one may need others)" if looks else "")
+    )
+
+
+@pytest.mark.parametrize(
+    ("deal", "share"),
+    [(Deal(4), 1.0), (Deal(4, folded=False), 1.75), (Deal(4, 4, folded=False), 1.0), (Deal(6, 2), 1.0)],
+    ids=str,
+)
+def test_folded_chunks_are_even_and_straight_ones_are_not(deal: Deal, share: float):
+    assert busiest(deal, 4080) == pytest.approx(share, abs=1e-3)
+
+
+@pytest.mark.parametrize("deal", [Deal(4), Deal(4, folded=False), Deal(4, striped=True), Deal(6, 2)], ids=str)
+@pytest.mark.parametrize("ends", [(), (1 / 3,), (1 / 6, 1 / 2)], ids=str)
+def test_pairs_in_documents_are_counted_one_by_one(deal: Deal, ends: tuple[float, ...]):
+    firsts = range(0, deal.ranks, deal.inner)
+    spans = [deal.together(1024, first) for first in firsts]
+    starts = [0, *(int(1024 * end) for end in ends)]
+    looks = [at - max(start for start in starts if start <= at) + 1 for at in range(1024)]
+    work = [sum(looks[at] for begin, end in mine for at in range(begin, end)) for mine in spans]
+    assert busiest(deal, 1024, ends) == pytest.approx(max(work) * len(work) / sum(work), abs=1e-12)
+
+
+def planned(balance: str, length: int, **more: bool) -> str:
+    plan = make_plan(known(), JOB, Mesh(cp=4), (Ring(balance=balance), Replicate(axis="cp")))
+    attends = tuple(replace(attend, **more) for attend in plan.anatomy.tokens.attends)
+    anatomy = replace(plan.anatomy, tokens=replace(plan.anatomy.tokens, length=length, attends=attends))
+    return token_words(replace(plan, space=replace(plan.space, whole=replace(plan.space.whole, anatomy=anatomy))))["tokens"]
+
+
+def test_what_is_uneven_is_said_with_the_better_way():
+    mask = "attention under a mask, such as documents of a sixth, a third and a half of a row: the busiest rank has"
+    assert 'has 1.75 x the mean (balance = "zigzag": 1.00)' in planned("contiguous", 4096)
+    assert planned("zigzag", 4096).endswith("causal attention: the busiest rank has 1.00 x the mean")
+    uneven = planned("zigzag", 4096, masked=True, causal=False)
+    assert uneven.endswith(f'{mask} 1.29 x the mean (balance = "striped": 1.00)')
+    assert planned("striped", 4096, masked=True).endswith(f"1.00 x the mean; {mask} 1.00 x the mean")

@@ -1,0 +1,300 @@
+"""A plan as a table: whole at 80 columns, with every strategy, kind of action and number of bytes in it."""
+
+import re
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import pytest
+from rich.console import Console
+
+from docs.generate import essays, kinds
+from meshwright.api import make_plan
+from meshwright.parallel import STRATEGIES
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.data_parallel_master import Master
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.data.ddp_naive import Naive
+from meshwright.parallel.data.zero import Zero
+from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.pipeline.pipedream import PipeDream
+from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.tensor.cube_3d import Cube
+from meshwright.parallel.tensor.megatron_1d import Line
+from meshwright.parallel.tensor.optimus_2d import Grid
+from meshwright.parallel.tensor.sequence_parallel import Sequence
+from meshwright.parallel.tensor.tesseract_25d import Grid25
+from meshwright.parallel.tensor.vocab_parallel import Vocabulary
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.errors import size
+from meshwright.plan.job.job import Job, Optimizer, Precision, Train
+from meshwright.plan.model_spec.dim_split import Cut
+from meshwright.plan.model_spec.layer_calls import Call
+from meshwright.plan.model_spec.model_spec import ROOT, Anatomy, Weight
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.step.action import Action
+from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.strategy import Strategy
+from meshwright.report.terminal.plan_table import MEANINGS, plan_view, verdict_view
+from meshwright.verifier.verdict import COMPARED, Difference, Verdict
+from tests.paper_model import Paper
+from tests.parallel.tensor.even_llama import even_llama
+from tests.parallel.tensor.odd_llama import planned
+from tests.tiny_model import reading_of, tiny_job
+
+JOB = Job(ModelSource("model.json"), DataSource("text.txt", sequence=64), Train(batch=12))
+DEEP = tuple(f"model.language_model.decoder.transformer.h.{i}.a_rather_long_name_of_a_mixture_of_experts" for i in range(3))
+STORES = {"replicate": Replicate(), "many buckets": Replicate(bucket_mb=1e-9), "naive": Naive(), "master": Master()}
+
+
+def plan_of(
+    store: Strategy | None = None, anatomy: Anatomy | None = None, precision: Precision | None = None, ranks: int = 3
+) -> Plan:
+    strategies = (Batch(), store or Replicate()) if ranks > 1 else ()
+    job = replace(JOB, precision=precision or Precision())
+    micro_batch = 0 if isinstance(store, Master) else 2
+    return Plan.make(job, Mesh(dp_replicate=ranks), anatomy or Paper().anatomy, strategies, micro_batch)
+
+
+def deep_anatomy() -> Anatomy:
+    weights = tuple(Weight(f"{visit}.weight", (10,), (visit,)) for visit in DEEP)
+    return Anatomy("deep", DEEP, weights, (1,) * 3, (1,) * 3, notes=("no chain of blocks was found: " + "so it goes " * 20,))
+
+
+def shown(plan: Plan, width: int = 80, *, every: bool = False) -> str:
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(plan_view(plan, every=every))
+    return capture.get()
+
+
+def words(text: str) -> str:
+    """`text` without the breaks and the padding that a table puts in."""
+    return re.sub(r"\s+", "", text)
+
+
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.parametrize("anatomy", [Paper().anatomy, Paper(layers=40).anatomy, deep_anatomy()], ids=["small", "tall", "deep"])
+@pytest.mark.parametrize("store", STORES.values(), ids=STORES)
+def test_nothing_is_cut_off_at_80_columns(store: Strategy, anatomy: Anatomy, every: bool):
+    text = shown(plan_of(store, anatomy), every=every)
+    assert "\u2026" not in text
+    assert all(len(line.rstrip()) <= 80 for line in text.splitlines())
+
+
+def columns(text: str) -> list[str]:
+    """The three columns of the action table, each as one text without breaks."""
+    lines = text.splitlines()
+    head = next(i for i, line in enumerate(lines) if line.startswith("lane"))
+    starts = [0, lines[head].index("action"), lines[head].index("what happens"), None]
+    return [words("".join(line[a:b] for line in lines[head + 1 :])) for a, b in pairwise(starts)]
+
+
+def test_long_names_are_folded_not_lost():
+    text = shown(plan_of(Naive(), deep_anatomy()), every=True)
+    _, actions, details = columns(text)
+    for visit in DEEP:
+        assert f"forwardof{visit}" in details
+        assert f"REDUCE{visit}.weight" in actions
+    assert words(deep_anatomy().notes[0]) in words(text)
+
+
+def test_names_in_brackets_are_names_not_markup():
+    """A ModuleDict may have any text as a key."""
+    visits = ("experts.[red]", "experts.[/b]")
+    weights = tuple(Weight(f"{visit}.weight", (10,), (visit,)) for visit in visits)
+    anatomy = Anatomy("[bold]", visits, weights, (1, 1), (1, 1), notes=("see [/i]",))
+    text = shown(plan_of(Naive(), anatomy), 200, every=True)
+    assert all(f"REDUCE {visit}.weight" in text and f"forward of {visit}" in text for visit in visits)
+    assert "[bold]: 20 parameters" in text
+    assert "see [/i]" in text
+
+
+@pytest.mark.parametrize("store", STORES.values(), ids=STORES)
+def test_every_strategy_stands_with_its_fields(store: Strategy):
+    text = words(shown(plan_of(store)))
+    for strategy in (Batch(), store):
+        assert words(str(strategy)) in text
+
+
+@cache
+def divided_programs() -> tuple[Plan, ...]:
+    """Of a small Llama: the stream in slices of tokens, over a square, squares and a cube of ranks, and its tokens dealt."""
+    rows = Batch(axis="dp_shard")
+    ways = {
+        Mesh(tp=3): (Line(), Vocabulary(), Sequence(), STRATEGIES["tiles"](loss=2)),
+        Mesh(dp_shard=2, tp=2): (Grid(), rows, Zero()),
+        Mesh(dp_replicate=2, dp_shard=2, tp=2): (Grid25(), Batch(), rows, Zero(across="dp_replicate")),
+        Mesh(dp_shard=2, tp_depth=2, tp=2): (Cube(), rows, Zero(gather="micro")),
+        **{Mesh(cp=n): (STRATEGIES[name](), Replicate(axis="cp")) for n, name in {3: "ring", 2: "ulysses", 4: "hybrid"}.items()},
+    }
+    return tuple(planned(even_llama(num_hidden_layers=1), mesh, strategies)[1] for mesh, strategies in ways.items())
+
+
+@cache
+def parted_programs() -> tuple[Plan, ...]:
+    """Of models in parts: backwards whole and in halves, a weight that two parts share, values that are sent in pieces."""
+    tiny, tied, llama = reading_of(), reading_of(tied=True), even_llama(num_hidden_layers=2)
+    halves = make_plan(tiny, tiny_job(), Mesh(pp=2), (Pipeline(schedule="zb_h1"),), 4)
+    plans = [make_plan(each, tiny_job(), Mesh(pp=2), (Pipeline(),), 4) for each in (tiny, tied)]
+    stale = make_plan(tiny, tiny_job(train=Train(batch=12, clip=0.0)), Mesh(pp=2), (PipeDream(),), 2)
+    return (*plans, halves, stale, planned(llama, Mesh(pp=2, tp=2), (Line(), Pipeline(scatter=True)))[1])
+
+
+def listed(plan: Plan) -> list[Action]:
+    return [action for _, actions in plan.program.roles for action in actions]
+
+
+def all_programs() -> list[Plan]:
+    papers = [Paper(), Paper(tied=True)]
+    precisions = [Precision(), Precision(reduce="bfloat16")]
+    plans = [plan_of(store, paper.anatomy) for store in STORES.values() for paper in papers]
+    noisy_job = replace(JOB, train=replace(JOB.train, noise_scale=True))
+    noisy = Plan.make(noisy_job, Mesh(dp_replicate=3), Paper().anatomy, (Batch(), Replicate()))
+    cut = Plan.make(JOB, Mesh(dp_shard=3), Paper().anatomy, (Batch(axis="dp_shard"), Zero()), 2)
+    rooted = replace(Paper().anatomy, weights=(*Paper().anatomy.weights, Weight("scale", (3,), (ROOT,))))
+    glued = Plan.make(JOB, Mesh(dp_shard=3), rooted, (Batch(axis="dp_shard"), Zero()), 2)
+    up, down = (
+        Weight("up", (4, 2), ("layer0",), role="columns", cuts=(Cut(0, 4, (4,)),)),
+        Weight("down", (2, 4), ("layer0",), role="rows", cuts=(Cut(1, 4, (4,), "in"),)),
+    )
+    pair = Call("up", "layer0", "columns", 0, 2, 4), Call("down", "layer0", "rows", 1, 4, 2)
+    divided = replace(Paper().anatomy, weights=(*Paper().anatomy.weights, up, down), calls=pair)
+    return [
+        *plans,
+        Plan.make(JOB, Mesh(tp=3), divided, (Line(),)),
+        Plan.make(replace(JOB, optimizer=Optimizer("adafactor")), Mesh(tp=3), divided, (Line(),)),
+        noisy,
+        cut,
+        glued,
+        Plan.make(JOB, Mesh(dp_replicate=3), Paper().anatomy, (Batch(), Replicate(), Recompute())),
+        *(plan_of(Replicate(), Paper().anatomy, precision) for precision in precisions),
+        plan_of(ranks=1),
+        *divided_programs(),
+        *parted_programs(),
+    ]
+
+
+def test_every_kind_that_a_program_can_hold_has_a_meaning():
+    kinds_listed = {action.kind for plan in all_programs() for action in listed(plan)}
+    assert {type(strategy) for plan in all_programs() for strategy in plan.strategies} == set(STRATEGIES.values())
+    assert kinds_listed == set(MEANINGS)
+
+
+def test_every_kind_that_the_house_knows_has_a_meaning():
+    """PROBE apart: the verifier puts it in when it plays a program, and no plan shows it."""
+    assert {kind.name for kind in kinds(essays())} - {"PROBE"} == set(MEANINGS)
+
+
+@pytest.mark.parametrize("plan", all_programs(), ids=lambda plan: " ".join(strategy.name for strategy in plan.strategies))
+def test_every_action_is_drawn_with_its_meaning(plan: Plan):
+    text = words(shown(plan, 300, every=True))  # wide enough for names of what goes from part to part
+    for action in listed(plan):
+        assert action.kind in text
+        assert words(MEANINGS[action.kind]) in text
+
+
+def test_one_row_per_action_or_one_per_run_of_blocks():
+    plan = plan_of(anatomy=Paper(layers=40).anatomy)
+    assert len(shown(plan, 200, every=True).splitlines()) > len(plan.program.actions(ROLE))
+    assert len(shown(plan, 200).splitlines()) < 50
+    assert "F x40 micro 0" in shown(plan, 200)
+    assert "backward of layer39 .. layer0" in shown(plan, 200)
+    assert "PACK x40" in shown(plan, 200)
+
+
+def test_what_is_gathered_and_scattered_for_each_block_stands_in_one_row_too():
+    paper = Paper(layers=40, numel=2**20)
+    plan = Plan.make(JOB, Mesh(dp_shard=3), paper.anatomy, (Batch(axis="dp_shard"), Zero(gather="micro")), 2)
+    text = shown(plan, 200)
+    assert len(text.splitlines()) < 80
+    for kind, number in (("UNSHARD", 38), ("REDUCE", 40), ("RESHARD", 39)):
+        assert re.search(rf"{kind} x{number} micro 0", text), kind
+    assert re.search(r"F x40 micro 0 .*takes", text)
+
+
+def test_bytes_are_those_of_the_program():
+    plan = plan_of(anatomy=Paper(layers=4, numel=2**20).anatomy)
+    text = shown(plan, 200)
+    assert "all_reduce 16 MiB float32 over dp_replicate (backend)" in text
+    assert re.search(r"sent per rank and step +21.3 MiB", text), "2 (n-1)/n of 16 MiB over 3 ranks"
+    assert re.search(r"states per rank +64 MiB \(parameters 16 MiB, gradients 16 MiB, moments 32 MiB\)", text)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        ("ring", "21.3 MiB"),
+        ("halving", "21.3 MiB"),
+        ("parallel", "32 MiB"),
+        ("tree", "32 MiB by the busiest rank, 16 MiB by the one that sends least"),
+        ("doubling", "32 MiB by the busiest rank, 16 MiB by the one that sends least"),
+    ],
+)
+def test_bytes_are_those_of_the_algorithm_at_its_busiest_rank(algorithm: str, said: str):
+    plan = plan_of(Replicate(algorithm=f"{algorithm} <= 16 MiB, else ring"), anatomy=Paper(layers=4, numel=2**20).anatomy)
+    text = shown(plan, 200)
+    assert f"all_reduce 16 MiB float32 over dp_replicate ({algorithm})" in text
+    assert re.search(rf"sent per rank and step +{said}\n", re.sub(r" +\n", "\n", text))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "states"), [(Optimizer("sgd"), "32 MiB"), (Optimizer("sgd", momentum=0.9), "48 MiB"), (Optimizer(), "64 MiB")]
+)
+def test_states_count_the_moments_of_the_optimizer(optimizer: Optimizer, states: str):
+    plan = Plan.make(replace(JOB, optimizer=optimizer), Mesh(), Paper(layers=4, numel=2**20).anatomy)
+    assert re.search(rf"states per rank +{states} ", shown(plan, 200))
+
+
+def test_the_summary_says_what_is_trained_on_what():
+    text = shown(plan_of(), 200)
+    assert "paper: 300 parameters in 3 blocks" in text
+    assert "dp_replicate 3 (3 ranks)" in text
+    assert "12 samples = 3 ranks x 2 micro-batches of 2; 64 tokens each" in text
+    assert plan_of().hash in text
+    assert "one device" in shown(plan_of(ranks=1), 200)
+
+
+def test_a_row_says_what_waits_for_the_other_lane():
+    text = shown(plan_of(), 200)
+    assert re.search(r"compute +CLIP .*after REDUCE\(0\)", text)
+    assert re.search(r"wire +REDUCE 0 .*after B\(layer0, 1\) and 3 more", text)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "said"),
+    [
+        (0, "0 B"),
+        (1000, "1e+03 B"),
+        (1023, "1.02e+03 B"),
+        (1024, "1 KiB"),
+        (3 * 2**20, "3 MiB"),
+        (2**40, "1 TiB"),
+        (2**51, "2.05e+03 TiB"),
+    ],
+)
+def test_sizes_have_units(nbytes: int, said: str):
+    assert size(nbytes) == said
+
+
+def drawn(verdict: Verdict) -> str:
+    console = Console(width=80, color_system=None)
+    with console.capture() as capture:
+        console.print(verdict_view(verdict))
+    return capture.get()
+
+
+def test_a_verdict_that_passed_shows_every_error():
+    worst = {quantity: 10.0 ** -(12 + i) for i, quantity in enumerate(COMPARED)}
+    text = drawn(Verdict("abc", "dp_replicate 3", "llama", "threads", 3, 1e-10, True, worst))
+    assert "dp_replicate 3 equals one device after 3 steps" in text
+    assert all(re.search(rf"{quantity} +{error:.2g}", text) for quantity, error in worst.items())
+
+
+def test_a_verdict_that_failed_shows_the_first_difference_and_the_cause():
+    first = Difference(0, "gradient", "head.weight", "head", 2.0, 1)
+    text = drawn(Verdict("abc", "dp_replicate 3", "llama", "threads", 3, 1e-10, False, {}, cause="technique", first=first))
+    assert "does NOT equal one device" in text
+    assert "cause: technique" in text
+    assert "the gradient of head.weight in block head differs" in text

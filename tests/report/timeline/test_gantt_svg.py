@@ -1,0 +1,76 @@
+"""A schedule as an SVG: a box per act, at its place, with a title; grounds for bubbles; hills for what is held."""
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from meshwright.parallel.pipeline.schedules import one_f_one_b
+from meshwright.parallel.pipeline.schedules.schedule import Costs, planned, play
+from meshwright.plan.step.simulator import Span
+from meshwright.report.timeline.gantt_svg import COLOURS, HILL, LEFT, RIGHT, order_svg
+from meshwright.report.timeline.gantt_text import Units
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def drawn(parts: dict, **options: object) -> ElementTree.Element:
+    return ElementTree.fromstring(order_svg(parts, **options))
+
+
+def boxes(svg: ElementTree.Element) -> list[tuple[str, float, float, str]]:
+    found = [(box, box.find(f"{SVG}title")) for box in svg.iter(f"{SVG}rect")]
+    return [
+        (title.text, float(box.get("x")), float(box.get("width")), box.get("fill")) for box, title in found if title is not None
+    ]
+
+
+@pytest.fixture(scope="module")
+def parts() -> dict:
+    order, costs = one_f_one_b.order(3, 4), Costs.equal(3, transfer=0.5)
+    late = Costs.equal(3, 2, 2, 2)
+    return {"planned": planned(play(order, costs), costs), "measured": planned(play(order, late), late)}
+
+
+def test_every_act_is_a_box_at_its_time_and_in_its_colour(parts):
+    svg = drawn(parts, units=Units(long="{:.4g} ms".format))
+    found = boxes(svg)
+    spans = [span for rows in parts.values() for row in rows for span in row]
+    assert len(found) == len(spans)
+    scale = (1100 - LEFT - RIGHT) / max(span.end for span in spans)
+    for (title, x, width, fill), span in zip(found, spans, strict=True):
+        assert x == pytest.approx(LEFT + span.begin * scale, abs=0.01)
+        assert width == pytest.approx((span.end - span.begin) * scale, abs=0.01)
+        assert fill == COLOURS[span.kind][0]
+        assert f"{span.begin:.4g} ms .. {span.end:.4g} ms" in title
+
+
+def test_parts_stand_below_each_other_with_their_words_and_fit_the_frame(parts):
+    svg = drawn(parts, width=800)
+    texts = [text.text for text in svg.iter(f"{SVG}text")]
+    (first, second) = [text for text in texts if "bubble" in text and ":" in text]
+    assert first.startswith("planned: ")
+    assert second.startswith("measured: ")
+    assert {"forward", "backward", "exposed communication", "bubble", "held, and its peak"} <= set(texts)
+    assert svg.get("width") == "800"
+    assert max(float(text.get("y")) for text in svg.iter(f"{SVG}text")) <= float(svg.get("height"))
+    assert len(list(svg.iter(f"{SVG}path"))) == 6
+
+
+def test_a_hill_is_as_high_as_what_is_held(parts):
+    svg = drawn({"planned": parts["planned"]})
+    heights = []
+    for path in (path.get("d") for path in svg.iter(f"{SVG}path")):
+        ys = [float(y) for y in re.findall(r"V([0-9.]+)", path)]
+        heights.append(max(ys) - min(ys))
+    assert heights[0] == pytest.approx(HILL - 1, abs=0.01)
+    assert heights[2] == pytest.approx((HILL - 1) / 3, abs=0.01)
+
+
+def test_later_parts_of_a_rank_are_darker_and_names_are_escaped():
+    row = [Span("F", 0, 1, 0), Span("F", 1, 2, 0, chunk=1), Span("W", 2, 3, 0, chunk=7)]
+    svg = drawn({"<planned>": [row]})
+    assert [fill for _, _, _, fill in boxes(svg)] == [COLOURS["F"][0], COLOURS["F"][1], COLOURS["W"][2]]
+    assert [title for title, *_ in boxes(svg)][1] == "forward of micro-batch 0, part 1 of the rank: 1 .. 2"
+    assert "<planned>" in next(svg.iter(f"{SVG}text")).text
+    assert list(svg.iter(f"{SVG}path")) == [], "nothing is known of memory"

@@ -1,0 +1,61 @@
+"""Memory of a program at its fullest, and bytes by action beside the ledger."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright.plan.step.action import Action, Hold, Program
+from meshwright.plan.step.single_device import ROLE
+from meshwright.report.timeline.memory_and_bytes import planned_memory, sent
+from meshwright.report.timeline.run_record import read_record
+from tests.report.small_runs import course
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    return read_record(course(tmp_path_factory.mktemp("run")))
+
+
+def test_memory_is_that_of_the_moment_when_all_of_it_is_largest():
+    """Both a and b are alive together (15), b and the gradient (12), the gradient and the bucket (13)."""
+    actions = [
+        Action("F", "a", takes=(Hold("stream(a, 0)", 10),)),
+        Action("F", "b", takes=(Hold("stream(b, 0)", 5),)),
+        Action("B", "b", frees=("stream(a, 0)",)),
+        Action("B", "a", takes=(Hold("gradient(a)", 7),), frees=("stream(b, 0)",)),
+        Action("PACK", "a", takes=(Hold("bucket(0)", 6),), frees=("gradient(a)",)),
+        Action("STEP", frees=("bucket(0)",)),
+    ]
+    fullest, most = planned_memory(Program.of({ROLE: actions}), {"parameters": 100, "moments": 0})
+    assert fullest == {"parameters": 100, "activations": 15}
+    assert most == {"parameters": 100, "gradients": 7, "buckets": 6, "activations": 15}
+
+
+def test_what_each_action_sends_equals_what_its_ledger_has(record):
+    found = {each.action: each for each in sent(record)}
+    actions = [action for action in record.program.actions(ROLE) if action.transfer]
+    assert len(actions) >= 3
+    for action in actions:
+        each = found.pop(action.name)
+        assert each.planned == pytest.approx(action.transfer.nbytes * 2 * 2 / 3)
+        assert each.measured == pytest.approx(each.planned)
+        assert f"all_reduce of {action.transfer.nbytes:,} B" in each.what
+    assert found, "saving sends some bytes too"
+    assert all(each.planned is None and each.measured > 0 for each in found.values())
+
+
+@pytest.mark.parametrize(("algorithm", "share"), [("tree", 2), ("root", 2), ("ring", 4 / 3), ("parallel", 2)])
+def test_an_algorithm_sends_what_its_busiest_rank_sends(tmp_path: Path, algorithm: str, share: float):
+    record = read_record(course(tmp_path, steps=2, algorithm=algorithm))
+    found = {each.action: each for each in sent(record)}
+    (move,) = (action.transfer for action in record.program.actions(ROLE) if action.kind == "REDUCE")
+    assert found["REDUCE(0)"].planned == pytest.approx(move.nbytes * share, abs=2 * 8)  # a piece may have an odd element
+    assert found["REDUCE(0)"].measured == found["REDUCE(0)"].planned
+    assert found["REDUCE(0)"].what.endswith(f"over dp_replicate by {algorithm}")
+
+
+def test_without_ledgers_or_sizes_nothing_is_made_up(record):
+    assert all(each.measured is None for each in sent(replace(record, ranks={})))
+    assert all(each.planned is None for each in sent(replace(record, about={})))
+    assert sent(replace(record, ranks={}, program=None)) == []

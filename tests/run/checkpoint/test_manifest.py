@@ -1,0 +1,243 @@
+"""Manifests: what is written is read back, and what a stranger or a flipped bit wrote is refused in words."""
+
+import json
+from contextlib import suppress
+from copy import deepcopy
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.run.checkpoint.manifest import CheckpointError, Entry, Json, Manifest, Shard, Slice, canonical, seal
+
+FILE = "rank-00000.safetensors"
+
+
+def example() -> dict[str, Json]:
+    box = {"file": FILE, "key": "model/w", "start": [0, 0], "shape": [2, 3]}
+    rest = {"file": FILE, "key": "model/w (2)", "start": [2, 0], "shape": [2, 3]}
+    return {
+        "format": "meshwright checkpoint",
+        "version": 1,
+        "step": 7,
+        "entries": {"model/w": {"shape": [4, 3], "dtype": "float32", "slices": [box, rest]}},
+        "files": {FILE: {"nbytes": 1000, "sha256": "0" * 64}},
+        "meta": {"seed": 1, "plan": {"tp": 2}},
+    }
+
+
+def changed(path: str, value: Json) -> dict[str, Json]:
+    """The example with the value at `path` (keys and indices joined by "|") replaced."""
+    body = deepcopy(example())
+    *steps, last = [int(step) if step.isdigit() else step for step in path.split("|")]
+    place = body
+    for step in steps:
+        place = place[step]
+    place[last] = value
+    return body
+
+
+def test_a_manifest_survives_the_round_trip_in_one_canonical_form():
+    text = seal(example())
+    manifest = Manifest.parse(text)
+    assert manifest.dump() == text
+    assert manifest.entries["model/w"].slices[1] == Slice(FILE, "model/w (2)", (2, 0), (2, 3))
+    assert manifest.meta == {"seed": 1, "plan": {"tp": 2}}
+    assert Manifest.parse(manifest.dump()) == manifest
+    assert text == canonical(json.loads(text))
+    assert text.isascii()
+    assert " " not in text.replace("meshwright checkpoint", "").replace("w (2)", "")
+
+
+def test_every_single_flipped_bit_is_noticed():
+    text = seal(example()).encode()
+    for position in range(len(text)):
+        for bit in range(8):
+            flipped = bytearray(text)
+            flipped[position] ^= 1 << bit
+            try:
+                words = flipped.decode()
+            except UnicodeDecodeError:
+                continue
+            with pytest.raises(CheckpointError):
+                Manifest.parse(words)
+
+
+W = "entries|model/w"
+HOSTILE = [
+    ("version", 2, "version 2 is unknown; this meshwright reads 1"),
+    ("version", True, "version True is unknown"),
+    ("format", "zip", "'zip' is given; needed is 'meshwright checkpoint'"),
+    ("step", -1, "step: a whole number from 0"),
+    ("step", 1.0, "step: a whole number from 0"),
+    ("step", True, "step: a whole number from 0"),
+    ("step", 10**30, "step: a whole number from 0"),
+    ("entries", [], "entries: an object is needed"),
+    ("meta", "x", "meta: an object is needed"),
+    ("extra", 1, "unknown: 'extra'"),
+    (f"{W}|dtype", "float3", "the dtype 'float3' is unknown"),
+    (f"{W}|dtype", ["float32"], "a string is needed"),
+    (f"{W}|extra", 1, "unknown: 'extra'"),
+    (f"{W}|shape", [5, 3], "slices are missing: 3 elements lie in no file"),
+    (f"{W}|shape", [3, 3], r"a slice at \(2, 0\) of \(2, 3\) leaves \(3, 3\)"),
+    (f"{W}|shape", [12], "leaves"),
+    (f"{W}|shape", "43", "a list is needed"),
+    (f"{W}|shape", [2**50, 2**50], "at most 2\\^50 are believed"),
+    (f"{W}|shape", [2**51, 1], "a whole number from 0 to 2\\^50"),
+    (f"{W}|shape", [1] * 65, "65 dims; at most 64"),
+    (f"{W}|slices", [], "slices are missing: 12 elements"),
+    (f"{W}|slices|1|start", [1, 0], "slices overlap"),
+    (f"{W}|slices|1|start", [0, 0], "slices overlap"),
+    (f"{W}|slices|1|start", [-2, 0], "a whole number"),
+    (f"{W}|slices|1|key", "model/w", "two slices are the same tensor of the same file"),
+    (f"{W}|slices|1|key", "", "cannot name a tensor"),
+    (f"{W}|slices|1|key", "__metadata__", "cannot name a tensor"),
+    (f"{W}|slices|1|key", "a\nb", "cannot name a tensor"),
+    (f"{W}|slices|1|key", "x" * 2000, "cannot name a tensor"),
+    (f"{W}|slices|1|file", "other.safetensors", "the file 'other.safetensors' is not listed"),
+    (f"{W}|slices", [{}] * 3, "missing: file, key, start, shape"),
+    (f"files|{FILE}|nbytes", 47, "47 bytes cannot hold slices of 48 bytes"),
+    (f"files|{FILE}|nbytes", 2**60, "a whole number from 0"),
+    (f"files|{FILE}|nbytes", "1000", "a whole number from 0"),
+    (f"files|{FILE}|sha256", "0" * 63, "is no sha256"),
+    (f"files|{FILE}|sha256", None, "a string is needed"),
+    (f"files|{FILE.upper()[:-12]}.safetensors", {"nbytes": 0, "sha256": "0" * 64}, "differ only in case"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "words"), HOSTILE)
+def test_a_hostile_manifest_is_refused_with_its_reason(path: str, value: Json, words: str):
+    with pytest.raises(CheckpointError, match=words) as caught:
+        Manifest.parse(seal(changed(path, value)))
+    assert "resume from another checkpoint" in caught.value.faults[0].fix
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../a",
+        "/etc/passwd",
+        "a/b",
+        "..",
+        ".",
+        "",
+        "C:a",
+        "C:\\a",
+        "\\\\host\\share\\a",
+        "a\0b",
+        ".hidden",
+        "a b",
+        "a..b",
+        "\u0430",
+        "manifest.json",
+        "x" * 200,
+    ],
+)
+def test_only_plain_names_are_files(name: str):
+    for full in (name, f"{name}.safetensors"):
+        with pytest.raises(CheckpointError, match="is no plain file name"):
+            Manifest.parse(seal(changed(f"files|{full}", {"nbytes": 0, "sha256": "0" * 64})))
+
+
+def test_sizes_of_all_slices_in_a_file_add_up():
+    files = {FILE: Shard(30, "0" * 64)}
+    entries = {name: Entry((4,), "float32", (Slice(FILE, name, (0,), (4,)),)) for name in ("a", "b")}
+    with pytest.raises(CheckpointError, match="30 bytes cannot hold slices of 32 bytes"):
+        Manifest(0, entries, files, {})
+
+
+@pytest.mark.parametrize("key", ["format", "version", "step", "entries", "files", "meta", "sha256"])
+def test_a_missing_key_is_named(key: str):
+    body = json.loads(seal(example()))
+    del body[key]
+    with pytest.raises(CheckpointError, match=f"missing: {key}"):
+        Manifest.parse(canonical(body) if key == "sha256" else seal(body))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "null",
+        "[]",
+        "7",
+        '{"a":1,"a":1}',
+        '{"step":NaN}',
+        '{"step":1e999}',
+        "[" * 100_000,
+        '{"step":' + "9" * 5000 + "}",
+        '{"a":1',
+    ],
+)
+def test_text_that_is_no_manifest_is_refused(text: str):
+    with pytest.raises(CheckpointError):
+        Manifest.parse(text)
+
+
+def test_an_edited_manifest_is_noticed_by_its_own_checksum():
+    text = seal(example()).replace('"step":7', '"step":8')
+    with pytest.raises(CheckpointError, match="the manifest's own checksum differs: bit-flipped or edited"):
+        Manifest.parse(text)
+
+
+@pytest.mark.parametrize("meta", [{"a": float("nan")}, {"a": object()}, {"a": b"x"}])
+def test_meta_that_is_no_json_is_refused_when_written(meta: dict[str, Json]):
+    with pytest.raises(CheckpointError, match=r"meta is not plain JSON.*\n.*pass numbers, strings"):
+        Manifest(1, {}, {}, meta).dump()
+
+
+def test_scalars_and_empty_tensors_are_entries_too():
+    files = {FILE: Shard(8, "0" * 64)}
+    scalar = Entry((), "int64", (Slice(FILE, "a", (), ()),))
+    empty = Entry((0, 3), "float32", (Slice(FILE, "b", (0, 0), (0, 3)),))
+    assert Manifest.parse(Manifest(1, {"a": scalar, "b": empty}, files, {}).dump()).entries == {"a": scalar, "b": empty}
+    twice = Entry((), "int64", (Slice(FILE, "a", (), ()), Slice(FILE, "b", (), ())))
+    with pytest.raises(CheckpointError, match="slices overlap"):
+        Manifest(1, {"a": twice}, {FILE: Shard(16, "0" * 64)}, {})
+
+
+@settings(deadline=None)
+@given(
+    cuts=st.tuples(st.integers(1, 4), st.integers(1, 4)), sizes=st.tuples(st.integers(4, 9), st.integers(4, 9)), data=st.data()
+)
+def test_a_grid_of_slices_tiles_and_any_moved_or_dropped_one_is_noticed(cuts: tuple[int, int], sizes: tuple[int, int], data):
+    def borders(size: int, num: int) -> list[tuple[int, int]]:
+        ends = [size * i // num for i in range(num + 1)]
+        return [(start, end - start) for start, end in pairwise(ends)]
+
+    spans = [(a, b) for a in borders(sizes[0], cuts[0]) for b in borders(sizes[1], cuts[1])]
+    boxes = [Slice(FILE, str(i), (a[0], b[0]), (a[1], b[1])) for i, (a, b) in enumerate(spans)]
+    files = {FILE: Shard(10_000, "0" * 64)}
+    shuffled = data.draw(st.permutations(boxes))
+    Manifest(0, {"w": Entry(sizes, "float64", tuple(shuffled))}, files, {})
+    with pytest.raises(CheckpointError, match="slices are missing"):
+        Manifest(0, {"w": Entry(sizes, "float64", tuple(shuffled[1:]))}, files, {})
+    if len(boxes) > 1:
+        moved = Slice(FILE, "moved", shuffled[1].start, shuffled[1].shape)
+        with pytest.raises(CheckpointError, match="overlap"):
+            Manifest(0, {"w": Entry(sizes, "float64", (moved, *shuffled[1:]))}, files, {})
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3))
+PATHS = sorted({path for path, _, _ in HOSTILE if "|files" not in path and "extra" not in path})
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(max_size=200) | JSON.map(json.dumps))
+def test_the_parser_refuses_any_other_text_with_an_error_of_its_own(text: str):
+    with pytest.raises(CheckpointError):
+        Manifest.parse(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(path=st.sampled_from(PATHS), value=JSON)
+def test_the_parser_reads_or_refuses_any_value_in_any_place(path: str, value: Json):
+    body = changed(path, value)
+    try:
+        text = seal(body)
+    except ValueError:  # a number that JSON has no word for
+        return
+    with suppress(CheckpointError):  # any other error fails the test
+        assert Manifest.parse(text).dump() == text

@@ -1,0 +1,117 @@
+"""The rows of each rank: under every plan the same samples make up a step, and each sample is played once per epoch."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from meshwright.parallel.data.batch_split import Batch
+from meshwright.parallel.data.ddp import Replicate
+from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.plan.job.errors import Fault, PlanError
+from meshwright.plan.job.job import Job, Train
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.run.data.documents import Packed
+from meshwright.run.data.feed import ExampleData, Feed, open_data, open_feed
+from meshwright.run.data.text import TextData
+from tests.paper_model import Paper
+from tests.run.data.corpora import jsonl
+
+BATCH, ROWS = 12, 31
+EXAMPLE = {"x": torch.arange(ROWS * 2.0).view(ROWS, 2), "labels": torch.arange(ROWS)}
+
+
+def plan(ranks: int, micro_batch: int = 0, epochs: int = 0) -> Plan:
+    job = Job(ModelSource("model.py:f"), DataSource("example", epochs=epochs), Train(batch=BATCH, seed=5))
+    strategies = (Batch(), Replicate()) if ranks > 1 else ()
+    return Plan.make(job, Mesh(dp_replicate=ranks), Paper().anatomy, strategies, micro_batch)
+
+
+def feeds(ranks: int, micro_batch: int = 0, epochs: int = 0) -> list[Feed]:
+    made = plan(ranks, micro_batch, epochs)
+    return [open_feed(ExampleData(EXAMPLE), made, rank) for rank in range(ranks)]
+
+
+def played(rows: list[dict[str, torch.Tensor] | None]) -> list[int]:
+    """The samples that all ranks play in one step."""
+    return sorted(sample for batch in rows if batch is not None for sample in batch["labels"].tolist())
+
+
+@pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 5 - 1), (2, 0), (2, 3), (3, 2), (4, 1), (6, 2)])
+@pytest.mark.parametrize("step", [0, 1, 2, 7, 1000])
+def test_a_step_holds_the_same_samples_under_every_plan(ranks, micro_batch, step):
+    mine = played([feed.batch(step) for feed in feeds(ranks, micro_batch)])
+    assert mine == played([feeds(1)[0].batch(step)])
+    assert len(mine) == BATCH
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_finite_data_is_played_to_the_end_each_sample_once_per_epoch(ranks, epochs):
+    each = feeds(ranks, epochs=epochs)
+    (steps,) = {feed.num_steps for feed in each}
+    assert steps == -(-ROWS * epochs // BATCH)
+    counts = Counter(sample for step in range(steps) for sample in played([feed.batch(step) for feed in each]))
+    assert counts == dict.fromkeys(range(ROWS), epochs)
+    assert len(played([feed.batch(steps - 1) for feed in each])) == ROWS * epochs - (steps - 1) * BATCH
+    assert [feed.batch(steps) for feed in each] == [None] * ranks
+
+
+def test_what_does_not_fit_is_said_with_the_faults_of_the_source_and_before_anything_is_tokenised(tmp_path):
+    odd = Fault("too many tokens", "take fewer")
+    rows = jsonl(tmp_path / "a.jsonl", [{"text": "x"}])
+    with pytest.raises(PlanError, match="too many tokens"):
+        open_data(DataSource(rows), None, tmp_path / "cache", lambda codec: [odd])
+    assert not (tmp_path / "cache").exists()
+    with pytest.raises(PlanError) as caught:
+        open_data(DataSource(str(tmp_path / "none.jsonl")), None, tmp_path / "cache", lambda codec: [odd])
+    assert [fault.what for fault in caught.value.faults] == ["too many tokens", "there is no such file or folder"]
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_data_is_over_after_its_last_step(epochs):
+    feed = feeds(3, epochs=epochs)[1]
+    assert [feed.over(step) for step in (0, feed.num_steps - 1, feed.num_steps)] == [False, False, True]
+    assert not feeds(1)[0].over(10**6)
+
+
+def test_data_without_end_has_no_last_step():
+    assert feeds(2)[0].num_steps is None
+
+
+def test_a_short_step_gives_the_first_micro_batches_rows_first():
+    """31 rows in steps of 12: the third step has 7. Four shares of 3: two ranks, two micro-batches."""
+    order = feeds(1, epochs=1)[0].batch(2)
+    assert order is not None
+    samples = order["labels"].tolist()
+    left, right = (feed.batch(2) for feed in feeds(2, 3, epochs=1))
+    assert left is not None
+    assert right is not None
+    assert left["labels"].tolist() == [*samples[0:3], samples[6]]
+    assert right["labels"].tolist() == samples[3:6]
+
+
+def test_rows_keep_all_their_keys_together():
+    batch = feeds(3)[1].batch(4)
+    assert batch is not None
+    assert torch.equal(batch["x"], EXAMPLE["x"][batch["labels"]])
+
+
+def test_the_digest_of_an_example_names_its_content():
+    changed = {**EXAMPLE, "x": EXAMPLE["x"].clone()}
+    assert ExampleData(changed).digest == ExampleData(EXAMPLE).digest
+    changed["x"][3, 1] += 1
+    others = [changed, {"x": EXAMPLE["x"]}, {**EXAMPLE, "x": EXAMPLE["x"].double()}, {**EXAMPLE, "x": EXAMPLE["x"].view(2, ROWS)}]
+    assert len({ExampleData(other).digest for other in [EXAMPLE, *others]}) == 5
+
+
+def test_a_source_is_opened_as_what_it_is(tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    assert isinstance(open_data(DataSource(str(tmp_path)), None), TextData)
+    assert isinstance(open_data(DataSource(jsonl(tmp_path / "a.jsonl", [{"text": "x"}])), None, tmp_path / "cache"), Packed)
+    assert isinstance(open_data(DataSource("example"), EXAMPLE), ExampleData)
+    with pytest.raises(ValueError, match="has to be tokenised, and no folder was given"):
+        open_data(DataSource(str(tmp_path / "a.jsonl")), None)
+    with pytest.raises(PlanError, match=r"the model comes without an example batch(.|\n)*return meshwright.Model"):
+        open_data(DataSource("example"), None)

@@ -1,0 +1,85 @@
+import json
+import os
+
+import pytest
+
+from meshwright.plan.job.errors import CollectiveError, PlanError
+from meshwright.run.launch.failure_record import Progress, Record, guard, kind_of, read_records, record_path
+
+
+class DistError(RuntimeError):
+    """Stands for torch's class of the same name, the base of DistBackendError and its kin."""
+
+
+class DistBackendError(DistError):
+    """What NCCL's failures are raised as."""
+
+
+def chained(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError("x"), "own"),
+        (RuntimeError("shape mismatch"), "own"),
+        (TimeoutError("timed out"), "own"),
+        (ConnectionResetError("Connection reset by peer"), "own"),
+        (RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1"), "peer"),
+        (RuntimeError("[unbound_buffer.cc:81] Timed out waiting 1000ms for recv operation to complete"), "peer"),
+        (RuntimeError("Application timeout caused pair closure"), "peer"),
+        (DistBackendError("NCCL error: remote process exited"), "peer"),
+        (chained(ValueError("reduce of layer 3"), DistBackendError("x")), "peer"),
+        (chained(RuntimeError("Connection closed by peer"), ValueError("x")), "peer"),
+        (PlanError("x", fix="y"), "request"),
+        (CollectiveError("x", report="rank 1 did not come"), "report"),
+        (chained(ValueError("x"), CollectiveError("x", report="rank 1 did not come")), "report"),
+        (CollectiveError("no report"), "own"),
+    ],
+)
+def test_a_failure_is_of_its_kind(error, kind):
+    assert kind_of(error) == kind
+
+
+def test_a_body_that_ends_well_leaves_nothing_behind(tmp_path):
+    with guard(0, tmp_path) as progress:
+        progress.step = 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_leaving_with_an_exit_code_is_not_a_failure(tmp_path):
+    with pytest.raises(SystemExit), guard(0, tmp_path):
+        raise SystemExit(143)
+    assert list(tmp_path.iterdir()) == []
+
+
+def fail(progress: Progress) -> None:
+    progress.step, progress.phase = 3, "forward"
+    try:
+        raise KeyError("weight")
+    except KeyError as error:
+        raise ValueError("\u00fcber") from error
+
+
+def test_a_record_holds_the_whole_story(tmp_path, monkeypatch):
+    def ended(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", ended)
+    with pytest.raises(SystemExit) as caught, guard(2, tmp_path) as progress:
+        fail(progress)
+    assert caught.value.code == 1
+    (record,) = read_records(tmp_path).values()
+    assert (record.rank, record.kind, record.type, record.message) == (2, "own", "ValueError", "\u00fcber")
+    assert (record.step, record.phase) == (3, "forward")
+    assert "KeyError: 'weight'" in record.traceback
+    assert json.loads(record_path(tmp_path, 2).read_text())["rank"] == 2
+
+
+def test_a_record_is_read_back(tmp_path):
+    record = Record(1, 2.5, "peer", "RuntimeError", "m", "t", 4, "save")
+    record.write(tmp_path)
+    assert read_records(tmp_path) == {1: record}
+    assert [path.name for path in (tmp_path / "failures").iterdir()] == ["rank-1.json"]

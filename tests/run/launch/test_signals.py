@@ -1,0 +1,37 @@
+"""Ctrl-C that somebody has swallowed is still known when ranks are about to start."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from meshwright.run.launch.local_launcher import launch
+from meshwright.run.launch.signals import Interrupt, raise_if_told
+
+
+@pytest.fixture
+def handler() -> Iterator[Interrupt]:
+    before = signal.getsignal(signal.SIGINT)
+    mine = Interrupt()
+    signal.signal(signal.SIGINT, mine)
+    yield mine
+    signal.signal(signal.SIGINT, before)
+
+
+def test_it_raises_at_once(handler):
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert handler.told
+
+
+def test_nothing_is_raised_where_none_came(handler):
+    raise_if_told()
+
+
+def test_a_swallowed_one_keeps_ranks_from_starting(handler, tmp_path):
+    with suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        launch(["-c", "print('started')"], 1, tmp_path, {})
+    assert not (tmp_path / "logs").exists()

@@ -1,0 +1,90 @@
+"""The journal of a run: replays are held against it, and what a kill cut off is removed."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from meshwright.plan.job.errors import PlanError
+from meshwright.run.telemetry.metrics_log import Journal
+
+
+def line(step: int, loss: float = 0.5, **others: object) -> dict:
+    return {"step": step, "loss": loss, "grad_norm": 1.0, "tokens": 64, "seconds": 0.1, **others}
+
+
+def written(folder: Path, *lines: dict) -> str:
+    """What playing `lines` says about replays."""
+    journal = Journal(folder)
+    for each in lines:
+        journal.write(each)
+    journal.close()
+    return str(journal.replay)
+
+
+def steps(folder: Path) -> list[int]:
+    return [json.loads(text)["step"] for text in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_new_steps_are_appended_and_nothing_is_said(tmp_path):
+    assert written(tmp_path / "run", line(1), line(2)) == ""
+    assert written(tmp_path / "run", line(3)) == ""
+    assert steps(tmp_path / "run") == [1, 2, 3]
+
+
+def test_steps_that_come_out_the_same_are_not_written_twice(tmp_path):
+    written(tmp_path, line(1), line(2), line(3))
+    said = written(tmp_path, line(2, seconds=9.0), line(3), line(4))
+    assert said == "2 steps were played again from step 2: each equals its first playing to the last bit"
+    assert steps(tmp_path) == [1, 2, 3, 4]
+    assert written(tmp_path, line(4)) == "step 4 was played again and equals its first playing to the last bit"
+
+
+@pytest.mark.parametrize("key", ["loss", "grad_norm", "tokens"])
+def test_the_first_step_that_differs_is_named_and_the_new_lines_count(tmp_path, key):
+    written(tmp_path, line(1), line(2), line(3), line(4))
+    other = math.nextafter(line(2)[key], 9)
+    said = written(tmp_path, line(2), line(3, **{key: other}), line(4, **{key: other}))
+    assert said == f"step 3 was played again and differs: {key} {line(2)[key]!r} then, {other!r} now"
+    assert steps(tmp_path) == [1, 2, 3, 4, 3, 4]
+    assert "each equals" in written(tmp_path, line(3, **{key: other}), line(4, **{key: other}))
+
+
+def test_a_step_that_was_nan_and_is_nan_is_the_same(tmp_path):
+    written(tmp_path, line(1, math.nan))
+    assert "equals its first playing" in written(tmp_path, line(1, math.nan))
+
+
+def test_an_evaluation_has_a_line_of_its_own_and_is_held_against_its_first(tmp_path):
+    first = {"kind": "evaluation", "step": 2, "loss": 0.4, "perplexity": 1.5, "tokens": 64}
+    written(tmp_path, line(1), line(2), first, line(3))
+    assert written(tmp_path, line(2), first, line(3)).startswith("2 steps were played again from step 2: each equals")
+    assert steps(tmp_path) == [1, 2, 2, 3]
+    said = written(tmp_path, line(2), {**first, "loss": 0.5})
+    assert said == "the evaluation at step 2 was played again and differs: loss 0.4 then, 0.5 now"
+    assert steps(tmp_path) == [1, 2, 2, 3, 2]
+
+
+@pytest.mark.parametrize("cut", [1, 20, 70])
+def test_a_line_that_a_kill_cut_short_is_removed(tmp_path, cut):
+    written(tmp_path, line(1), line(2))
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-cut])
+    written(tmp_path, line(2), line(3))
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"step": 2}', '{"step": 2, "kind": "odd"}', '{"step": 2, "kind": "evaluation"}', "\x00\x00", "NaN"]
+)
+def test_a_whole_line_of_something_else_is_refused_with_its_place(tmp_path, text):
+    written(tmp_path, line(1))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(text + "\n")
+    with pytest.raises(PlanError) as caught:
+        Journal(tmp_path)
+    (fault,) = caught.value.faults
+    assert fault.where == f"{tmp_path / 'metrics.jsonl'}:2"
+    assert "is not one of metrics" in fault.what
+    assert "remove the line" in fault.fix

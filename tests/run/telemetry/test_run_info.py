@@ -1,0 +1,40 @@
+"""What a run says of itself: enough to draw its program elsewhere, and nobody's name."""
+
+import getpass
+import json
+import platform
+from dataclasses import replace
+
+import torch
+
+from meshwright.plan.job.run_options import Run
+from meshwright.plan.step.action import program_of
+from meshwright.plan.step.single_device import ROLE
+from meshwright.run.telemetry.run_info import write_about
+from tests.tiny_model import plan_of, reading_of
+
+
+def test_about_holds_the_plan_its_program_versions_and_machine(tmp_path):
+    plan = replace(plan_of(reading_of(), 3), run=Run(str(tmp_path / "run")))
+    path = write_about(plan, {"model": "a model"}, {ROLE: {"parameters": 8}}, torch.device("cpu"))
+    said = json.loads(path.read_text())
+    assert path == tmp_path / "run" / "about.json"
+    assert (said["hash"], said["world"], said["sizes"]) == (plan.hash, 3, {"dp_replicate": 3})
+    assert (said["words"], said["held"]) == ({"model": "a model"}, {ROLE: {"parameters": 8}})
+    assert said["parts"] == [list(plan.anatomy.visits)]
+    assert [action.name for action in program_of(said["program"]).actions(ROLE)] == [
+        action.name for action in plan.program.actions(ROLE)
+    ]
+    assert said["versions"]["torch"] == torch.__version__
+    assert said["machine"]["device"] == "cpu"
+    assert said["machine"]["memory"] > 0
+
+
+def test_about_names_no_host_and_no_user(tmp_path):
+    plan = replace(plan_of(reading_of(), 1), run=Run(str(tmp_path / "run")))
+    said = json.loads(write_about(plan, {}, {}, torch.device("cpu"), {"step_s": 2.0}).read_text())
+    machine = said["machine"]
+    assert said["predicted"] == {"step_s": 2.0}
+    assert set(machine) == {"system", "processor", "cores", "memory", "device"}
+    assert platform.node() not in machine.values()
+    assert getpass.getuser() not in machine.values()

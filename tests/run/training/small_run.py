@@ -1,0 +1,112 @@
+"""A small run that evaluates, on threads, for tests to stop, spoil and repeat."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.comm.collectives.group import World
+from meshwright.plan.job.data_source import DataSource
+from meshwright.plan.job.job import Evaluate, Guard, Optimizer, Precision
+from meshwright.plan.job.run_options import Run
+from meshwright.plan.plan import Plan
+from meshwright.plan.strategy import Strategy
+from meshwright.run.checkpoint.directories import step_folder
+from meshwright.run.checkpoint.resume import CHECKPOINTS, resume
+from meshwright.run.data.eval_split import Evaluating, divided
+from meshwright.run.data.feed import ExampleData, open_feed
+from meshwright.run.telemetry.callbacks import Callback
+from meshwright.run.training.train_loop import Ended, train
+from meshwright.testing.ranks import on_threads
+from tests.tiny_model import plan_of, player_of, reading_of, rows, tiny_job
+
+READING = reading_of(p=0.1)
+DATA = ExampleData(rows(31))
+
+
+@dataclass(frozen=True)
+class Course:
+    """A run in `folder`; `change(rank, player)` may spoil it, `stop(rank, steps_done)` is asked before each step."""
+
+    folder: Path
+    ranks: int = 2
+    steps: int = 12
+    lr: float = 1e-2
+    evaluate: Evaluate = field(default_factory=lambda: Evaluate(hold_out=7, every=3))
+    guard: Guard = field(default_factory=Guard)
+    run: Mapping[str, Any] = field(default_factory=lambda: {"save_every": 4, "keep": 2})
+    stop: Callable[[int, int], bool] = lambda rank, done: False
+    change: Callable[[int, Any], None] = lambda rank, player: None
+    callbacks: tuple[Callback, ...] = ()
+    noise_scale: bool = False
+    strategies: tuple[Strategy, ...] | None = None  # those of the mesh
+
+    @property
+    def plan(self) -> Plan:
+        parts = {"optimizer": Optimizer("adamw", lr=self.lr), "precision": Precision(), "data": DataSource("example")}
+        job = tiny_job(evaluate=self.evaluate, guard=self.guard, **parts)
+        spec = replace(job.train, steps=self.steps, noise_scale=self.noise_scale)
+        made = plan_of(READING, self.ranks, self.strategies, job=replace(job, train=spec))
+        return replace(made, run=Run(str(self.folder), **self.run))
+
+    def play(self, step: int | None = None) -> list[Ended]:
+        """Resume and train to the end, as the command does."""
+        plan = self.plan
+
+        def rank(world: World) -> Ended:
+            player = player_of(READING, plan, world)
+            self.change(world.rank, player)
+            training, held = divided(DATA, plan.job.evaluate)
+            resumed = resume(player, plan, world, DATA.digest, step)
+            evaluating = None if held is None else Evaluating(held, plan, plan.data_index(world.rank))
+            feed = open_feed(training, plan, world.rank)
+            try:
+                return train(
+                    player,
+                    plan,
+                    feed,
+                    world,
+                    lambda: self.stop(world.rank, player.steps_done),
+                    self.callbacks,
+                    evaluating=evaluating,
+                    so_far=resumed.so_far,
+                )
+            finally:
+                player.close()
+
+        return on_threads(rank, plan.mesh)
+
+    def lines(self, kind: str = "") -> dict[int, dict[str, Any]]:
+        lines = [json.loads(text) for text in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return {line["step"]: line for line in lines if line.get("kind", "") == kind}
+
+    def losses(self, kind: str = "") -> dict[int, float]:
+        return {step: line["loss"] for step, line in self.lines(kind).items()}
+
+    def kept(self) -> list[int]:
+        return sorted(int(path.name[5:]) for path in (self.folder / CHECKPOINTS).glob("step-*"))
+
+    def best(self) -> dict[str, Any]:
+        return json.loads((self.folder / CHECKPOINTS / "best.json").read_text())
+
+    def at(self, step: int) -> Path:
+        return step_folder(self.folder / CHECKPOINTS, step)
+
+
+def rises(after: int) -> Callable[[int, Any], None]:
+    """The loss of evaluations rises from step `after` on; before, it falls. Training sees no difference."""
+
+    def change(rank: int, player: Any) -> None:
+        usual = player.state.loss
+
+        def total(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            found = usual.total(outputs, batch)
+            away = abs(player.steps_done - after)
+            return found if torch.is_grad_enabled() else 0 * found + (1 + away) * usual.count(batch)
+
+        player.state.loss = replace(usual, total=total)
+
+    return change

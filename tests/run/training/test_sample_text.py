@@ -1,0 +1,59 @@
+"""Text from a model: repeatable, limited to its context, harmless on a terminal."""
+
+import torch
+from torch import nn
+
+from meshwright.run.data.tokenizer import codec_of
+from meshwright.run.training.sample_text import sample_text
+from tests.run.data.corpora import tokenizer
+
+
+class Successor(nn.Module):
+    """Says that each byte is followed by the next one; remembers how much it was shown."""
+
+    def __init__(self, step: int = 1, sharpness: float = 50.0) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(sharpness))
+        self.step, self.seen = step, []
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        self.seen.append((input_ids.shape[1], self.training))
+        return self.scale * nn.functional.one_hot((input_ids + self.step) % 256, 256)
+
+
+def test_the_prompt_is_continued_by_what_the_model_says():
+    assert sample_text(Successor(), "ab", 4, context=8, seed=0) == "abcdef"
+
+
+def test_the_model_sees_its_context_and_is_left_in_its_mode():
+    for training in (True, False):
+        model = Successor().train(training)
+        sample_text(model, "abc", 4, context=4, seed=0)
+        assert model.seen == [(3, False), (4, False), (4, False), (4, False)]
+        assert model.training is training
+
+
+def test_the_seed_decides_the_text():
+    texts = [sample_text(Successor(sharpness=0.0), "x", 40, context=4, seed=seed) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_tokenizer_turns_the_tokens_into_text(tmp_path):
+    codec = codec_of(tokenizer(tmp_path))
+    (start,) = codec.encode(["a"])[0].tolist()
+    text = sample_text(Successor(), "a", 3, context=4, seed=0, codec=codec)
+    assert text == codec.decode([start, start + 1, start + 2, start + 3])
+    assert sample_text(Successor(), "", 1, context=4, seed=0, codec=codec).startswith("\n")
+
+
+def test_an_empty_prompt_begins_a_line():
+    assert sample_text(Successor(step=87), "", 1, context=4, seed=0) == "\na"
+
+
+def test_control_characters_and_broken_utf8_are_shown_as_replacements():
+    text = sample_text(Successor(), "", 255, context=4, seed=0)
+    assert text[0] == "\n"
+    assert "\x1b" not in text
+    assert all(letter.isprintable() or letter in "\n\t" for letter in text)
+    assert ' !"#' in text
+    assert "\ufffd" in text

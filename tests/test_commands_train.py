@@ -1,0 +1,185 @@
+"""Training as the only rank, in this process: what it says when it goes on, goes back, or finds damage."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import (
+    SEQUENCE,
+    STEPS,
+    Said,
+    become_the_only_rank,
+    checkpoint,
+    forget_ranks,
+    lay_out,
+    metrics,
+    refuse_to_start,
+    said,
+    steps_kept,
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch) -> Path:
+    forget_ranks(monkeypatch)
+    become_the_only_rank(monkeypatch)
+    return lay_out(tmp_path / "job")
+
+
+@pytest.fixture
+def say(capsys, monkeypatch) -> Callable[..., Said]:
+    """Call the command in this process: exit code, stdout, stderr. It fails the test when it starts a rank."""
+    refuse_to_start(monkeypatch)
+    return lambda *words: said(capsys, *words)
+
+
+def alone(config: Path, *words: object) -> list[object]:
+    return ["train", config, "--mesh.dp_replicate", 1, *words]
+
+
+def test_a_finished_run_has_nothing_to_do(config, say):
+    assert say(*alone(config, "--train.steps", 3))[0] == 0
+    before = metrics(config.parent / "run")
+    code, out, _ = say(*alone(config, "--train.steps", 3))
+    assert code == 0
+    assert "resumed from step 3\nnothing to do: step 3 is reached already (train.steps = 3)" in out
+    assert metrics(config.parent / "run") == before
+
+
+def test_going_back_repeats_each_step_to_the_last_bit(config, say):
+    say(*alone(config, "--train.steps", 30))
+    code, out, _ = say(*alone(config, "--train.steps", 30, "--from-step", 10))
+    assert code == 0
+    assert "resumed from step 10" in out
+    assert "20 steps were played again from step 11: each equals its first playing to the last bit" in out
+    assert steps_kept(config.parent / "run") == ["step-00000010", "step-00000020", "step-00000030"]
+
+
+def test_a_mixture_that_is_the_same_is_not_said_to_have_changed(tmp_path, config, say):
+    mixture = [{"source": "text.txt", "weight": 3.0}, {"source": "text.txt", "weight": 1.0}]
+    mixed = lay_out(tmp_path / "mixed", data={"source": "", "mixture": mixture})
+    assert say(*alone(mixed, "--train.steps", 2))[0] == 0
+    code, out, _ = say(*alone(mixed, "--train.steps", 3))
+    assert code == 0
+    assert "the plan changed since that checkpoint: job.train.steps was 2, is 3\n" in out
+    assert ": 3 steps of 12 samples on one device, into " in out
+
+
+def test_going_back_with_another_learning_rate_keeps_the_old_course_aside_and_says_so(config, say):
+    run = config.parent / "run"
+    say(*alone(config, "--train.steps", 30))
+    before = metrics(run)
+    code, out, _ = say(*alone(config, "--train.steps", 30, "--from-step", 10, "--optimizer.lr", 0.5))
+    assert code == 0
+    assert "later checkpoints were set aside: step-00000020.aside-" in out
+    assert "the plan changed since that checkpoint: job.optimizer.lr was 0.01, is 0.5" in out
+    assert "step 12 was played again and differs: loss" in out
+    kept = [name for name in steps_kept(run) if ".aside-" not in name]
+    assert kept == ["step-00000010", "step-00000020", "step-00000030"]
+    assert len(steps_kept(run)) == 5
+    after = metrics(run)
+    assert after[10] == before[10]
+    assert after[30] != before[30]
+    assert "nothing to do" in say(*alone(config, "--train.steps", 30, "--optimizer.lr", 0.5))[1]
+
+
+def test_damaged_checkpoints_are_passed_over_for_the_previous_good_one_and_that_is_said(config, say):
+    run = config.parent / "run"
+    say(*alone(config, "--train.steps", 40, "--run.keep", 9))
+    good = metrics(run)
+    shard = checkpoint(run, 40) / "rank-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    flipped = bytearray((checkpoint(run, 30) / "rank-00000.safetensors").read_bytes())
+    flipped[-1] ^= 1
+    (checkpoint(run, 30) / "rank-00000.safetensors").write_bytes(flipped)
+    (checkpoint(run, 20) / "manifest.json").rename(run / "manifest.json")
+    (run / "checkpoints" / "step-00000050.partial-1234abcd").mkdir()
+    code, out, _ = say(*alone(config, "--train.steps", 40, "--run.keep", 9))
+    assert code == 0
+    first, second, *lines = out.splitlines()
+    assert first.startswith("rank 0 of 1 (")
+    assert second.endswith(f": 40 steps of 12 samples on one device, into {run}")
+    assert lines[0] == "resumed from step 10"
+    assert [line.split(":")[0] for line in lines[1:5]] == [
+        "passed over step-00000050.partial-1234abcd",
+        "passed over step-00000040",
+        "passed over step-00000030",
+        "passed over step-00000020",
+    ]
+    assert lines[1].endswith(".partial-1234abcd: half-written: the save was stopped")
+    assert "step-00000040: rank-00000.safetensors: truncated: " in lines[2]
+    assert str(run) not in lines[2]
+    assert lines[5] == "step-00000010 is the newest good checkpoint"
+    assert "30 steps were played again from step 11: each equals its first playing" in out
+    assert metrics(run) == good
+
+
+def test_when_no_checkpoint_can_be_used_the_run_does_not_start_over(config, say):
+    run = config.parent / "run"
+    say(*alone(config, "--train.steps", 20))
+    for step in (10, 20):
+        (checkpoint(run, step) / "manifest.json").write_text("{}")
+    code, out, err = say(*alone(config, "--train.steps", 20))
+    assert (code, len(out.splitlines())) == (2, 1)  # who this rank is
+    assert "none of the 2 checkpoints here can be used" in err
+    assert "passed over step-00000010" in err
+    assert "to start from step 0 here, move the folder away" in err
+    assert steps_kept(run) == ["step-00000010", "step-00000020"]
+    (run / "checkpoints").rename(run / "moved")
+    code, out, _ = say(*alone(config, "--train.steps", 20))
+    assert code == 0
+    assert "starting from step 0" in out
+    assert "20 steps were played again from step 1: each equals" in out
+
+
+def test_a_save_that_was_stopped_before_the_first_checkpoint_is_no_damage(config, say):
+    partial = config.parent / "run" / "checkpoints" / "step-00000010.partial-1234abcd"
+    partial.mkdir(parents=True)
+    code, out, _ = say(*alone(config, "--train.steps", 10))
+    assert code == 0
+    assert "starting from step 0\npassed over step-00000010.partial-1234abcd" in out
+    assert steps_kept(config.parent / "run") == ["step-00000010"]
+
+
+def test_the_checkpoints_of_another_model_are_left_alone(config, say):
+    say(*alone(config, "--train.steps", 10))
+    code, _, err = say(*alone(config, "--train.steps", 10, "--model.source", config.parent / "llama.json"))
+    assert code == 2
+    assert "it is of another model: model/embed.weight: (256, 16) saved, None here" in err
+    assert "train into another run.folder" in err
+    assert steps_kept(config.parent / "run") == ["step-00000010"]
+    assert say(*alone(config, "--train.steps", 20))[0] == 0
+
+
+@pytest.mark.parametrize("name", ["../../rank-00000.safetensors", "/etc/passwd", "rank-00000.safetensors"])
+def test_a_manifest_that_leads_elsewhere_is_refused(config, say, tmp_path, name):
+    place = checkpoint(config.parent / "run", 10)
+    say(*alone(config, "--train.steps", 10))
+    shard = place / "rank-00000.safetensors"
+    if name == shard.name:
+        shard.rename(tmp_path / "outside")
+        shard.symlink_to(tmp_path / "outside")
+    else:
+        (place / "manifest.json").write_text((place / "manifest.json").read_text().replace(shard.name, name))
+    code, _, err = say(*alone(config, "--train.steps", 10))
+    assert code == 2
+    assert "passed over step-00000010" in err
+
+
+def test_finite_data_ends_the_run_and_that_is_said(config, say):
+    code, out, _ = say(*alone(config, "--data.epochs", 1))
+    samples = -(-(len((config.parent / "text.txt").read_bytes()) - 1) // SEQUENCE)
+    steps = -(-samples // 12)
+    assert steps < STEPS, "the text must end before the steps do"
+    assert code == 0
+    assert f"done: step {steps}, loss" in out
+    assert f"the data ended before step {STEPS}: 1 x {samples} samples last {steps} steps" in out
+    assert sum(line[2] for line in metrics(config.parent / "run").values()) == len((config.parent / "text.txt").read_bytes()) - 1
+
+
+def test_the_sample_of_a_trained_model_acts_on_no_terminal(config, say):
+    code, out, _ = say(*alone(config, "--train.steps", 2, "--run.sample_tokens", 300, "--run.sample_prompt", "1 times"))
+    assert code == 0
+    assert "1 times" in out.split("a sample")[1]
+    assert all(letter.isprintable() or letter == "\n" for letter in out)
