@@ -15,8 +15,11 @@ from pathlib import Path
 
 from docs.generator.action_page import action_page, described, kinds
 from docs.generator.algorithm_pages import algorithm_pages
+from docs.generator.api_pages import api_pages
 from docs.generator.benchmark_page import benchmark_page
+from docs.generator.cli_page import cli_page
 from docs.generator.combination_page import combination_page
+from docs.generator.config_page import config_page
 from docs.generator.essay import NOTE, PACKAGE, Essay, markdown
 from docs.generator.essay import essays as read_essays
 from docs.generator.model_page import model_page
@@ -39,16 +42,8 @@ def pages(root: Path = ROOT) -> dict[str, str]:
     modules = essays(root)
     made = technique_pages(modules) | algorithm_pages(modules) | action_page(modules) | _collectives_page(modules)
     made |= model_page(root, modules) | combination_page(root) | benchmark_page(root)
-    return made | (_imported_pages() if root == ROOT else {})
-
-
-def _imported_pages() -> dict[str, str]:
-    """The pages that need the package itself; imported here, so that the others can be made without its dependencies."""
-    from docs.generator.api_pages import api_pages
-    from docs.generator.cli_page import cli_page
-    from docs.generator.config_page import config_page
-
-    return api_pages() | cli_page() | config_page()
+    # what follows from the package as it is imported, so not from another tree
+    return made | (api_pages() | cli_page() | config_page() if root == ROOT else {})
 
 
 def _collectives_page(modules: Iterable[Essay]) -> dict[str, str]:

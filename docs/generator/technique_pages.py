@@ -7,23 +7,23 @@ from docs.generator.essay import NOTE, PACKAGE, Essay, cell, markdown
 
 SOURCE = f"{PACKAGE}/parallel"
 FOLDER = "docs/techniques"
-# modules of `parallel/` that several techniques share: no technique themselves
+# FOLDER/NAME of the modules below `parallel/` that several techniques share: no technique themselves
 SHARED = (
-    *(
-        f"context/{name}"
-        for name in (
-            "attention_inputs",
-            "attention_kernel",
-            "head_exchange",
-            "mask_blocks",
-            "memory_model",
-            "ring_attention",
-            "sequence_sharding",
-        )
-    ),
+    "context/attention_inputs",
+    "context/attention_kernel",
+    "context/head_exchange",
+    "context/mask_blocks",
+    "context/memory_model",
+    "context/ring_attention",
+    "context/sequence_sharding",
     "pipeline/send_recv",
-    *(f"pipeline/schedules/{name}" for name in ("list_scheduler", "registry", "schedule")),
-    *(f"tensor/{name}" for name in ("comm_accounting", "comm_overlap", "layer_sharding", "validation")),
+    "schedules/list_scheduler",
+    "schedules/registry",
+    "schedules/schedule",
+    "tensor/comm_accounting",
+    "tensor/comm_overlap",
+    "tensor/layer_sharding",
+    "tensor/validation",
 )
 TITLES = {
     "data": "Data parallelism",
@@ -41,7 +41,7 @@ def techniques(modules: Iterable[Essay]) -> list[Essay]:
     Raises ValueError when two families have a technique of one name, because a plan file names a technique alone.
     """
     found = [essay for essay in modules if essay.path.startswith(f"{SOURCE}/") and "/" in place(essay)]
-    found = [essay for essay in found if place(essay) not in SHARED and essay.name != "__init__"]
+    found = [essay for essay in found if f"{essay.family}/{essay.name}" not in SHARED and essay.name != "__init__"]
     names = [essay.name for essay in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
