@@ -22,8 +22,8 @@ values, the machine, the versions, the date and the commit. This page is generat
 
 How to read it:
 
-- A *ratio* is ours divided by the other's, as the median of interleaved rounds, with its 95 % interval. Below 1 we are faster or
-  smaller.
+- A *ratio* is ours divided by the other's, as the median of interleaved rounds, with its 95 % interval in brackets. Below 1 we are
+  faster or smaller. Behind an error, brackets hold the range over the cases.
 - *A/A* is the ratio of two identical configurations in the same rounds: the noise.
 - A ratio passes when the upper bound of its interval is at most the bar plus the half-width of A/A. The bar is fixed before the
   first round. *Unresolved*: the noise was too large to tell.
@@ -72,7 +72,7 @@ def _headline(claim: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     median, (low, high), unit = result["median"], result["spread"], claim.get("unit", "")
     if unit == "count":
         return f"{median:,.0f} of {claim.get('of', len(result['values'])):,}"
-    if low == high == median:
+    if low == high or not low <= median <= high:  # a count, or the spread of something else than the median
         return _number(median, unit)
     return f"{_number(median, unit)} [{_number(low, unit)}, {_number(high, unit)}]"
 
@@ -145,7 +145,8 @@ def _facts(result: Mapping[str, Any]) -> Iterator[str]:
     yield f"- Date: {result['date'][:16].replace('T', ' ')} UTC, commit `{result['commit'][:12]}{dirty}`"
     yield f"- Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['system']}"
     yield f"- Versions: {', '.join(f'{package} {version}' for package, version in versions.items())}"
-    yield f"- Rounds: {result['repeats']:,} (and {result['discarded']} discarded because the machine was busy); {_spread(values)}"
+    rounds = f"{result['repeats']:,} rounds, {result['discarded']} more discarded because the machine was busy; "
+    yield f"- Measured: {rounds if result['repeats'] > 1 else ''}{_spread(values)}"
 
 
 def _spread(values: Sequence[float]) -> str:

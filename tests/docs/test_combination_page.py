@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.combination_page import PAGE, RESULT, REVIEWED, SOURCE, combination_page
+from docs.generator.combination_page import PAGE, RESULT, REVIEWED, SOURCE, combination_page
 
 PAIRS = {
     "ring + zero 3": {"drawn": 4, "matched": 3, "refused": {"odd": 1}},

@@ -28,12 +28,14 @@ x = Action("CAST"), Action("REDUCE")
 '''
 
 PACKAGE = {
-    "core/steps.py": STEPS,
-    "strategies/data/alpha.py": ALPHA,
-    "strategies/data/beta.py": BETA,
-    "strategies/data/__init__.py": '"""A family."""\n',
-    "strategies/__init__.py": '"""All families."""\n',
-    "engine/play.py": '"""Plays."""\nx = Action("LOST"), Action(kind), Other("OTHER")\n',
+    "plan/step/single_device.py": STEPS,
+    "parallel/data/alpha.py": ALPHA,
+    "parallel/data/beta.py": BETA,
+    "parallel/data/__init__.py": '"""A family."""\n',
+    "parallel/pipeline/schedules/gamma.py": '"""The third idea."""\n',
+    "parallel/pipeline/schedules/registry.py": '"""Shared by schedules."""\n',
+    "parallel/__init__.py": '"""All families."""\n',
+    "engine/step/executor.py": '"""Executes."""\nx = Action("LOST"), Action(kind), Other("OTHER")\n',
 }
 
 
@@ -47,19 +49,28 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_every_technique_has_a_page_and_a_row_of_the_index(root: Path):
-    assert write(root) == ["docs/actions.md", "docs/techniques/README.md", "docs/techniques/alpha.md", "docs/techniques/beta.md"]
-    assert "The first idea." in (root / "docs/techniques/alpha.md").read_text()
-    assert "| [beta](beta.md) | data | The second idea. |" in (root / "docs/techniques/README.md").read_text()
+    assert write(root) == [
+        "docs/reference/actions.md",
+        "docs/techniques/data/alpha.md",
+        "docs/techniques/data/beta.md",
+        "docs/techniques/index.md",
+        "docs/techniques/pipeline/schedules/gamma.md",
+    ]
+    assert "The first idea." in (root / "docs/techniques/data/alpha.md").read_text()
+    index = (root / "docs/techniques/index.md").read_text()
+    assert "## Data parallelism" in index
+    assert "| [beta](data/beta.md) | The second idea. |" in index
+    assert "| [gamma](pipeline/schedules/gamma.md) | The third idea. |" in index
 
 
 def test_a_kind_is_owned_by_the_module_that_makes_and_describes_it(root: Path):
     found = {kind.name: (Path(kind.owner).name, kind.meaning) for kind in kinds(essays(root))}
     assert found == {
-        "F": ("steps.py", "forward"),
-        "STEP": ("steps.py", "the optimizer"),
+        "F": ("single_device.py", "forward"),
+        "STEP": ("single_device.py", "the optimizer"),
         "REDUCE": ("alpha.py", "sums of * stars"),
         "CAST": ("beta.py", "to a narrow dtype"),
-        "LOST": ("play.py", ""),
+        "LOST": ("executor.py", ""),
     }
 
 
@@ -73,25 +84,25 @@ def test_a_kind_that_is_only_drawn_is_not_described(text: str):
 
 
 def test_pages_are_up_to_date_once_written_and_not_after_a_change(root: Path):
-    assert "docs/actions.md is missing" in stale(root)
+    assert "docs/reference/actions.md is missing" in stale(root)
     write(root)
     assert stale(root) == []
-    source = root / "src/meshwright/strategies/data/alpha.py"
+    source = root / "src/meshwright/parallel/data/alpha.py"
     source.write_text(source.read_text().replace("first", "very first"))
-    assert stale(root) == ["docs/techniques/alpha.md is not up to date", "docs/techniques/README.md is not up to date"]
+    assert stale(root) == ["docs/techniques/data/alpha.md is not up to date", "docs/techniques/index.md is not up to date"]
 
 
 def test_the_page_of_a_technique_that_is_gone_is_stale_and_then_removed(root: Path):
     write(root)
-    (root / "src/meshwright/strategies/data/beta.py").unlink()
-    assert "docs/techniques/beta.md describes nothing that is there" in stale(root)
+    (root / "src/meshwright/parallel/data/beta.py").unlink()
+    assert "docs/techniques/data/beta.md describes nothing that is there" in stale(root)
     write(root)
-    assert not (root / "docs/techniques/beta.md").exists()
+    assert not (root / "docs/techniques/data/beta.md").exists()
 
 
 def measured(error: float, *, holds: bool) -> str:
-    row = {"family": "gpt_2", "class": "Net", "source": "config.json", "blocks": "5", "sockets": "2 rows", "declared": "nothing"}
-    row["round_trip"] = {"compared": "the outputs", "difference": 1e-8}
+    row = {"family": "gpt_2", "class": "Net", "source": "config.json", "blocks": "5", "declared": "nothing"}
+    row |= {"layer_roles": "2 rowwise", "round_trip": {"compared": "the outputs", "difference": 1e-8}}
     versions = {"torch": "2.13", "python": "3.11"}
     found = {"claim": "many models train", "holds": holds, "median": 1.0, "values": [error], "date": "2026-11-20T18:00:00+00:00"}
     found |= {
@@ -103,42 +114,41 @@ def measured(error: float, *, holds: bool) -> str:
 
 
 def test_the_page_of_models_is_made_from_the_result_of_its_benchmark(root: Path):
-    assert "docs/models.md" not in write(root)
+    assert "docs/reference/models.md" not in write(root)
     (root / "benchmarks/results").mkdir(parents=True)
     (root / "benchmarks/model_coverage.py").write_text('"""Which models train."""\n')
-    (root / "src/meshwright/model").mkdir()
-    (root / "src/meshwright/model/sockets.py").write_text('"""Where weights split."""\n')
+    (root / "src/meshwright/model/tensor_parallel").mkdir(parents=True)
+    (root / "src/meshwright/model/tensor_parallel/layer_roles.py").write_text('"""How weights split."""\n')
     result = root / "benchmarks/results/model_coverage.json"
     result.write_text(measured(2.5e-16, holds=True))
-    assert "docs/models.md is missing" in stale(root)
+    assert "docs/reference/models.md is missing" in stale(root)
     write(root)
-    page = (root / "docs/models.md").read_text()
+    page = (root / "docs/reference/models.md").read_text()
     assert "Which models train." in page
-    assert "Where weights split." in page
-    assert "| gpt\\_2 | `Net` | config.json | 5 | 2 rows | nothing | 2.5e-16 | 0.0e+00 | 1.0e-08 (the outputs) |" in page
+    assert "How weights split." in page
+    assert "| gpt\\_2 | `Net` | config.json | 5 | 2 rowwise | nothing | 2.5e-16 | 0.0e+00 | 1.0e-08 (the outputs) |" in page
     assert "It holds: 1 of 1 families. 2026-11-20, commit aaaaaaaaaaaa-dirty, torch 2.13." in page
     result.write_text(measured(1.0, holds=False))
-    assert "docs/models.md is not up to date" in stale(root)
+    assert "docs/reference/models.md is not up to date" in stale(root)
     write(root)
-    assert "It does NOT hold" in (root / "docs/models.md").read_text()
+    assert "It does NOT hold" in (root / "docs/reference/models.md").read_text()
 
 
-def test_the_page_of_collectives_is_what_stands_at_the_group(root: Path):
-    assert "docs/collectives.md" not in write(root)
-    (root / "src/meshwright/comm").mkdir()
-    source = root / "src/meshwright/comm/group.py"
+def test_the_page_of_collectives_is_the_docstring_of_the_group(root: Path):
+    assert "docs/reference/collectives.md" not in write(root)
+    (root / "src/meshwright/comm/collectives").mkdir(parents=True)
+    source = root / "src/meshwright/comm/collectives/group.py"
     source.write_text('class Group:\n    """The ranks.\n\n        call    sent\n        send    S\n\n    In place.\n    """\n')
-    assert "docs/collectives.md is missing" in stale(root)
+    assert "docs/reference/collectives.md is missing" in stale(root)
     write(root)
-    page = (root / "docs/collectives.md").read_text()
+    page = (root / "docs/reference/collectives.md").read_text()
     assert "The ranks.\n\n```text\ncall    sent\nsend    S\n```\n\nIn place.\n" in page
     source.write_text('class Group:\n    """Others."""\n')
-    assert "docs/collectives.md is not up to date" in stale(root)
+    assert "docs/reference/collectives.md is not up to date" in stale(root)
 
 
 def test_two_techniques_of_one_name_are_refused(root: Path):
-    other = root / "src/meshwright/strategies/wire"
-    shutil.copytree(root / "src/meshwright/strategies/data", other)
+    shutil.copytree(root / "src/meshwright/parallel/data", root / "src/meshwright/parallel/other")
     with pytest.raises(ValueError, match=r"techniques of the same name in two families: alpha, beta; .* rename one"):
         techniques(essays(root))
 
