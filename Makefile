@@ -47,8 +47,10 @@ bench: $(STAMP) ## run one benchmark: make bench NAME=engine_overhead
 		grep -l '^if __name__ ==' benchmarks/*.py | sed -E 's|benchmarks/(.*)\.py|  \1|' >&2; exit 2; fi
 	@$(BIN)/python -m benchmarks.$(NAME)
 
-docs: $(STAMP) ## write the pages that follow from the source
-	@$(BIN)/python -m docs.generate
+docs: $(STAMP) ## write the generated pages, and build the site into build/docs (warnings and broken links are errors)
+	@$(BIN)/python -m docs.generate > /dev/null
+	@$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --builder html docs build/docs
+	@echo "build/docs/index.html"
 
 clean: ## remove what was made here: the environment, caches; runs stay
 	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

@@ -13,7 +13,7 @@ from meshwright import __version__  # noqa: E402
 warnings.filterwarnings("ignore", category=DeprecationWarning)
 
 project, author, version, release = "meshwright", "the meshwright developers", __version__, __version__
-copyright = f"2026, {author}"  # noqa: A001
+copyright = f"2026, {author}"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx_design"]
 exclude_patterns = ["generator", "__pycache__"]
@@ -31,10 +31,10 @@ html_title = f"meshwright {version}"
 html_static_path: list[str] = []
 
 
-def setup(app):  # noqa: ANN001, ANN201
+def setup(app):
     """Docstrings are plain text with `code` and indented pictures; autodoc wants reStructuredText."""
 
-    def convert(app, what, name, obj, options, lines):  # noqa: ANN001, ANN202
+    def convert(app, what, name, obj, options, lines):
         lines[:] = rst(lines)
 
     app.connect("autodoc-process-docstring", convert)

@@ -3,8 +3,8 @@
     python -m docs.generate          writes the pages
     python -m docs.generate --check  writes nothing; fails when a page is not up to date
 
-Techniques, algorithms, action kinds and collectives are read from module docstrings, without importing anything. The config,
-command and API references import the package, but not torch.
+Techniques, algorithms, action kinds and collectives are read from module docstrings, without importing
+anything. The config, command and API references import the package, but not torch.
 """
 
 import argparse
@@ -29,7 +29,18 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("docs/techniques", "docs/algorithms", "docs/reference/api")
 GROUP = f"{PACKAGE}/comm/collectives/group.py"
 
-__all__ = ["SHARED", "described", "essays", "kinds", "main", "markdown", "pages", "stale", "techniques", "write"]
+__all__ = [
+    "SHARED",
+    "described",
+    "essays",
+    "kinds",
+    "main",
+    "markdown",
+    "pages",
+    "stale",
+    "techniques",
+    "write",
+]
 
 
 def essays(root: Path = ROOT) -> list[Essay]:
@@ -40,7 +51,12 @@ def essays(root: Path = ROOT) -> list[Essay]:
 def pages(root: Path = ROOT) -> dict[str, str]:
     """Returns the text of every generated page by its path relative to the repository."""
     modules = essays(root)
-    made = technique_pages(modules) | algorithm_pages(modules) | action_page(modules) | _collectives_page(modules)
+    made = (
+        technique_pages(modules)
+        | algorithm_pages(modules)
+        | action_page(modules)
+        | _collectives_page(modules)
+    )
     made |= model_page(root, modules) | combination_page(root) | benchmark_page(root)
     # what follows from the package as it is imported, so not from another tree
     return made | (api_pages() | cli_page() | config_page() if root == ROOT else {})
@@ -50,19 +66,29 @@ def _collectives_page(modules: Iterable[Essay]) -> dict[str, str]:
     """What the class `Group` says: what goes into every collective, what comes out, and what is sent."""
     for essay in modules:
         if essay.path == GROUP:
-            group = next(node for node in essay.tree.body if isinstance(node, ast.ClassDef) and node.name == "Group")
+            group = next(
+                node for node in essay.tree.body if isinstance(node, ast.ClassDef) and node.name == "Group"
+            )
             head = ["# Collectives", "", NOTE.format(origin=essay.path), ""]
-            return {"docs/reference/collectives.md": "\n".join([*head, markdown(ast.get_docstring(group) or ""), ""])}
+            return {
+                "docs/reference/collectives.md": "\n".join(
+                    [*head, markdown(ast.get_docstring(group) or ""), ""]
+                )
+            }
     return {}
 
 
 def stale(root: Path = ROOT) -> list[str]:
-    """Returns what is not up to date, one sentence per page: missing, different, or of something that is gone."""
+    """Returns what is not up to date, a sentence per page: missing, different, or of something that is gone."""
     made = pages(root)
     found = [f"{path} is missing" for path in made if not (root / path).exists()]
     present = {path: text for path, text in made.items() if (root / path).exists()}
-    found += [f"{path} is not up to date" for path, text in present.items() if (root / path).read_text() != text]
-    return found + [f"{path} describes nothing that is there" for path in sorted(_generated(root) - set(made))]
+    found += [
+        f"{path} is not up to date" for path, text in present.items() if (root / path).read_text() != text
+    ]
+    return found + [
+        f"{path} describes nothing that is there" for path in sorted(_generated(root) - set(made))
+    ]
 
 
 def write(root: Path = ROOT) -> list[str]:
@@ -84,7 +110,9 @@ def _generated(root: Path) -> set[str]:
 def main() -> int:
     """Writes the pages, or with --check says which are not up to date; returns the exit status."""
     parser = argparse.ArgumentParser(description="Write the documentation pages that follow from the source.")
-    parser.add_argument("--check", action="store_true", help="write nothing, fail when a page is not up to date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing, fail when a page is not up to date"
+    )
     if parser.parse_args().check:
         found = stale()
         print("\n".join([*found, "run: make docs"]) if found else "every page is up to date")

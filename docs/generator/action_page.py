@@ -1,12 +1,12 @@
 """Makes the page of action kinds.
 
-An action kind is whatever stands literally in `Action("KIND", ...)`; its meaning is found in the essay of the module that
-owns it, as a column
+An action kind is whatever stands literally in `Action("KIND", ...)`; its meaning is found in the essay of the
+module that owns it, as a column
 
     KIND    what it does        OTHER   what that does
 
-or in a sentence as `KIND (what it does)`. The owner is the module that makes actions of this kind, or, when several do, the
-first of them that describes the kind.
+or in a sentence as `KIND (what it does)`. The owner is the module that makes actions of this kind, or, when
+several do, the first of them that describes the kind.
 """
 
 import ast
@@ -18,8 +18,8 @@ from docs.generator.essay import NOTE, PACKAGE, Essay, cell
 
 PAGE = "docs/reference/actions.md"
 INTRODUCTION = (
-    "A [program](../concepts/program.md) is a list of actions. This table lists every kind of action, the module that adds it",
-    "to a program, and what it does.",
+    "A [program](../concepts/program.md) is a list of actions. This table lists every kind of action, the",
+    "module that adds it to a program, and what it does.",
 )
 
 
@@ -33,7 +33,7 @@ class Kind:
 
 
 def kinds(modules: Iterable[Essay]) -> list[Kind]:
-    """Returns every action kind that the package makes, with its owner and meaning, in the order of the modules."""
+    """Returns every action kind that the package makes, with owner and meaning, in the order of modules."""
     modules = list(modules)
     makers: dict[str, list[Essay]] = {}
     for essay in modules:
@@ -43,7 +43,7 @@ def kinds(modules: Iterable[Essay]) -> list[Kind]:
 
 
 def described(kind: str, text: str) -> str:
-    """Returns the meaning of `kind` in an essay, from a column or else from a sentence; empty when there is none."""
+    """Returns the meaning of `kind` in an essay, from a column or a sentence; empty when there is none."""
     pattern = rf"^ +(?:.*\S {{3,}})?{re.escape(kind)} {{2,}}(?=[a-z])(.+?)(?: {{3,}}|$)"
     column = re.search(pattern, text, re.MULTILINE)
     sentence = re.search(rf"\b{re.escape(kind)} \(([^)]+)\)", text)
@@ -63,8 +63,12 @@ def _made(tree: ast.Module) -> Iterator[str]:
     for node in sorted(found, key=lambda call: (call.lineno, call.col_offset)):
         if isinstance(node.func, ast.Name) and node.func.id == "Action":
             given = [*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "kind")]
-            yield from (arg.value for arg in given if isinstance(arg, ast.Constant) and isinstance(arg.value, str))
-    for bind in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "bind"):
+            yield from (
+                arg.value for arg in given if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+            )
+    for bind in (
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "bind"
+    ):
         named = (node.value for node in ast.walk(bind) if isinstance(node, ast.Constant))
         yield from (name for name in named if isinstance(name, str) and name.isupper())
 

@@ -1,4 +1,4 @@
-"""Makes the pages of the all-reduce algorithms: one per module of comm/algorithms, and an index of their formulas.
+"""Makes the pages of the all-reduce algorithms: one per module, and an index of their formulas.
 
 A module of an algorithm has a class that extends `Algorithm`. Its essay states in one line
 
@@ -17,7 +17,8 @@ SOURCE = f"{PACKAGE}/comm/algorithms"
 FOLDER = "docs/algorithms"
 FORMULA = r"\b{word}\b[^=\n]*= *(.+?)(?: {{3,}}|$)"
 USE = r"^Use: ((?:.+\n?)+?)(?=[A-Z][a-z]+:|\n|\Z)"
-LEGEND = "n ranks, S bytes, a seconds of latency per round, B bytes per second out of and into each rank at the same time."
+LEGEND = "n ranks, S bytes, a seconds of latency per round, B bytes per second out of and into each rank at
+once."
 
 
 def algorithm_pages(modules: Iterable[Essay]) -> dict[str, str]:
@@ -36,7 +37,14 @@ def _is_algorithm(tree: ast.Module) -> bool:
 
 
 def _page(essay: Essay) -> str:
-    head = [f"# {essay.name}", "", NOTE.format(origin=essay.path), "", f"[All algorithms](index.md). Source: `{essay.path}`.", ""]
+    head = [
+        f"# {essay.name}",
+        "",
+        NOTE.format(origin=essay.path),
+        "",
+        f"[All algorithms](index.md). Source: `{essay.path}`.",
+        "",
+    ]
     return "\n".join([*head, markdown(essay.text), ""])
 
 

@@ -1,4 +1,4 @@
-"""Makes the pages of the API reference: the public names of `meshwright`, by subject; Sphinx fills in the docstrings."""
+"""Makes the pages of the API reference: the public names by subject; Sphinx fills in the docstrings."""
 
 import meshwright
 from docs.generator.essay import NOTE
@@ -7,9 +7,18 @@ FOLDER = "docs/reference/api"
 ORIGIN = "the names in src/meshwright/__init__.py"
 PAGES = {
     "functions": ("Functions", "From a model to a trainer: analyze, plan, verify, parallelize, train."),
-    "trainer": ("Trainer and what it returns", "The objects that the functions return, and what a training loop meets."),
-    "config": ("Config classes", "What is trained. The same classes are the tables of a [config file](../config.md)."),
-    "strategies": ("Strategies", "The techniques. Each is a value with options; see [their pages](../../techniques/index.md)."),
+    "trainer": (
+        "Trainer and what it returns",
+        "The objects that the functions return, and what a training loop meets.",
+    ),
+    "config": (
+        "Config classes",
+        "What is trained. The same classes are the tables of a [config file](../config.md).",
+    ),
+    "strategies": (
+        "Strategies",
+        "The techniques. Each is a value with options; see [their pages](../../techniques/index.md).",
+    ),
 }
 
 
@@ -22,29 +31,62 @@ def api_pages() -> dict[str, str]:
 
 
 def _page_of(name: str) -> str:
-    home = meshwright._HOMES[name]  # noqa: SLF001
+    home = meshwright._HOMES[name]
     if name[0].islower():
         return "functions"
     if home.startswith("meshwright.parallel") or home == "meshwright.plan.strategy":
         return "strategies"
-    return "config" if home.startswith(("meshwright.plan.job", "meshwright.plan.sharding.mesh")) and "Error" not in name else "trainer"
+    return (
+        "config"
+        if home.startswith(("meshwright.plan.job", "meshwright.plan.sharding.mesh")) and "Error" not in name
+        else "trainer"
+    )
 
 
 def _page(page: str, names: list[str]) -> str:
     title, about = PAGES[page]
-    lines = [f"# {title}", "", NOTE.format(origin=ORIGIN), "", about, "", "```{eval-rst}", ".. currentmodule:: meshwright", ""]
+    lines = [
+        f"# {title}",
+        "",
+        NOTE.format(origin=ORIGIN),
+        "",
+        about,
+        "",
+        "```{eval-rst}",
+        ".. currentmodule:: meshwright",
+        "",
+    ]
     lines += [".. autosummary::", "   :nosignatures:", "", *(f"   {name}" for name in names), ""]
     for name in names:
-        lines += [f".. autofunction:: {name}"] if name[0].islower() else [f".. autoclass:: {name}", "   :members:"]
+        lines += (
+            [f".. autofunction:: {name}"] if name[0].islower() else [f".. autoclass:: {name}", "   :members:"]
+        )
         lines.append("")
     return "\n".join([*lines[:-1], "```", ""])
 
 
 def _index(grouped: dict[str, list[str]]) -> str:
-    lines = ["# API reference", "", NOTE.format(origin=ORIGIN), "", "`import meshwright as mw`. Names are imported on first use, so the"]
+    lines = [
+        "# API reference",
+        "",
+        NOTE.format(origin=ORIGIN),
+        "",
+        "`import meshwright as mw`. Names are imported on first use, so the",
+    ]
     lines += ["import costs nothing and needs no torch.", ""]
     for page, names in grouped.items():
         if names:
             listed = ", ".join(f"`{name}`" for name in names)
             lines += [f"- [{PAGES[page][0]}]({page}.md): {listed}"]
-    return "\n".join([*lines, "", "```{toctree}", ":hidden:", "", *(page for page, names in grouped.items() if names), "```", ""])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "```{toctree}",
+            ":hidden:",
+            "",
+            *(page for page, names in grouped.items() if names),
+            "```",
+            "",
+        ]
+    )

@@ -1,7 +1,8 @@
-"""Makes the page of benchmarks: every claim with its figures, spread, date and command, from benchmarks/results/*.json.
+"""Makes the page of benchmarks: every claim with its figures, spread, date and command, from the results.
 
-`claims.toml` beside this module groups the claims and says each one in the words of the field; figures come from the results
-alone. A result without an entry there is listed under *Others*, with the claim that it states itself.
+`claims.toml` beside this module groups the claims and says each one in the words of the field; figures come
+from the results alone. A result without an entry there is listed under *Others*, with the claim that it
+states itself.
 """
 
 import ast
@@ -16,33 +17,50 @@ from docs.generator.essay import NOTE, cell, markdown
 PAGE = "docs/benchmarks.md"
 RESULTS, CLAIMS = "benchmarks/results", "docs/generator/claims.toml"
 VERDICTS = {"True": "yes", "False": "no", "unresolved": "unresolved"}
-INTRODUCTION = """Every claim of this project is measured by a module of `benchmarks/`, which writes `benchmarks/results/NAME.json`: all raw
-values, the machine, the versions, the date and the commit. This page is generated from those files.
-`make bench NAME=...` measures a claim again.
+INTRODUCTION = """Every claim of this project is measured by a module of `benchmarks/`, which writes
+`benchmarks/results/NAME.json`: all raw values, the machine, the versions, the date and the commit. This page
+is generated from those files. `make bench NAME=...` measures a claim again.
 
 How to read it:
 
-- A *ratio* is ours divided by the other's, as the median of interleaved rounds, with its 95 % interval in brackets. Below 1 we are
-  faster or smaller. Behind an error, brackets hold the range over the cases.
+- A *ratio* is ours divided by the other's, as the median of interleaved rounds, with its 95 % interval in
+  brackets. Below 1 we are faster or smaller. Behind an error, brackets hold the range over the cases.
 - *A/A* is the ratio of two identical configurations in the same rounds: the noise.
-- A ratio passes when the upper bound of its interval is at most the bar plus the half-width of A/A. The bar is fixed before the
-  first round. *Unresolved*: the noise was too large to tell.
+- A ratio passes when the upper bound of its interval is at most the bar plus the half-width of A/A. The bar
+  is fixed before the first round. *Unresolved*: the noise was too large to tell.
 - A *count* says how many cases of all hold. There is nothing to repeat in it.
 
-**No GPU has been measured, and nothing on more than four processes.** Every figure is from 2 shared CPU cores, unless a row says
-that it compares with figures that others published."""
+**No GPU has been measured, and nothing on more than four processes.** Every figure is from 2 shared CPU
+cores, unless a row says that it compares with figures that others published."""
 
 
 def benchmark_page(root: Path) -> dict[str, str]:
     """Returns the page by its path, once there is a result."""
-    results = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted((root / RESULTS).glob("*.json"))}
+    results = {
+        path.stem: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted((root / RESULTS).glob("*.json"))
+    }
     if not results or not (root / CLAIMS).exists():
         return {}
     claims = tomllib.loads((root / CLAIMS).read_text(encoding="utf-8"))
     groups = _grouped(claims, results)
-    lines = ["# Benchmarks", "", NOTE.format(origin=f"{RESULTS} and {CLAIMS}"), "", INTRODUCTION, "", "## All claims", ""]
+    lines = [
+        "# Benchmarks",
+        "",
+        NOTE.format(origin=f"{RESULTS} and {CLAIMS}"),
+        "",
+        INTRODUCTION,
+        "",
+        "## All claims",
+        "",
+    ]
     for group, names in groups.items():
-        lines += [f"### {group}", "", "| claim | figure | bar | holds | measured |", "| --- | --- | --- | --- | --- |"]
+        lines += [
+            f"### {group}",
+            "",
+            "| claim | figure | bar | holds | measured |",
+            "| --- | --- | --- | --- | --- |",
+        ]
         lines += [_summary(name, claims.get(name, {}), results[name]) for name in names]
         lines.append("")
     for group, names in groups.items():
@@ -64,7 +82,8 @@ def _grouped(claims: Mapping[str, Any], results: Mapping[str, Any]) -> dict[str,
 def _summary(name: str, claim: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     told = f"[{cell(claim.get('says', result['claim']))}](#{name.replace('_', '-')})"
     bar = _number(result["bar"], claim.get("unit", ""))
-    return f"| {told} | {_headline(claim, result)} | {bar} | {VERDICTS[str(result['holds'])]} | {result['date'][:10]} |"
+    verdict = VERDICTS[str(result["holds"])]
+    return f"| {told} | {_headline(claim, result)} | {bar} | {verdict} | {result['date'][:10]} |"
 
 
 def _headline(claim: Mapping[str, Any], result: Mapping[str, Any]) -> str:
@@ -93,12 +112,19 @@ def _section(root: Path, name: str, claim: Mapping[str, Any], result: Mapping[st
         yield from (claim["note"].strip(), "")
     rows = list(_rows(result["detail"]))
     if rows:
-        yield from ("| workload | median [95 % interval] | A/A | bar | wall time | holds |", "| --- | --- | --- | --- | --- | --- |")
+        yield from (
+            "| workload | median [95 % interval] | A/A | bar | wall time | holds |",
+            "| --- | --- | --- | --- | --- | --- |",
+        )
         yield from rows
         yield ""
     yield from _facts(result)
     source = root / f"benchmarks/{name}.py"
-    essay = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8")), clean=False) if source.exists() else ""
+    essay = (
+        ast.get_docstring(ast.parse(source.read_text(encoding="utf-8")), clean=False)
+        if source.exists()
+        else ""
+    )
     if essay:
         yield from ("", ":::{dropdown} How it is measured", "", markdown(essay.strip()), "", ":::")
     yield ""
@@ -143,9 +169,12 @@ def _facts(result: Mapping[str, Any]) -> Iterator[str]:
     dirty = "-dirty" if result["commit"].endswith("-dirty") else ""
     yield f"- Command: `{result['command']}`"
     yield f"- Date: {result['date'][:16].replace('T', ' ')} UTC, commit `{result['commit'][:12]}{dirty}`"
-    yield f"- Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['system']}"
+    memory = f"{machine['memory_gib']} GiB"
+    yield f"- Machine: {machine['cpu']}, {machine['cores']} cores, {memory}, {machine['system']}"
     yield f"- Versions: {', '.join(f'{package} {version}' for package, version in versions.items())}"
-    rounds = f"{result['repeats']:,} rounds, {result['discarded']} more discarded because the machine was busy; "
+    rounds = (
+        f"{result['repeats']:,} rounds, {result['discarded']} more discarded because the machine was busy; "
+    )
     yield f"- Measured: {rounds if result['repeats'] > 1 else ''}{_spread(values)}"
 
 

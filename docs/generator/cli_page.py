@@ -10,9 +10,9 @@ from docs.generator.essay import NOTE, cell, markdown
 from meshwright.cli import app
 
 PAGE = "docs/reference/cli.md"
-INTRODUCTION = """Every command that takes a config also takes its keys as options: `meshwright train config.toml --train.steps 100
---optimizer.lr 1e-3`. See the [config reference](config.md). The same command works under `torchrun`, SLURM and MPI, where it is one
-rank ([launching](../howto/launch.md)).
+INTRODUCTION = """Every command that takes a config also takes its keys as options:
+`meshwright train config.toml --train.steps 100 --optimizer.lr 1e-3`. See the [config reference](config.md). The same command works under `torchrun`, SLURM
+and MPI, where it is one rank ([launching](../howto/launch.md)).
 
 | exit code | meaning |
 | --- | --- |
@@ -61,7 +61,11 @@ def _section(name: str, command: click.Command) -> Iterator[str]:
 
 def _option(option: click.Parameter) -> str:
     flags = ", ".join(f"`{flag}`" for flag in (*option.opts, *option.secondary_opts))
-    default = "" if option.default in (None, "", False, 0, 0.0) or callable(option.default) else f"`{option.default}`"
+    default = (
+        ""
+        if option.default in (None, "", False, 0, 0.0) or callable(option.default)
+        else f"`{option.default}`"
+    )
     return f"| {flags} | {_type(option)} | {default} | {cell(_help(option))} |"
 
 

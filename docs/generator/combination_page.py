@@ -1,4 +1,4 @@
-"""Makes the page of combinations: which techniques were tried together, with what outcome, and why plans are refused."""
+"""Makes the page of combinations: which techniques were tried together, and why plans are refused."""
 
 import ast
 import json
@@ -23,16 +23,27 @@ def combination_page(root: Path) -> dict[str, str]:
     refusals = tomllib.loads((root / REVIEWED).read_text(encoding="utf-8"))["refusals"]
     held, detail = "It holds" if measured["holds"] else "It does NOT hold", measured["detail"]
     lines = [
-        *("# Combinations", "", NOTE.format(origin=f"{SOURCE}, its result and {REVIEWED}"), "", markdown(essay.strip()), ""),
-        f"{held}: of {detail['drawn']} plans under seed {detail['seed']}, {detail['matched']} matched and {detail['refused']} "
-        f"were refused; the worst gap is {detail['worst']:.1e}. {measured['date'][:10]}, commit {measured['commit'][:12]}.",
+        *(
+            "# Combinations",
+            "",
+            NOTE.format(origin=f"{SOURCE}, its result and {REVIEWED}"),
+            "",
+            markdown(essay.strip()),
+            "",
+        ),
+        f"{held}: of {detail['drawn']} plans under seed {detail['seed']}, {detail['matched']} matched and "
+        f"{detail['refused']} were refused; the worst gap is {detail['worst']:.1e}. {measured['date'][:10]}, commit "
+        f"{measured['commit'][:12]}.",
         *("", "## Pairs of techniques", ""),
         "Allowed: plans with both matched one device. Refused: all plans with both were refused, for these reasons, the most",
         "frequent first. What no column names is one technique with other options, of which a plan has one.",
         *("", "| technique | allowed with | refused with | not tried with |", "| --- | --- | --- | --- |"),
         *_rows(detail["pairs"], detail["kinds"]),
         *("", "## Reasons", "", "| reason | plans | why |", "| --- | --- | --- |"),
-        *(f"| {cell(r['reason'])} | {detail['by_reason'].get(r['reason'], 0)} | {cell(r['why'])} |" for r in refusals),
+        *(
+            f"| {cell(r['reason'])} | {detail['by_reason'].get(r['reason'], 0)} | {cell(r['why'])} |"
+            for r in refusals
+        ),
         "",
     ]
     return {PAGE: "\n".join(lines)}
@@ -51,4 +62,5 @@ def _rows(pairs: Mapping[str, Any], kinds: Mapping[str, str]) -> Iterator[str]:
                 allowed.append(other)
             else:
                 refused.append(f"{other} ({'; '.join(list(found['refused'])[:2])})")
-        yield f"| {' | '.join(map(cell, (name, ', '.join(allowed), ', '.join(refused), ', '.join(untried))))} |"
+        columns = (name, ", ".join(allowed), ", ".join(refused), ", ".join(untried))
+        yield f"| {' | '.join(map(cell, columns))} |"

@@ -1,4 +1,4 @@
-"""Makes the config reference from the schema: every table of a config file, its keys, their types and defaults."""
+"""Makes the config reference from the schema: every table of a config file with keys, types and defaults."""
 
 import dataclasses
 import inspect
@@ -13,29 +13,41 @@ from meshwright.plan.job.run_options import RunConfig
 from meshwright.plan.sharding.mesh import Mesh
 
 PAGE = "docs/reference/config.md"
-INTRODUCTION = """A config is a TOML file. Each section below is one table of it. Every key has a default, except where the table says *required*.
-Any key can also be set on the command line: `--optimizer.lr 1e-3`. An unknown key is an error that names the nearest known one.
-`meshwright plan CONFIG --out plan.toml` writes the same file with nothing left open."""
+INTRODUCTION = """A config is a TOML file. Each section below is one table of it. Every key has a default,
+except where the table says *required*. Any key can also be set on the command line: `--optimizer.lr 1e-3`. An
+unknown key is an error that names the nearest known one. `meshwright plan CONFIG --out plan.toml` writes the
+same file with nothing left open."""
 TOP = """## Top level
 
 | key | type | default |
 | --- | --- | --- |
 | `micro_batch` | integer | `0` |
 
-`micro_batch` is the number of samples of one microbatch on one data-parallel rank; 0 means the whole local batch at once. The number
-of microbatches, which is the number of gradient accumulation steps, follows from it."""
+`micro_batch` is the number of samples of one microbatch on one data-parallel rank; 0 means the whole local
+batch at once. The number of microbatches, which is the number of gradient accumulation steps, follows from
+it."""
 STRATEGY_INTRODUCTION = """## strategies
 
-`[[strategies]]` is a list of tables; each names one technique and sets its options. Without any, the mesh decides: `dp_replicate` means
-`ddp`, `dp_shard` means `zero` with stage 3, `tp` means `tensor_parallel` (and `vocab_parallel` where the model allows it), `pp` means
-`pipeline`, and `cp` means `ring`. What each technique does stands on [its page](../techniques/index.md)."""
+`[[strategies]]` is a list of tables; each names one technique and sets its options. Without any, the mesh
+decides: `dp_replicate` means `ddp`, `dp_shard` means `zero` with stage 3, `tp` means `tensor_parallel` (and
+`vocab_parallel` where the model allows it), `pp` means `pipeline`, and `cp` means `ring`. What each technique
+does stands on [its page](../techniques/index.md)."""
 
 
 def config_page() -> dict[str, str]:
     """Returns the page by its path."""
-    lines = ["# Config reference", "", NOTE.format(origin="the schema (meshwright.plan.job, meshwright.parallel)"), ""]
+    lines = [
+        "# Config reference",
+        "",
+        NOTE.format(origin="the schema (meshwright.plan.job, meshwright.parallel)"),
+        "",
+    ]
     lines += [INTRODUCTION, "", TOP, ""]
-    tables = {**{field.name: get_type_hints(Job)[field.name] for field in dataclasses.fields(Job)}, "mesh": Mesh, "run": RunConfig}
+    tables = {
+        **{field.name: get_type_hints(Job)[field.name] for field in dataclasses.fields(Job)},
+        "mesh": Mesh,
+        "run": RunConfig,
+    }
     for name, table in tables.items():
         lines += _table(name, table, "##")
     lines += [STRATEGY_INTRODUCTION, ""]
@@ -84,7 +96,9 @@ def _type(hint: Any) -> str:
         return " or ".join(_type(each) for each in args if each is not NoneType)
     if origin is tuple:
         inner = [each for each in args if each is not Ellipsis]
-        return f"list of {_type(inner[0])}" if Ellipsis in args else f"list of {len(inner)} {_type(inner[0])}s"
+        return (
+            f"list of {_type(inner[0])}" if Ellipsis in args else f"list of {len(inner)} {_type(inner[0])}s"
+        )
     if origin is dict:
         return f"table of {_type(args[1])}"
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):

@@ -37,16 +37,20 @@ class Essay:
 
 
 def essays(root: Path) -> list[Essay]:
-    """Returns every module of the package; `plan` comes first, because it defines the words that others use."""
-    paths = sorted((root / PACKAGE).rglob("*.py"), key=lambda path: ("plan" not in path.parts, path.as_posix()))
+    """Returns every module of the package; `plan` comes first, because it defines the words of the others."""
+    paths = sorted(
+        (root / PACKAGE).rglob("*.py"), key=lambda path: ("plan" not in path.parts, path.as_posix())
+    )
     return list(_read(root, paths))
 
 
 def _read(root: Path, paths: list[Path]) -> Iterator[Essay]:
     for path in paths:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        # Not cleaned: a module's docstring stands at the margin, and cleaning could move an indented picture there.
-        yield Essay(path.relative_to(root).as_posix(), tree, (ast.get_docstring(tree, clean=False) or "").strip())
+        # Not cleaned: a module's docstring is at the margin, and cleaning could move an indented picture there.
+        yield Essay(
+            path.relative_to(root).as_posix(), tree, (ast.get_docstring(tree, clean=False) or "").strip()
+        )
 
 
 def cell(text: str) -> str:
@@ -55,7 +59,7 @@ def cell(text: str) -> str:
 
 
 def markdown(text: str) -> str:
-    """Returns an essay as Markdown: indented pictures become fenced text, and special characters are escaped."""
+    """Returns an essay as Markdown: indented pictures become fenced text, special characters are escaped."""
     lines: list[str] = []
     fenced = False
     for line in text.splitlines():
@@ -75,7 +79,9 @@ def markdown(text: str) -> str:
 
 def escape(line: str) -> str:
     """Escapes what Markdown would interpret, outside of code."""
-    return SPECIAL.sub(lambda found: found.group() if found.group().startswith("`") else f"\\{found.group()}", line)
+    return SPECIAL.sub(
+        lambda found: found.group() if found.group().startswith("`") else f"\\{found.group()}", line
+    )
 
 
 def _close(lines: list[str]) -> None:
@@ -88,4 +94,8 @@ def _close(lines: list[str]) -> None:
 
 def _paragraph(line: str) -> str:
     escaped = escape(line)
-    return SECTION.sub(lambda found: f"**{found.group(1)}:**", escaped, count=1) if SECTION.match(line) else escaped
+    return (
+        SECTION.sub(lambda found: f"**{found.group(1)}:**", escaped, count=1)
+        if SECTION.match(line)
+        else escaped
+    )

@@ -1,4 +1,4 @@
-"""Makes the page of model families: the essay of the coverage benchmark, its result, and the roles of layers."""
+"""Makes the page of model families: the essay of the coverage benchmark, its result, and layer roles."""
 
 import ast
 import json
@@ -34,8 +34,18 @@ def model_page(root: Path, modules: Iterable[Essay]) -> dict[str, str]:
     held = "It holds" if measured["holds"] else "It does NOT hold"
     when = f"{measured['date'][:10]}, commit {_short(measured['commit'])}, {_versions(measured['versions'])}"
     lines = [
-        *("# Models", "", NOTE.format(origin=f"{SOURCE} and its result"), "", markdown(essay.strip()), "", "## Families", ""),
-        f"Claim: {measured['claim']}. {held}: {measured['median']:.0f} of {len(measured['values'])} families. {when}.",
+        *(
+            "# Models",
+            "",
+            NOTE.format(origin=f"{SOURCE} and its result"),
+            "",
+            markdown(essay.strip()),
+            "",
+            "## Families",
+            "",
+        ),
+        f"Claim: {measured['claim']}. {held}: {measured['median']:.0f} of {len(measured['values'])} families. "
+        f"{when}.",
         *("", "| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)),
         *map(_family_row, measured["detail"]["families"]),
         *("", "## Shardable layers and their roles", "", markdown(roles), ""),
@@ -48,7 +58,11 @@ def _family_row(row: Mapping[str, Any]) -> str:
     sharded = row.get("layer_roles", row.get("sockets", ""))  # results before the renaming say `sockets`
     told = (row["family"], f"`{row['class']}`", row["source"], row["blocks"], sharded, row["declared"])
     trip = row["round_trip"]
-    return "| " + " | ".join([*map(cell, told), *errors, f"{trip['difference']:.1e} ({cell(trip['compared'])})"]) + " |"
+    return (
+        "| "
+        + " | ".join([*map(cell, told), *errors, f"{trip['difference']:.1e} ({cell(trip['compared'])})"])
+        + " |"
+    )
 
 
 def _short(commit: str) -> str:

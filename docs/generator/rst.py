@@ -1,6 +1,7 @@
 """Turns this project's docstrings into reStructuredText, for Sphinx's autodoc.
 
-Docstrings are written to be read in the source: `name` is code, indented blocks are pictures, `Args:` lists parameters.
+Docstrings are written to be read in the source: `name` is code, indented blocks are pictures, `Args:` lists
+parameters.
 """
 
 import re
@@ -50,7 +51,7 @@ def _argument(section: str, line: str) -> str:
 
 
 def _escaped(line: str) -> str:
-    """A line of prose: `code` becomes ``code``, and characters with a meaning in reStructuredText are escaped."""
+    """A line of prose: `code` becomes ``code``, and characters that mean something in it are escaped."""
     parts = re.split(r"(`[^`]+`)", line)
     return "".join(f"`{part}`" if part.startswith("`") and len(part) > 2 else _plain(part) for part in parts)
 

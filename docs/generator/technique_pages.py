@@ -1,4 +1,4 @@
-"""Makes the pages of the techniques: one per module of `parallel/`, from the essay at its top, and their index."""
+"""Makes the pages of the techniques: one per module of `parallel/`, from its essay, and their index."""
 
 from collections.abc import Iterable
 from pathlib import PurePosixPath
@@ -38,10 +38,13 @@ TITLES = {
 def techniques(modules: Iterable[Essay]) -> list[Essay]:
     """Returns the modules `parallel/FAMILY/NAME.py`, without those that several techniques share.
 
-    Raises ValueError when two families have a technique of one name, because a plan file names a technique alone.
+    Raises ValueError when two families have a technique of one name, because a plan file names a technique
+    alone.
     """
     found = [essay for essay in modules if essay.path.startswith(f"{SOURCE}/") and "/" in place(essay)]
-    found = [essay for essay in found if f"{essay.family}/{essay.name}" not in SHARED and essay.name != "__init__"]
+    found = [
+        essay for essay in found if f"{essay.family}/{essay.name}" not in SHARED and essay.name != "__init__"
+    ]
     names = [essay.name for essay in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -64,14 +67,23 @@ def technique_pages(modules: Iterable[Essay]) -> dict[str, str]:
 
 def _page(essay: Essay) -> str:
     family = str(PurePosixPath(place(essay)).parent)
-    head = [f"# {essay.name}", "", NOTE.format(origin=essay.path), "", f"Family: {family}. Source: `{essay.path}`.", ""]
+    head = [
+        f"# {essay.name}",
+        "",
+        NOTE.format(origin=essay.path),
+        "",
+        f"Family: {family}. Source: `{essay.path}`.",
+        "",
+    ]
     return "\n".join([*head, markdown(essay.text), ""])
 
 
 def _index(found: list[Essay]) -> str:
     lines = ["# Techniques", "", NOTE.format(origin=SOURCE), ""]
     families = list(dict.fromkeys(str(PurePosixPath(place(essay)).parent) for essay in found))
-    for family in sorted(families, key=lambda name: (list(TITLES).index(name) if name in TITLES else len(TITLES), name)):
+    for family in sorted(
+        families, key=lambda name: (list(TITLES).index(name) if name in TITLES else len(TITLES), name)
+    ):
         members = [essay for essay in found if str(PurePosixPath(place(essay)).parent) == family]
         lines += [f"## {TITLES.get(family, family)}", "", "| technique | idea |", "| --- | --- |"]
         lines += [f"| [{essay.name}]({place(essay)}.md) | {cell(essay.idea)} |" for essay in members]

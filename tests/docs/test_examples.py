@@ -1,7 +1,8 @@
-"""The examples of the documentation: Python that runs, commands and options that exist, configs that are valid, links that lead somewhere.
+"""The examples of the documentation: Python runs, commands, options and keys exist, links lead somewhere.
 
-A Python block behind `<!-- run -->` is run by itself, one behind `<!-- run continue -->` in the names that the block before it left.
-A block of commands behind `<!-- run -->` is run with examples/ beside it, where the model is a tiny one.
+A Python block behind `<!-- run -->` is run by itself, one behind `<!-- run continue -->` with the names of
+the block before it. A block of commands behind `<!-- run -->` is run beside examples/, where the model is a
+tiny one.
 """
 
 import ast
@@ -26,11 +27,22 @@ from meshwright.plan.job.run_options import RunConfig
 from meshwright.plan.sharding.mesh import Mesh
 
 ROOT = Path(__file__).parents[2]
-HAND_WRITTEN = ("README.md", "CONTRIBUTING.md", "docs/*.md", "docs/tutorial/*.md", "docs/howto/*.md", "docs/concepts/*.md")
+HAND_WRITTEN = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/*.md",
+    "docs/tutorial/*.md",
+    "docs/howto/*.md",
+    "docs/concepts/*.md",
+)
 PAGES = sorted(path for pattern in HAND_WRITTEN for path in ROOT.glob(pattern))
 FENCE = re.compile(r"^(?:<!-- run( continue)? -->\n)?(`{3,})([^\n`]*)\n(.*?)^\2$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-TABLES = {**{field.name: get_type_hints(Job)[field.name] for field in fields(Job)}, "mesh": Mesh, "run": RunConfig}
+TABLES = {
+    **{field.name: get_type_hints(Job)[field.name] for field in fields(Job)},
+    "mesh": Mesh,
+    "run": RunConfig,
+}
 TINY = {
     **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, "hidden_size": 16},
     **{"intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2},
@@ -49,7 +61,7 @@ class Block:
     continues: bool
 
     def __str__(self) -> str:
-        return f"{self.page.relative_to(ROOT).as_posix()}: {self.text.strip().splitlines()[0][:60] if self.text.strip() else 'empty'}"
+        return f"{self.page.relative_to(ROOT).as_posix()}: {self.text.strip()[:60]!r}"
 
 
 def blocks(page: Path) -> Iterator[Block]:
@@ -85,7 +97,11 @@ def test_every_link_between_pages_leads_somewhere():
 
 
 def test_every_page_that_the_source_names_exists():
-    named = {name for path in (ROOT / "src").rglob("*.py") for name in re.findall(r"docs/[\w/]+\.md", path.read_text())}
+    named = {
+        name
+        for path in (ROOT / "src").rglob("*.py")
+        for name in re.findall(r"docs/[\w/]+\.md", path.read_text())
+    }
     assert sorted(name for name in named if not (ROOT / name).exists()) == []
 
 
@@ -94,17 +110,19 @@ def test_every_python_block_parses():
         ast.parse(block.text, str(block))
 
 
-@pytest.mark.parametrize("page", sorted({block.page for block in of("python") if block.runs}), ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", sorted({block.page for block in of("python") if block.runs}), ids=lambda page: page.stem
+)
 def test_python_blocks_that_say_so_run(page: Path, capsys: pytest.CaptureFixture[str]):
     names: dict[str, Any] = {}
     for block in (block for block in of("python") if block.page == page and block.runs):
         names = names if block.continues else {"__name__": "example"}
-        exec(compile(block.text, str(block), "exec"), names)  # noqa: S102
+        exec(compile(block.text, str(block), "exec"), names)
     assert "error" not in capsys.readouterr().err
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The `meshwright` commands of a shell block, each as its words; lines that end in a backslash are joined."""
+    """The `meshwright` commands of a shell block, each as its words; backslashes join lines."""
     for line in text.replace("\\\n", " ").splitlines():
         for part in re.split(r"&&|\|(?!\|)", line.removeprefix("$ ").split(" #")[0]):
             found = re.search(r"(?:^|\s|-m )meshwright (.*)", part)
@@ -154,9 +172,20 @@ def unknown_keys(table: type, given: Any) -> list[str]:
         if key not in hints:
             found.append(key)
             continue
-        inner = next((each for each in (hints[key], *get_args(hints[key])) if isinstance(each, type) and is_dataclass(each)), None)
+        inner = next(
+            (
+                each
+                for each in (hints[key], *get_args(hints[key]))
+                if isinstance(each, type) and is_dataclass(each)
+            ),
+            None,
+        )
         if inner is not None:
-            found += [f"{key}.{each}" for one in (value if isinstance(value, list) else [value]) for each in unknown_keys(inner, one)]
+            found += [
+                f"{key}.{each}"
+                for one in (value if isinstance(value, list) else [value])
+                for each in unknown_keys(inner, one)
+            ]
     return found
 
 
@@ -187,7 +216,9 @@ def test_every_config_is_valid_toml_with_keys_that_exist():
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with examples/, whose model is a tiny one, and the text that they train on."""
     (tmp_path / "text").mkdir()
-    (tmp_path / "text/sums.py").write_text("".join(f"print({n} + {n + 1} == {2 * n + 1})\n" for n in range(2000)))
+    (tmp_path / "text/sums.py").write_text(
+        "".join(f"print({n} + {n + 1} == {2 * n + 1})\n" for n in range(2000))
+    )
     (tmp_path / "examples").mkdir()
     for path in (ROOT / "examples").glob("*.toml"):
         (tmp_path / "examples" / path.name).write_text(path.read_text())
