@@ -79,7 +79,7 @@ def _collectives_page(modules: Iterable[Essay]) -> dict[str, str]:
 
 
 def stale(root: Path = ROOT) -> list[str]:
-    """Returns what is not up to date, a sentence per page: missing, different, or of something that is gone."""
+    """Returns what is not up to date, a sentence per page: missing, different, or of something gone."""
     made = pages(root)
     found = [f"{path} is missing" for path in made if not (root / path).exists()]
     present = {path: text for path, text in made.items() if (root / path).exists()}

@@ -17,8 +17,7 @@ SOURCE = f"{PACKAGE}/comm/algorithms"
 FOLDER = "docs/algorithms"
 FORMULA = r"\b{word}\b[^=\n]*= *(.+?)(?: {{3,}}|$)"
 USE = r"^Use: ((?:.+\n?)+?)(?=[A-Z][a-z]+:|\n|\Z)"
-LEGEND = "n ranks, S bytes, a seconds of latency per round, B bytes per second out of and into each rank at
-once."
+LEGEND = "n ranks, S bytes, a seconds of latency per round, B bytes per second out of and into each rank."
 
 
 def algorithm_pages(modules: Iterable[Essay]) -> dict[str, str]:

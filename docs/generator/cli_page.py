@@ -11,8 +11,9 @@ from meshwright.cli import app
 
 PAGE = "docs/reference/cli.md"
 INTRODUCTION = """Every command that takes a config also takes its keys as options:
-`meshwright train config.toml --train.steps 100 --optimizer.lr 1e-3`. See the [config reference](config.md). The same command works under `torchrun`, SLURM
-and MPI, where it is one rank ([launching](../howto/launch.md)).
+`meshwright train config.toml --train.steps 100 --optimizer.lr 1e-3`. See the
+[config reference](config.md). The same command works under `torchrun`, SLURM and MPI, where it is one rank
+([launching](../howto/launch.md)).
 
 | exit code | meaning |
 | --- | --- |

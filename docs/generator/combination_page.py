@@ -32,11 +32,11 @@ def combination_page(root: Path) -> dict[str, str]:
             "",
         ),
         f"{held}: of {detail['drawn']} plans under seed {detail['seed']}, {detail['matched']} matched and "
-        f"{detail['refused']} were refused; the worst gap is {detail['worst']:.1e}. {measured['date'][:10]}, commit "
-        f"{measured['commit'][:12]}.",
+        f"{detail['refused']} were refused; the worst difference is {detail['worst']:.1e}. "
+        f"{measured['date'][:10]}, commit {measured['commit'][:12]}.",
         *("", "## Pairs of techniques", ""),
-        "Allowed: plans with both matched one device. Refused: all plans with both were refused, for these reasons, the most",
-        "frequent first. What no column names is one technique with other options, of which a plan has one.",
+        "Allowed: plans with both equal one device. Refused: all plans with both were refused, for these",
+        "reasons, the most frequent first. What no column names is the same technique with other options.",
         *("", "| technique | allowed with | refused with | not tried with |", "| --- | --- | --- | --- |"),
         *_rows(detail["pairs"], detail["kinds"]),
         *("", "## Reasons", "", "| reason | plans | why |", "| --- | --- | --- |"),

@@ -47,7 +47,7 @@ def essays(root: Path) -> list[Essay]:
 def _read(root: Path, paths: list[Path]) -> Iterator[Essay]:
     for path in paths:
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        # Not cleaned: a module's docstring is at the margin, and cleaning could move an indented picture there.
+        # Not cleaned: a module's docstring is at the margin, and cleaning could move a picture there.
         yield Essay(
             path.relative_to(root).as_posix(), tree, (ast.get_docstring(tree, clean=False) or "").strip()
         )

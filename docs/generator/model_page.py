@@ -44,8 +44,8 @@ def model_page(root: Path, modules: Iterable[Essay]) -> dict[str, str]:
             "## Families",
             "",
         ),
-        f"Claim: {measured['claim']}. {held}: {measured['median']:.0f} of {len(measured['values'])} families. "
-        f"{when}.",
+        f"Claim: {measured['claim']}. {held}: {measured['median']:.0f} of "
+        f"{len(measured['values'])} families. {when}.",
         *("", "| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)),
         *map(_family_row, measured["detail"]["families"]),
         *("", "## Shardable layers and their roles", "", markdown(roles), ""),

@@ -136,7 +136,8 @@ def test_the_page_of_models_is_made_from_the_result_of_its_benchmark(root: Path)
     assert "Which models train." in page
     assert "How weights split." in page
     assert (
-        "| gpt\\_2 | `Net` | config.json | 5 | 2 rowwise | nothing | 2.5e-16 | 0.0e+00 | 1.0e-08 (the outputs) |"
+        "| gpt\\_2 | `Net` | config.json | 5 | 2 rowwise | nothing | 2.5e-16 | 0.0e+00 | "
+        "1.0e-08 (the outputs) |"
         in page
     )
     assert "It holds: 1 of 1 families. 2026-11-20, commit aaaaaaaaaaaa-dirty, torch 2.13." in page
@@ -151,7 +152,8 @@ def test_the_page_of_collectives_is_the_docstring_of_the_group(root: Path):
     (root / "src/meshwright/comm/collectives").mkdir(parents=True)
     source = root / "src/meshwright/comm/collectives/group.py"
     source.write_text(
-        'class Group:\n    """The ranks.\n\n        call    sent\n        send    S\n\n    In place.\n    """\n'
+        'class Group:\n    """The ranks.\n\n        call    sent\n        send    S\n\n'
+        '    In place.\n    """\n'
     )
     assert "docs/reference/collectives.md is missing" in stale(root)
     write(root)
