@@ -26,6 +26,8 @@ autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autosummary_generate = False
 
+smartquotes = False  # options begin with two dashes
+
 html_theme = "furo"
 html_title = f"meshwright {version}"
 html_static_path: list[str] = []

@@ -5,6 +5,7 @@ from docs.generator.essay import NOTE
 
 FOLDER = "docs/reference/api"
 ORIGIN = "the names in src/meshwright/__init__.py"
+WORKFLOW = ("analyze", "make_plan", "verify", "trace", "parallelize", "train", "Trainer")  # the order of use
 PAGES = {
     "functions": ("Functions", "From a model to a trainer: analyze, plan, verify, parallelize, train."),
     "trainer": (
@@ -24,7 +25,10 @@ PAGES = {
 
 def api_pages() -> dict[str, str]:
     """Returns the text of every page by its path."""
-    names = sorted((name for name in meshwright.__all__ if name != "__version__"), key=str.lower)
+    public = (name for name in meshwright.__all__ if name != "__version__")
+    names = sorted(
+        public, key=lambda name: (WORKFLOW.index(name) if name in WORKFLOW else len(WORKFLOW), name.lower())
+    )
     grouped = {page: [name for name in names if _page_of(name) == page] for page in PAGES}
     made = {f"{FOLDER}/{page}.md": _page(page, members) for page, members in grouped.items() if members}
     return made | {f"{FOLDER}/index.md": _index(grouped)}

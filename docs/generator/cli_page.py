@@ -2,9 +2,13 @@
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
-import click
-import typer.main
+import typer
+from typer.main import get_params_from_function
+from typer.models import ArgumentInfo, OptionInfo
 
 from docs.generator.essay import NOTE, cell, markdown
 from meshwright.cli import app
@@ -24,58 +28,97 @@ INTRODUCTION = """Every command that takes a config also takes its keys as optio
 | 143 | stopped by SIGTERM or SIGUSR1, after a checkpoint |"""
 
 
+@dataclass(frozen=True)
+class Parameter:
+    """An argument, or an option with its `flags`, and the type and default that the page shows."""
+
+    name: str
+    flags: tuple[str, ...]
+    kind: str
+    default: str
+    help: str
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command by its full name (`bench network`), with what it takes."""
+
+    name: str
+    help: str
+    arguments: tuple[Parameter, ...]
+    options: tuple[Parameter, ...]
+
+
+def commands(source: typer.Typer = app, prefix: str = "") -> list[Command]:
+    """Returns the commands of an application, those of its groups behind them."""
+    found = [_command(info, prefix) for info in source.registered_commands if not info.hidden]
+    for group in source.registered_groups:
+        if group.typer_instance is not None:
+            found += commands(
+                group.typer_instance, f"{prefix}{group.name or group.typer_instance.info.name} "
+            )
+    return found
+
+
 def cli_page() -> dict[str, str]:
     """Returns the page by its path."""
-    root = typer.main.get_command(app)
     lines = ["# Command line", "", NOTE.format(origin="src/meshwright/cli"), "", INTRODUCTION, ""]
-    for name, command in _commands(root, ""):
-        lines += _section(name, command)
+    for command in commands():
+        lines += _section(command)
     return {PAGE: "\n".join(lines).rstrip("\n") + "\n"}
 
 
-def _commands(command: click.Command, prefix: str) -> Iterator[tuple[str, click.Command]]:
-    """The commands below `command` with their full names; those of a group behind the group."""
-    children = vars(command).get("commands", {})
-    for name, child in children.items():
-        yield f"{prefix}{name}", child
-        yield from _commands(child, f"{prefix}{name} ")
+def _command(info: Any, prefix: str) -> Command:
+    name = info.name or info.callback.__name__.replace("_", "-")
+    parameters = get_params_from_function(info.callback).values()
+    arguments = [_parameter(each) for each in parameters if isinstance(each.default, ArgumentInfo)]
+    options = [_parameter(each) for each in parameters if isinstance(each.default, OptionInfo)]
+    about = info.help or inspect.getdoc(info.callback) or ""
+    return Command(f"{prefix}{name}", about, tuple(arguments), tuple(options))
 
 
-def _section(name: str, command: click.Command) -> Iterator[str]:
-    parameters = [each for each in command.params if not vars(each).get("hidden")]
-    arguments = [each for each in parameters if each.param_type_name == "argument"]
-    options = [each for each in parameters if each.param_type_name == "option" and each.name != "help"]
-    words = " ".join(each.human_readable_name.upper() for each in arguments)
-    usage = f"meshwright {name} {words}".rstrip() + (" [OPTIONS]" if options else "")
-    yield from (f"## {name}", "", "```text", usage, "```", "")
-    if command.help:
-        yield from (markdown(inspect.cleandoc(command.help)), "")
-    if arguments:
-        yield from ("| argument | meaning |", "| --- | --- |")
-        yield from (f"| `{each.human_readable_name.upper()}` | {cell(_help(each))} |" for each in arguments)
-        yield ""
-    if options:
-        yield from ("| option | type | default | meaning |", "| --- | --- | --- | --- |")
-        yield from map(_option, options)
-        yield ""
-
-
-def _option(option: click.Parameter) -> str:
-    flags = ", ".join(f"`{flag}`" for flag in (*option.opts, *option.secondary_opts))
-    default = (
-        ""
-        if option.default in (None, "", False, 0, 0.0) or callable(option.default)
-        else f"`{option.default}`"
+def _parameter(given: Any) -> Parameter:
+    info, annotation = given.default, given.annotation
+    flags = tuple(each for each in info.param_decls or () if each.startswith("-"))
+    default = "" if info.default in (None, "", False, 0, 0.0, ...) else f"`{info.default}`"
+    return Parameter(
+        given.name,
+        flags or (f"--{given.name.replace('_', '-')}",),
+        _type(annotation),
+        default,
+        info.help or "",
     )
-    return f"| {flags} | {_type(option)} | {default} | {cell(_help(option))} |"
 
 
-def _type(option: click.Parameter) -> str:
-    if vars(option).get("is_flag"):
+def _type(annotation: Any) -> str:
+    if annotation is bool:
         return "flag"
-    choices = vars(option.type).get("choices")
-    return ", ".join(f"`{choice}`" for choice in choices) if choices else option.type.name
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{word}`" for word in get_args(annotation))
+    inner = [each for each in get_args(annotation) if each is not NoneType]
+    if inner:
+        repeated = get_origin(annotation) is list or get_origin(inner[0]) is list
+        return _type(inner[0]) + (", repeated" if repeated and get_origin(inner[0]) is not list else "")
+    names = {"str": "text", "int": "integer", "float": "number", "Path": "path"}
+    return names.get(annotation.__name__, annotation.__name__)
 
 
-def _help(parameter: click.Parameter) -> str:
-    return vars(parameter).get("help") or ""
+def _section(command: Command) -> Iterator[str]:
+    words = " ".join(each.name.upper() for each in command.arguments)
+    usage = f"meshwright {command.name} {words}".rstrip() + (" [OPTIONS]" if command.options else "")
+    yield from (f"## {command.name}", "", "```text", usage, "```", "")
+    if command.help:
+        yield from (markdown(command.help), "")
+    if command.arguments:
+        yield from ("| argument | meaning |", "| --- | --- |")
+        yield from (f"| `{each.name.upper()}` | {cell(each.help)} |" for each in command.arguments)
+        yield ""
+    if command.options:
+        yield from ("| option | type | default | meaning |", "| --- | --- | --- | --- |")
+        yield from map(_row, command.options)
+        yield ""
+
+
+def _row(option: Parameter) -> str:
+    flags = ", ".join(f"`{flag}`" for flag in option.flags)
+    return f"| {flags} | {option.kind} | {option.default} | {cell(option.help)} |"

@@ -44,7 +44,8 @@ def test_a_pair_is_allowed_refused_with_its_reason_or_not_tried(root: Path):
     page = combination_page(root)[PAGE]
     assert "Plans by chance." in page
     assert (
-        "It holds: of 6 plans under seed 8, 3 matched and 3 were refused; the worst difference is 1.0e" in page
+        "It holds: of 6 plans under seed 8, 3 matched and 3 were refused; the worst difference is 1.0e"
+        in page
     )
     assert "| ring | zero 3 | grid (all tokens) | zero 1 |" in page
     assert "| zero 1 |  |  | grid, ring |" in page

@@ -137,8 +137,7 @@ def test_the_page_of_models_is_made_from_the_result_of_its_benchmark(root: Path)
     assert "How weights split." in page
     assert (
         "| gpt\\_2 | `Net` | config.json | 5 | 2 rowwise | nothing | 2.5e-16 | 0.0e+00 | "
-        "1.0e-08 (the outputs) |"
-        in page
+        "1.0e-08 (the outputs) |" in page
     )
     assert "It holds: 1 of 1 families. 2026-11-20, commit aaaaaaaaaaaa-dirty, torch 2.13." in page
     result.write_text(measured(1.0, holds=False))
