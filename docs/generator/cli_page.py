@@ -81,13 +81,8 @@ def _parameter(given: Any) -> Parameter:
     info, annotation = given.default, given.annotation
     flags = tuple(each for each in info.param_decls or () if each.startswith("-"))
     default = "" if info.default in (None, "", False, 0, 0.0, ...) else f"`{info.default}`"
-    return Parameter(
-        given.name,
-        flags or (f"--{given.name.replace('_', '-')}",),
-        _type(annotation),
-        default,
-        info.help or "",
-    )
+    flags = flags or (f"--{given.name.replace('_', '-')}",)
+    return Parameter(given.name, flags, _type(annotation), default, info.help or "")
 
 
 def _type(annotation: Any) -> str:

@@ -59,7 +59,7 @@ def test_a_page_is_stale_after_a_change_and_gone_with_its_algorithm(root: Path):
 @pytest.mark.parametrize("word", ["rounds", "sent", "seconds", "Use:"])
 def test_an_essay_that_does_not_say_all_is_refused(root: Path, word: str):
     (root / "src/meshwright/comm/algorithms/swap.py").write_text(re.sub(rf"\b{word}", "something", SWAP))
-    with pytest.raises(ValueError, match=r"swap\.py: its essay has nothing like .*; say rounds = "):
+    with pytest.raises(ValueError, match=r"swap\.py: its essay has nothing like .*; write rounds = "):
         pages(root)
 
 

@@ -124,7 +124,7 @@ def commands(text: str) -> Iterator[list[str]]:
     """The `meshwright` commands of a shell block, each as its words; backslashes join lines."""
     for line in text.replace("\\\n", " ").splitlines():
         for part in re.split(r"&&|\|(?!\|)", line.removeprefix("$ ").split(" #")[0]):
-            found = re.search(r"(?:^|\s|-m )meshwright (.*)", part)
+            found = re.search(r"(?:^|\s|-m )meshwright ([a-z-].*)", part)
             if found and not part.lstrip().startswith("#"):
                 yield shlex.split(found.group(1))
 
