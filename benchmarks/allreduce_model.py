@@ -36,8 +36,8 @@ from meshwright.comm.tuning.allreduce_bench import measure
 from meshwright.comm.tuning.autoselect import choose, predicted
 from meshwright.comm.tuning.network_fit import fitted, series_of, textbook
 from meshwright.comm.world import rendezvous
-from meshwright.plan.hardware.network_model import VERSION, Cluster, Fit, Network, Timing
-from meshwright.plan.job.errors import size
+from meshwright.plan.hardware.network_model import VERSION, AllReduceTiming, Cluster, FitError, NetworkModel
+from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.sharding.mesh import AXES, Mesh
 
 NAME = "allreduce_model"
@@ -51,7 +51,7 @@ SIZES, RANKS, BUDGET_S, LEAST = tuple(1 << power for power in range(10, 27)), (2
 TAUGHT = (1 << 10, 1 << 20, 1 << 26)
 QUICK_SIZES, QUICK_RANKS, QUICK_S, QUICK_LEAST = tuple(1 << power for power in range(10, 23, 2)), (2, 3), 6.0, 4
 
-Cells = Mapping[tuple[str, int, int], Timing]  # by algorithm, ranks, bytes
+Cells = Mapping[tuple[str, int, int], AllReduceTiming]  # by algorithm, ranks, bytes
 
 
 def build(rank: int, size: int, store: str, sizes: Sequence[int], budget_s: float, least: int) -> Step:
@@ -69,9 +69,9 @@ def build(rank: int, size: int, store: str, sizes: Sequence[int], budget_s: floa
     return step
 
 
-def measured(ranks: Sequence[int], sizes: Sequence[int], budget_s: float, least: int) -> tuple[str, list[Timing]]:
+def measured(ranks: Sequence[int], sizes: Sequence[int], budget_s: float, least: int) -> tuple[str, list[AllReduceTiming]]:
     """What every algorithm took, by processes of this machine, and over what."""
-    timings: list[Timing] = []
+    timings: list[AllReduceTiming] = []
     transport = ""
     for world in ranks:
         with TemporaryDirectory() as folder:
@@ -82,32 +82,32 @@ def measured(ranks: Sequence[int], sizes: Sequence[int], budget_s: float, least:
         if not isinstance(note, tuple):
             raise TypeError(f"rank 0 left {note!r}; needed are the transport and the rows. Look at build")
         transport, rows = note
-        timings += [Timing(*row) for row in rows]
+        timings += [AllReduceTiming(*row) for row in rows]
         print(f"measured {world} ranks over {transport} in {cost.wall_s:.0f} s", flush=True)
     return transport, timings
 
 
-def halves(cell: Timing) -> tuple[float, float]:
+def halves(cell: AllReduceTiming) -> tuple[float, float]:
     """The medians of the samples of even sweeps, and of odd ones."""
     return median(cell.samples[::2]), median(cell.samples[1::2] or cell.samples)
 
 
-def noise(cell: Timing) -> float:
+def noise(cell: AllReduceTiming) -> float:
     """What the two halves of a cell differ by, as a share."""
     one, other = halves(cell)
     return exp(abs(log(one / other))) - 1
 
 
-def half_fitted(transport: str, timings: Sequence[Timing]) -> Cluster:
+def half_fitted(transport: str, timings: Sequence[AllReduceTiming]) -> Cluster:
     """The cluster as it is known from every other size."""
     sizes = sorted({cell.nbytes for cell in timings})[::2]
     kept = [cell for cell in timings if cell.nbytes in sizes]
-    return Cluster(VERSION, "", "", torch.__version__, transport, 0, Fit(0.0, 0.0), fitted(kept), series_of(kept))
+    return Cluster(VERSION, "", "", torch.__version__, transport, 0, FitError(0.0, 0.0), fitted(kept), series_of(kept))
 
 
-def errors(cluster: Cluster, cell: Timing) -> tuple[float, float]:
+def errors(cluster: Cluster, cell: AllReduceTiming) -> tuple[float, float]:
     """The relative errors at one cell: of the model alone, and corrected."""
-    guesses = (predicted(each, cell.algorithm, cell.ranks, cell.nbytes) for each in (cluster.without_measured(), cluster))
+    guesses = (predicted(each, cell.algorithm, cell.ranks, cell.nbytes) for each in (cluster.without_measurements(), cluster))
     alone, corrected = (abs(guess / cell.seconds - 1) for guess in guesses)
     return alone, corrected
 
@@ -131,7 +131,7 @@ def cells_of_auto(cluster: Cluster, cells: Cells) -> list[dict[str, object]]:
     return found
 
 
-def judged(transport: str, timings: Sequence[Timing]) -> Result:
+def judged(transport: str, timings: Sequence[AllReduceTiming]) -> Result:
     """The claim held against `timings`."""
     cells = {(cell.algorithm, cell.ranks, cell.nbytes): cell for cell in timings}
     cluster = half_fitted(transport, timings)
@@ -168,11 +168,11 @@ def judged(transport: str, timings: Sequence[Timing]) -> Result:
 def lesson(path: Path) -> str:
     """Milliseconds measured, and by the formula, of every algorithm, as the rows of a table in Markdown; from a result's file."""
     kept = json.loads(path.read_text(encoding="utf-8"))
-    timings = [Timing(name, ranks, nbytes, took) for name, ranks, nbytes, took, *_ in kept["detail"]["measured"]]
-    cluster = Cluster(VERSION, "", "", "", kept["detail"]["transport"], 0, Fit(0.0, 0.0), Network(), series_of(timings))
+    timings = [AllReduceTiming(name, ranks, nbytes, took) for name, ranks, nbytes, took, *_ in kept["detail"]["measured"]]
+    cluster = Cluster(VERSION, "", "", "", kept["detail"]["transport"], 0, FitError(0.0, 0.0), NetworkModel(), series_of(timings))
     lines = [f"{kept['date'][:10]}, {kept['machine']['cpu']}, {kept['machine']['cores']} cores, over {cluster.transport}:", ""]
     columns = [(ranks, nbytes) for nbytes in TAUGHT for ranks in cluster.ranks]
-    lines += [f"| milliseconds (by the formula) | {' | '.join(f'{size(nbytes)}, n = {n}' for n, nbytes in columns)} |"]
+    lines += [f"| milliseconds (by the formula) | {' | '.join(f'{format_nbytes(nbytes)}, n = {n}' for n, nbytes in columns)} |"]
     lines += ["| --- |" + " --- |" * len(columns)]
     figures = {ranks: textbook(cluster, ranks) for ranks in cluster.ranks}
     took = {(cell.algorithm, cell.ranks, cell.nbytes): 1e3 * cell.seconds for cell in timings}

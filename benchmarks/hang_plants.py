@@ -100,7 +100,7 @@ def wrong_order() -> None:
     """It issues one that the others issue later, or never."""
 
     def other(usual: Callable[..., Work], group: Group, tensor: torch.Tensor, **more: Any) -> Work:
-        usual(group, torch.ones(5), action="NORM()").wait()  # wrong_order
+        usual(group, torch.ones(5), action="GLOBAL_NORM()").wait()  # wrong_order
         return usual(group, tensor, **more)
 
     _instead(other)

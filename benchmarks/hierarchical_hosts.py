@@ -36,7 +36,7 @@ from meshwright.comm.algorithms.schedule import Algorithm
 from meshwright.comm.collectives.group import Group
 from meshwright.comm.rendezvous import Meeting
 from meshwright.comm.world import rendezvous
-from meshwright.plan.hardware.network_model import Band, Link, Network
+from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, SizeBand
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.testing.rank_worker import Seat
 from tests.network.virtual_hosts import Hosts, hosts, missing
@@ -52,7 +52,7 @@ JUDGED = 100  # Mbit/s
 SIZES = {100: (1, 4), 1000: (16,)}  # MiB, by Mbit/s
 HOST_BY_HOST = tuple(rank // PER_HOST for rank in range(SIZE))
 IN_TURN = tuple(rank % HOSTS for rank in range(SIZE))
-FREE = Link((Band(0, 0.0, 1e15),))
+FREE = LinkCost((SizeBand(0, 0.0, 1e15),))
 # The kernel's work for packets is counted for nobody, so it looks like that of others: at 1 Gbit/s 0.15 cores of it were seen.
 WINDOWS = {100: Window(clean=24, limit_s=120, threshold=0.25), 1000: Window(limit_s=60, threshold=0.5)}
 QUICK = Window(clean=3, most=3, warmup=1, threshold=float("inf"))
@@ -100,7 +100,7 @@ class Case:
 
 def predicted(algorithm: Algorithm, nbytes: int, rate_mbit: float) -> float:
     """The seconds of an all-reduce among these hosts, by the price of its rounds: links between hosts alone cost."""
-    network = Network(host=FREE, rank=FREE, between=Link((Band(0, 0.0, rate_mbit * 1e6 / 8),)))
+    network = NetworkModel(intra_host=FREE, busiest_rank=FREE, inter_host=LinkCost((SizeBand(0, 0.0, rate_mbit * 1e6 / 8),)))
     return seconds(algorithm, SIZE, nbytes, network, PER_HOST)
 
 

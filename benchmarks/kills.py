@@ -26,9 +26,9 @@ import psutil
 import torch
 
 from benchmarks import forked
-from meshwright.run.checkpoint.directories import listed, step_folder
+from meshwright.run.checkpoint.directories import list_step_folders, step_folder
 from meshwright.run.checkpoint.manifest import CheckpointError
-from meshwright.run.checkpoint.save_load import compare, load
+from meshwright.run.checkpoint.save_load import compare_checkpoints, load_tensors
 
 STEPS, SAVE_EVERY = 40, 2
 VICTIMS = {"rank": 3, "all": 3, "parent": 2, "term": 2}  # and how often each is chosen
@@ -153,14 +153,18 @@ class Trial:
     def _is_saving(self, target: int) -> bool:
         if not self.checkpoints.is_dir():
             return False
-        return any(step >= target and path != step_folder(self.checkpoints, step) for step, path in listed(self.checkpoints))
+        return any(
+            step >= target and path != step_folder(self.checkpoints, step) for step, path in list_step_folders(self.checkpoints)
+        )
 
     def _newest(self) -> int:
-        return max((step for step, path in listed(self.checkpoints) if path == step_folder(self.checkpoints, step)), default=0)
+        return max(
+            (step for step, path in list_step_folders(self.checkpoints) if path == step_folder(self.checkpoints, step)), default=0
+        )
 
     def judge_published(self) -> None:
         """Everything under the name of a checkpoint must load, and hold what the undisturbed run had at that step."""
-        for step, path in listed(self.checkpoints):
+        for step, path in list_step_folders(self.checkpoints):
             if path == step_folder(self.checkpoints, step):
                 self._fail_with(f"the checkpoint of step {step}", self._differing(path, step))
 
@@ -168,8 +172,8 @@ class Trial:
         truth = step_folder(self.alone / "checkpoints", step)
         try:
             if self.kind.tolerance is None:
-                return compare(path, truth)
-            return apart(load(path)[0], load(truth)[0], self.kind.tolerance)
+                return compare_checkpoints(path, truth)
+            return apart(load_tensors(path)[0], load_tensors(truth)[0], self.kind.tolerance)
         except CheckpointError as error:
             return [str(error)]
 

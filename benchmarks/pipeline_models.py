@@ -19,9 +19,9 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 import transformers
 from torch import nn
 
-from meshwright.api import read
-from meshwright.engine.runtime.loss import IGNORED, Loss, token_cross_entropy
-from meshwright.model.analysis.analyze import Reading
+from meshwright.api import analyze
+from meshwright.engine.runtime.loss import IGNORE_INDEX, Loss, token_cross_entropy
+from meshwright.model.analysis.analyze import AnalyzedModel
 
 WORDS, TOKENS, CLASSES, PIXELS = 61, 8, 5, 8
 PATCHED = 12  # pixels of images in patches of 4: 9 of them and the class are 10 tokens
@@ -167,7 +167,7 @@ def _text(rows: int, generator: torch.Generator) -> Rows:
     """Words and labels, of which each row has another number."""
     labels = _tokens(rows, generator)
     for row in range(rows):
-        labels[row, : row % 4] = IGNORED
+        labels[row, : row % 4] = IGNORE_INDEX
     return {"input_ids": _tokens(rows, generator), "labels": labels}
 
 
@@ -229,8 +229,8 @@ def named(name: str) -> Kind:
 
 
 @cache
-def reading_of(name: str, layers: int) -> Reading:
+def reading_of(name: str, layers: int) -> AnalyzedModel:
     """What the model of that name is made of, learnt from two rows."""
     kind = named(name)
     transformers.utils.logging.set_verbosity_error()
-    return read(lambda: kind.make(layers), kind.batches(1, 2)[0], loss=kind.loss())
+    return analyze(lambda: kind.make(layers), kind.batches(1, 2)[0], loss=kind.loss())

@@ -32,7 +32,7 @@ from benchmarks.staged import CHUNKS, THEIRS, by_hand, ours, pinged, theirs, tim
 from benchmarks.workloads import HEAVY, ddp, fresh_store
 from benchmarks.zero_vs_deepspeed import resident
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
-from meshwright.parallel.pipeline.schedules.schedule import Costs, Order, play
+from meshwright.parallel.pipeline.schedules.schedule import Schedule, StageCosts, simulate
 
 NAME = "pipeline_vs_torch"
 CLAIM = (
@@ -91,7 +91,7 @@ def on_paper(schedule: str, length: Length) -> dict[str, float]:
         transfer = median(map(max, pings))
     with Ranks("ours", timed, RANKS, preload=PRELOAD, store=fresh_store(), schedule=schedule, **given) as group:
         costs = [group.step() for _ in range(length.steps + 2)][2:]
-    order = SCHEDULES[schedule].make(RANKS, MICROS, chunks, Costs.equal(RANKS * chunks))
+    order = SCHEDULES[schedule].build(RANKS, MICROS, chunks, StageCosts.uniform(RANKS * chunks))
     steps = [(cost.wall_s, *_on_paper(cost.notes, order, transfer)) for cost in costs]  # each beside its own F and B
     measured, paper, rest = (median(each) for each in zip(*steps, strict=True))
     off = median(wall / made for wall, made, _ in steps) - 1
@@ -100,12 +100,12 @@ def on_paper(schedule: str, length: Length) -> dict[str, float]:
     return found
 
 
-def _on_paper(notes: Any, order: Order, transfer: float) -> tuple[float, float]:
+def _on_paper(notes: Any, order: Schedule, transfer: float) -> tuple[float, float]:
     """The seconds that a step takes on paper whose ranks have told of F and B, and what of that is neither."""
     told = {kind: {part: seconds for note in notes for part, seconds in note[kind].items()} for kind in ("F", "B")}
-    forward, backward = ([told[kind][part] for part in range(order.parts)] for kind in ("F", "B"))
+    forward, backward = ([told[kind][part] for part in range(order.num_stages)] for kind in ("F", "B"))
     rest = max(note["rest"] for note in notes)
-    return play(order, Costs(forward, backward, [0.0] * order.parts, transfer)).end + rest, rest
+    return simulate(order, StageCosts(forward, backward, [0.0] * order.num_stages, transfer)).end + rest, rest
 
 
 def waits_less(length: Length) -> Comparison:

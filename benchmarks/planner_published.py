@@ -23,7 +23,7 @@ import meshwright.planner
 from benchmarks.published import RUNS, Run
 from benchmarks.published_runs import FEW, SOUND, Score, learnt, measured, scores, show, timed
 from benchmarks.result import Result
-from meshwright.plan.hardware.device_specs import devices
+from meshwright.plan.hardware.device_specs import known_devices
 from meshwright.planner.analytic.calibrate import Measured, calibrated
 from meshwright.planner.machine.efficiency import Rates
 
@@ -72,8 +72,12 @@ def fit() -> dict[str, dict[str, float]]:
     steps = [_of_reached(measured(run)) for run in timed(RUNS)[0] if run.fitted]
     everywhere = calibrated(KNOWN, steps, ALL, SOUND)
     tables = {"all": _rounded(_of_peak(everywhere, {}))}
-    for device in devices():
-        die = {each.name for each in devices() if (each.units, each.peak("float16")) == (device.units, device.peak("float16"))}
+    for device in known_devices():
+        die = {
+            each.name
+            for each in known_devices()
+            if (each.num_compute_units, each.peak("float16")) == (device.num_compute_units, device.peak("float16"))
+        }
         pools = [[step for step in steps if step.machine.device.name in names] for names in ({device.name}, die)]
         mine = next((pool for pool in pools if len(pool) >= FEW and len({step.source for step in pool}) > 1), [])
         found = _rounded(_of_peak(calibrated(everywhere, mine, EACH, SOUND), REACHED.get(device.name, {})))

@@ -18,7 +18,7 @@ from math import inf
 from statistics import median
 
 from benchmarks.result import Result
-from meshwright.commands.search.constraints import Fixed
+from meshwright.commands.search.constraints import SearchConstraints
 from meshwright.planner.analytic.model_shape import parse_shape
 from meshwright.planner.machine.machine import machine
 from meshwright.planner.search.request import Wish
@@ -37,7 +37,7 @@ CASES: Mapping[str, tuple[int, int, float]] = {
 
 def wish(devices: int, rows: int) -> Wish:
     """What `meshwright plan` looks for."""
-    return Fixed().of(Wish(parse_shape(SHAPE), machine("h100", devices), rows))
+    return SearchConstraints().apply(Wish(parse_shape(SHAPE), machine("h100", devices), rows))
 
 
 def found(asked: Wish) -> Iterator[Found]:

@@ -114,7 +114,7 @@ def _run(key: str, source: str, row: Mapping[str, str]) -> Run:
     _readable(row)
     shape, said = _shape(row), {name: _number(row, name) for name in row}
     layout = layout_of(source, row, shape, said, machine.host)
-    if faults := [fault.what for fault in shape.faults()]:
+    if faults := [fault.problem for fault in shape.faults()]:
         raise Lacks(faults[0])
     if layout.pp > shape.layers:
         raise Lacks(f"pp {layout.pp} for {shape.layers} layers")

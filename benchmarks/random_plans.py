@@ -42,12 +42,12 @@ from benchmarks.random_models import KNOWN, reading_of
 from benchmarks.result import Result
 from meshwright.api import parity_case
 from meshwright.engine.runtime.loss import Batch
-from meshwright.plan.hardware.device_specs import cores
+from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
-from meshwright.run.training.engine import share
+from meshwright.run.training.engine import select_local_batch
 from meshwright.testing.ranks import on_threads
-from meshwright.verifier.parity import TOLERANCE, RankReport, Stated, compare_rank, judge
+from meshwright.verifier.parity import TOLERANCE, PlannedMessages, RankReport, compare_rank, make_verdict
 from meshwright.verifier.reference import run_reference
 from meshwright.verifier.verdict import Verdict
 
@@ -84,7 +84,7 @@ def _tried(drawn: Draw, limit_s: float) -> Row:
         verdict = compared(drawn, planned, limit_s)
     except Exception:  # told with the others: one plan must not end all
         return {"outcome": "crashed", "said": traceback.format_exc()}
-    worst = max(verdict.worst.values(), default=float("inf"))
+    worst = max(verdict.max_errors.values(), default=float("inf"))
     return {"outcome": "matched", "error": worst} if verdict.passed else {"outcome": "differs", "said": str(verdict)}
 
 
@@ -93,7 +93,7 @@ def plan_or_refusal(drawn: Draw) -> Plan | Row:
     try:
         return drawn.plan()
     except PlanError as refused:
-        faults = [asdict(fault) for fault in refused.faults]
+        faults = [asdict(fault) for fault in refused.diagnostics]
     row: Row = {"faults": faults, "said": "\n".join(f"{each['what']} -> {each['fix']}" for each in faults)}
     if not all(each["what"] and each["fix"] for each in faults):
         return {**row, "outcome": "no repair"}
@@ -109,23 +109,25 @@ def compared(drawn: Draw, plan: Plan, limit_s: float) -> Verdict:
     loss = known.loss()
     if drawn.guard:
         batches[-1][HARM] = torch.full((drawn.rows - drawn.missing, 1), 1e6)
-        loss = replace(loss.within(_harmed), targets=(*loss.targets, HARM))
-    case = parity_case(reading, plan, loss, lambda plan, rank: lambda step: share(batches[step], plan, rank))
+        loss = replace(loss.wrap_total(_harmed), targets=(*loss.targets, HARM))
+    case = parity_case(reading, plan, loss, lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank))
     reference = run_reference(case, drawn.steps)
     if drawn.guard:
         case = replace(case, plan=replace(case.plan, job=replace(case.plan.job, guard=plan.job.guard)))
         reference.steps[-1] = replace(reference.steps[-1], parameters=reference.steps[-2].parameters)
     reports = on_threads(lambda world: compare_rank(case, world, reference), plan.mesh, timeout_s=limit_s)
     for report in reports if drawn.guard else ():
-        _without_last(report, Stated(case))
-    return judge(case, reports, "threads", {})
+        _without_last(report, PlannedMessages(case))
+    return make_verdict(case, reports, "threads", {})
 
 
-def _without_last(report: RankReport, stated: Stated) -> None:
+def _without_last(report: RankReport, stated: PlannedMessages) -> None:
     """Forget what was sent in the last step, in which it is asked who did harm: that is in no program."""
-    report.steps -= 1
-    report.micros = report.micros[: report.steps]
-    report.sent = report.sent[: len(list(stated.messages(report.rank, report.micros or [()] * report.steps)))]
+    report.num_steps -= 1
+    report.microbatch_shapes = report.microbatch_shapes[: report.num_steps]
+    report.sent_entries = report.sent_entries[
+        : len(list(stated.messages(report.rank, report.microbatch_shapes or [()] * report.num_steps)))
+    ]
 
 
 def _harmed(total: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -194,7 +196,7 @@ def main() -> None:
     kept = Kept(NAME)
     found = kept.read()
     chosen = [draw(options.seed, number) for number in range(options.count)]
-    with ProcessPoolExecutor(cores(), get_context("spawn")) as pool:
+    with ProcessPoolExecutor(available_cores(), get_context("spawn")) as pool:
         for ended in as_completed([pool.submit(tried, each) for each in chosen if str(each) not in found]):
             row = ended.result()
             found[row["case"]] = row

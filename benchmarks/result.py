@@ -14,7 +14,7 @@ from typing import Any, Self
 import psutil
 
 from benchmarks.method import Comparison, Rounds, Verdict, overall
-from meshwright.plan.hardware.device_specs import cores
+from meshwright.plan.hardware.device_specs import available_cores
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -157,7 +157,7 @@ def machine() -> dict[str, object]:
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
         "cpu": models[0] if models else platform.machine(),
-        "cores": cores(),
+        "cores": available_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.release()}",
     }

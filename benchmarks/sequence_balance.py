@@ -32,8 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.attention import Call, Seat, Sizes, fused
 from benchmarks.result import Result
 from meshwright.comm.collectives.group import World
-from meshwright.parallel.context.hybrid import Hybrid
-from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.hybrid import HybridContextParallel
+from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -50,13 +50,13 @@ PACKED = 12  # rows of documents that begin anywhere
 SIZES = Sizes(rows=1, heads=4, groups=2, width=8, values=8)
 FORWARD, BACKWARD = (f"aten::_scaled_dot_product_flash_attention_for_cpu{half}" for half in ("", "_backward"))
 HOW: Mapping[str, Strategy] = {
-    "ring, zigzag": Ring(),
-    "ring, striped": Ring(balance="striped"),
-    "ring, contiguous": Ring(balance="contiguous"),
+    "ring, zigzag": RingAttention(),
+    "ring, striped": RingAttention(load_balance="striped"),
+    "ring, contiguous": RingAttention(load_balance="contiguous"),
     "ulysses": Ulysses(),
-    "hybrid, zigzag": Hybrid(),
-    "hybrid, striped": Hybrid(balance="striped"),
-    "hybrid, contiguous": Hybrid(balance="contiguous"),
+    "hybrid, zigzag": HybridContextParallel(),
+    "hybrid, striped": HybridContextParallel(load_balance="striped"),
+    "hybrid, contiguous": HybridContextParallel(load_balance="contiguous"),
 }
 
 

@@ -30,8 +30,8 @@ from benchmarks.attention import MASKS, Call, Seat, Sizes, Tensors, dense, fused
 from benchmarks.kept import Kept
 from benchmarks.result import Result
 from meshwright.comm.collectives.group import World
-from meshwright.parallel.context.hybrid import Hybrid
-from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.hybrid import HybridContextParallel
+from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -47,14 +47,14 @@ TOLERANCE = 1e-10
 ROUNDINGS = 16 * 2.0**-23  # of float32; torch's own kernel is up to 5 from the formula on one device
 LENGTHS = (1, 3, 7, 37, 64)
 DEALS: Mapping[str, tuple[int, Strategy]] = {
-    **{f"ring of {ranks}": (ranks, Ring()) for ranks in (2, 3, 4, 6)},
-    **{f"ring of {ranks}, contiguous": (ranks, Ring(balance="contiguous")) for ranks in (3, 4)},
-    **{f"ring of {ranks}, striped": (ranks, Ring(balance="striped")) for ranks in (2, 3, 4)},
+    **{f"ring of {ranks}": (ranks, RingAttention()) for ranks in (2, 3, 4, 6)},
+    **{f"ring of {ranks}, contiguous": (ranks, RingAttention(load_balance="contiguous")) for ranks in (3, 4)},
+    **{f"ring of {ranks}, striped": (ranks, RingAttention(load_balance="striped")) for ranks in (2, 3, 4)},
     **{f"ulysses on {ranks}": (ranks, Ulysses()) for ranks in (2, 3, 4, 6)},
-    "hybrid, 2 x 2": (4, Hybrid()),
-    "hybrid, 2 x 3": (6, Hybrid(inner=2)),
-    "hybrid, 3 x 2": (6, Hybrid(inner=3)),
-    "hybrid, 2 x 3, striped": (6, Hybrid(inner=2, balance="striped")),
+    "hybrid, 2 x 2": (4, HybridContextParallel()),
+    "hybrid, 2 x 3": (6, HybridContextParallel(ulysses_degree=2)),
+    "hybrid, 3 x 2": (6, HybridContextParallel(ulysses_degree=3)),
+    "hybrid, 2 x 3, striped": (6, HybridContextParallel(ulysses_degree=2, load_balance="striped")),
 }
 
 

@@ -36,7 +36,7 @@ from benchmarks.ranks import Ranks
 from benchmarks.result import ROOT, Result
 from benchmarks.workloads import fresh_store, join
 from meshwright.comm.world import TorchWorld
-from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -60,8 +60,8 @@ class Package:
 
 
 OF: Mapping[str, Package] = {
-    "ring-attention-pytorch": Package(Ring(balance="contiguous"), ("output", "query"), grouped=False),
-    "yunchang, ring": Package(Ring(balance="contiguous")),
+    "ring-attention-pytorch": Package(RingAttention(load_balance="contiguous"), ("output", "query"), grouped=False),
+    "yunchang, ring": Package(RingAttention(load_balance="contiguous")),
     "yunchang, Ulysses": Package(Ulysses()),
 }
 

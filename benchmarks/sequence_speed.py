@@ -24,10 +24,10 @@ from benchmarks.ranks import Ranks
 from benchmarks.result import Result
 from benchmarks.workloads import HEAVY, fresh_store, join
 from meshwright.comm.world import TorchWorld
-from meshwright.parallel.context.hybrid import Hybrid
-from meshwright.parallel.context.ring import Ring
+from meshwright.parallel.context.hybrid import HybridContextParallel
+from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
-from meshwright.plan.hardware.device_specs import cores
+from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 
@@ -39,9 +39,9 @@ CLAIM = (
 SPEED = 0.9
 SIZES = Sizes(rows=1, heads=8, groups=2, width=64, values=64)
 HOW: Mapping[str, tuple[Strategy, tuple[int, ...]]] = {
-    "ring": (Ring(), (2, 4)),
+    "ring": (RingAttention(), (2, 4)),
     "ulysses": (Ulysses(), (2, 4)),
-    "hybrid": (Hybrid(), (4,)),
+    "hybrid": (HybridContextParallel(), (4,)),
 }
 WINDOWS = {4096: Window(20, 60, 240), 16384: Window(16, 40, 600)}
 QUICK = {1024: Window(3, 4, 60, window_s=0.0, threshold=64.0, warmup=1)}
@@ -76,7 +76,7 @@ def dealt(rank: int, size: int, tokens: int, how: str, store: str) -> Callable[[
 def times(tokens: int, ranks: int, window: Window) -> Rounds:
     """The rounds of all sides."""
     with ExitStack() as opened:
-        threads = min(ranks, cores())
+        threads = min(ranks, available_cores())
         sides = [
             opened.enter_context(Ranks(name, one, 1, preload=HEAVY, tokens=tokens, threads=threads)) for name in ("one", "twin")
         ]

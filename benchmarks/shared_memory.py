@@ -34,7 +34,7 @@ from benchmarks.workloads import HEAVY, fresh_store
 from meshwright.comm.collectives.group import Group
 from meshwright.comm.shared_memory.group import SharedGroup
 from meshwright.comm.world import TorchWorld
-from meshwright.plan.job.errors import size
+from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.sharding.mesh import Mesh
 
 NAME = "shared_memory"
@@ -63,7 +63,7 @@ class Case:
     busy: bool = False
 
     def __str__(self) -> str:
-        return f"{self.collective} {size(self.nbytes)}, {self.ranks} ranks{', busy' if self.busy else ''}"
+        return f"{self.collective} {format_nbytes(self.nbytes)}, {self.ranks} ranks{', busy' if self.busy else ''}"
 
 
 def cases() -> Iterator[Case]:

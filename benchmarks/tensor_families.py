@@ -14,9 +14,9 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 import transformers
 from torch import nn
 
-from meshwright.api import read
+from meshwright.api import analyze
 from meshwright.engine.runtime.loss import Loss, token_cross_entropy
-from meshwright.model.analysis.analyze import Reading
+from meshwright.model.analysis.analyze import AnalyzedModel
 
 TOKENS, CLASSES, PIXELS = 12, 5, 12
 ODD = {"words": 61, "hidden": 24, "inner": 29, "heads": 6, "keys": 3, "head": 4}
@@ -82,11 +82,11 @@ def model_of(family: Family, *, even: bool = False, **more: object) -> nn.Module
 
 
 @cache
-def reading_of(name: str, *, even: bool = False) -> Reading:
+def reading_of(name: str, *, even: bool = False) -> AnalyzedModel:
     """What the model of the family of that name is made of, learnt from two rows."""
     family = named(name)
     transformers.utils.logging.set_verbosity_error()
-    return read(lambda: model_of(family, even=even), batches(family, 1, 2)[0], loss=loss_of(family))
+    return analyze(lambda: model_of(family, even=even), batches(family, 1, 2)[0], loss=loss_of(family))
 
 
 def batches(family: Family, count: int, rows: int, length: int = TOKENS) -> list[dict[str, torch.Tensor]]:

@@ -27,20 +27,20 @@ from fractions import Fraction
 
 from benchmarks.tensor_families import EVEN, ODD, TOKENS, Family, batches, loss_of, model_of, named
 from benchmarks.tensor_parity import SQUARES
-from meshwright.api import make_plan, read
-from meshwright.model.analysis.analyze import Reading
-from meshwright.parallel.memory.activation_checkpointing import Recompute
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.sequence_parallel import Sequence
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Train
-from meshwright.plan.job.precision import Precision
-from meshwright.plan.model_spec.model_spec import NBYTES
+from meshwright.api import analyze, make_plan
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.job.precision import PrecisionConfig
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 
-HALF = Precision(compute="bfloat16")
+HALF = PrecisionConfig(compute="bfloat16")
 Amount = Callable[["Case"], Fraction]
 
 
@@ -89,14 +89,14 @@ class Case:
     strategies: tuple[Strategy, ...]
     law: Mapping[str, Amount] = field(hash=False)
     micros: int = 1
-    precision: Precision = field(default_factory=Precision)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     even: bool = False
 
     def __str__(self) -> str:
         micros = f", {self.micros} micro-batches" if self.micros > 1 else ""
         wire = f", {self.precision.compute}" if self.precision.compute else ""
         kind = f" {self.layer.kind}" if self.layer.kind else ""
-        return f"{self.layer.family}{kind}, {self.how}, {self.mesh.world} ranks{micros}{wire}"
+        return f"{self.layer.family}{kind}, {self.how}, {self.mesh.world_size} ranks{micros}{wire}"
 
     @property
     def family(self) -> Family:
@@ -117,18 +117,18 @@ class Case:
     @property
     def width(self) -> int:
         """Bytes of an element on the wire."""
-        return NBYTES[self.precision.compute or self.precision.parameters]
+        return FLOAT_NBYTES[self.precision.compute or self.precision.parameters]
 
-    def reading(self) -> Reading:
+    def reading(self) -> AnalyzedModel:
         """What its model is made of."""
         family = self.family
         made = model_of(family, even=self.even, **self.layer.layers)
-        return read(made, batches(family, 1, 2)[0], loss=loss_of(family))
+        return analyze(made, batches(family, 1, 2)[0], loss=loss_of(family))
 
-    def plan(self, reading: Reading) -> Plan:
+    def plan(self, reading: AnalyzedModel) -> Plan:
         """What its ranks play. Raises PlanError where it is refused."""
-        data, train = DataSource("random", sequence=TOKENS), Train(batch=self.rows)
-        job = Job(ModelSource(self.family.name), data, train, precision=self.precision)
+        data, train = DataConfig("random", sequence=TOKENS), TrainConfig(batch=self.rows)
+        job = Job(ModelConfig(self.family.name), data, train, precision=self.precision)
         return make_plan(reading, job, self.mesh, self.strategies, 2)
 
 
@@ -136,18 +136,18 @@ def cases() -> Iterator[Case]:
     """All that are compared."""
     for layer in LAYERS:
         for ranks in (2, 3):
-            for micros, precision in ((1, Precision()), (2, Precision()), (1, HALF)):
+            for micros, precision in ((1, PrecisionConfig()), (2, PrecisionConfig()), (1, HALF)):
                 mesh = Mesh(tp=ranks)
-                yield Case(layer, "line", mesh, (Line(),), {"F": forward, "B": backward}, micros, precision)
+                yield Case(layer, "line", mesh, (TensorParallel(),), {"F": forward, "B": backward}, micros, precision)
                 for again in (False, True):
                     how = "sequence, gathered again" if again else "sequence"
                     law = {"F": forward_in_slices, "B": backward_again if again else backward_in_slices}
-                    yield Case(layer, how, mesh, (Line(), Sequence(again=again)), law, micros, precision)
-        law = {"F_LEAN": forward, "RERUN": forward, "B": backward}
-        yield Case(layer, "line, recompute", Mesh(tp=3), (Line(), Recompute()), law)
+                    yield Case(layer, how, mesh, (TensorParallel(), SequenceParallel(regather=again)), law, micros, precision)
+        law = {"F_CHECKPOINTED": forward, "RECOMPUTE": forward, "B": backward}
+        yield Case(layer, "line, recompute", Mesh(tp=3), (TensorParallel(), ActivationCheckpointing()), law)
     llama = LAYERS[0]
     law = {"F": forward, "B": lambda case: backward(case) + keys(case)}
-    yield Case(llama, "line, fewer keys than ranks", Mesh(tp=6), (Line(),), law)
+    yield Case(llama, "line, fewer keys than ranks", Mesh(tp=6), (TensorParallel(),), law)
     for how, (mesh, strategies) in SQUARES.items():
         yield Case(llama, how, mesh, strategies, GRIDS[how.partition(",")[0]], even=True)
 
@@ -194,7 +194,7 @@ def _streams(case: Case) -> Fraction:
 
 def _gradients(case: Case, numel: int) -> Fraction:
     """Sums of the gradients of so many elements, per micro-batch."""
-    return case.micros * _summed(numel * NBYTES[case.precision.parameters], case.mesh.tp)
+    return case.micros * _summed(numel * FLOAT_NBYTES[case.precision.parameters], case.mesh.tp)
 
 
 def _summed(nbytes: int, ranks: int) -> Fraction:

@@ -27,22 +27,22 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from meshwright.api import alone, build, make_plan, read
+from meshwright.api import alone, analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.comm.world import TorchWorld
-from meshwright.engine.optim.optimizers import parameter_groups
-from meshwright.parallel.data.batch_split import Batch as SplitBatch
-from meshwright.parallel.data.zero import Zero
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Optimizer, Train
-from meshwright.plan.job.precision import Precision
+from meshwright.engine.optim.optimizers import make_param_groups
+from meshwright.parallel.data.batch_split import BatchSplit as SplitBatch
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
+from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.run.data.text import TextData
+from meshwright.run.data.text import TextDataset
 
 VOCABULARY = 256
 HEAVY = ("torch", "transformers.models.llama.modeling_llama", "meshwright.api")  # what ranks import before they fork
-OPTIMIZER = Optimizer("adamw", lr=3e-4, weight_decay=0.1, betas=(0.9, 0.95))
+OPTIMIZER = OptimizerConfig("adamw", lr=3e-4, weight_decay=0.1, betas=(0.9, 0.95))
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Batches:
 
     def __init__(self, workload: Workload) -> None:
         folder = Path(sysconfig.get_path("stdlib")) / "json"
-        self._data = TextData(DataSource(str(folder), sequence=workload.sequence))
+        self._data = TextDataset(DataConfig(str(folder), sequence=workload.sequence))
         self._batch, self._step = workload.batch, 0
 
     def next(self) -> dict[str, torch.Tensor]:
@@ -116,19 +116,19 @@ def ours(rank: int, size: int, workload: str, store: str = "", world: World | No
 
 
 def _engine(
-    workload: str, mesh: Mesh, strategies: Sequence[Strategy] | None, world: World, precision: Precision | None = None
+    workload: str, mesh: Mesh, strategies: Sequence[Strategy] | None, world: World, precision: PrecisionConfig | None = None
 ) -> Callable[[], object]:
     torch.set_num_threads(1)
     spec = WORKLOADS[workload]
     batches = Batches(spec)
-    reading = read(spec.model(), Batches(spec).next())
-    train = Train(batch=spec.batch)
-    data, precision = DataSource("stdlib", sequence=spec.sequence), precision or Precision()
-    job = Job(ModelSource("llama"), data, train, OPTIMIZER, precision=precision)
-    engine = build(reading, make_plan(reading, job, mesh, strategies), world=world)
+    reading = analyze(spec.model(), Batches(spec).next())
+    train = TrainConfig(batch=spec.batch)
+    data, precision = DataConfig("stdlib", sequence=spec.sequence), precision or PrecisionConfig()
+    job = Job(ModelConfig("llama"), data, train, OPTIMIZER, precision=precision)
+    engine = parallelize(reading, make_plan(reading, job, mesh, strategies), world=world)
 
     def step() -> float:
-        return engine.step(engine.share(batches.next())).loss
+        return engine.step(engine.local_batch(batches.next())).loss
 
     return step
 
@@ -154,7 +154,7 @@ def deepspeed_zero(rank: int, size: int, workload: str, store: str, *, stage: in
     torch.set_num_threads(1)
     deepspeed, spec = import_module("deepspeed"), WORKLOADS[workload]
     plain = spec.model()
-    groups = parameter_groups(OPTIMIZER, dict(plain.named_parameters()))
+    groups = make_param_groups(OPTIMIZER, dict(plain.named_parameters()))
     optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True)
     said = {"train_micro_batch_size_per_gpu": spec.batch // size, "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True}
     config = {**said, "zero_optimization": {"stage": stage}}
@@ -180,7 +180,7 @@ def sharded(
     mesh = Mesh(dp_shard=size)
     join(rank, size, store)
     world = TorchWorld(mesh, rank, "cpu", shared=False)
-    return _engine(workload, mesh, (SplitBatch(axis="dp_shard"), Zero(**zero)), world, Precision(**precision or {}))
+    return _engine(workload, mesh, (SplitBatch(axis="dp_shard"), ZeRO(**zero)), world, PrecisionConfig(**precision or {}))
 
 
 def _loop(
@@ -189,12 +189,12 @@ def _loop(
     torch.set_num_threads(1)
     plain = spec.model()
     names = dict(plain.named_parameters())
-    groups = parameter_groups(OPTIMIZER, names)
+    groups = make_param_groups(OPTIMIZER, names)
     optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True)
     model = wrap(plain)
     if any(parameter is not names[name] for name, parameter in model.named_parameters() if name in names):  # it made shards
         names = dict(model.named_parameters())
-        groups = parameter_groups(OPTIMIZER, names)
+        groups = make_param_groups(OPTIMIZER, names)
         optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True)
     batches, share = Batches(spec), slice(rank * spec.batch // size, (rank + 1) * spec.batch // size)
 

@@ -223,7 +223,7 @@ def refuse_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*args: object) -> None:
         pytest.fail("a rank was started")
 
-    monkeypatch.setattr(launch_module, "launch", started)
+    monkeypatch.setattr(launch_module, "launch_ranks", started)
 
 
 def forget_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,15 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.comm.collectives.group import World
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Optimizer, Train
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import OptimizerConfig, TrainConfig
 from meshwright.run.checkpoint.manifest import CheckpointError
 from meshwright.testing.ranks import ProcessPool, on_threads
 
 BATCH, STEPS = 6, 5
-JOB = mw.Job(ModelSource("mine"), DataSource("mine"), Train(steps=STEPS, batch=BATCH), Optimizer(lr=0.05, weight_decay=0.0))
+JOB = mw.Job(
+    ModelConfig("mine"), DataConfig("mine"), TrainConfig(steps=STEPS, batch=BATCH), OptimizerConfig(lr=0.05, weight_decay=0.0)
+)
 
 
 class Regression(nn.Module):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.run.checkpoint.save_load import compare
+from meshwright.run.checkpoint.save_load import compare_checkpoints
 from tests.command_line import ENV, STEPS, Command, Said, checkpoint, command, lay_out, metrics, steps_kept
 
 
@@ -121,7 +121,7 @@ def test_a_run_that_is_killed_and_stopped_ends_like_one_left_alone(config, left_
     assert (code, err) == (0, "")
     assert f"\nresumed from step {step}\n" in out
     assert metrics(run) == metrics(left_alone[0])
-    assert compare(checkpoint(run, STEPS), checkpoint(left_alone[0], STEPS)) == []
+    assert compare_checkpoints(checkpoint(run, STEPS), checkpoint(left_alone[0], STEPS)) == []
     assert not list((run / "checkpoints").glob("*.partial-*"))
 
 
@@ -148,7 +148,7 @@ def test_under_torchrun_a_rank_gives_the_same_bits(config, left_alone, tmp_path)
     code, out, err = command("train", config, "--run.folder", run, launcher=words)
     assert code == 0, err
     assert metrics(run) == metrics(left_alone[0])
-    assert compare(checkpoint(run, STEPS), checkpoint(left_alone[0], STEPS)) == []
+    assert compare_checkpoints(checkpoint(run, STEPS), checkpoint(left_alone[0], STEPS)) == []
     assert out.count("starting from step 0") == 1
     assert (run / "plan.toml").exists()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.run.checkpoint.save_load import compare
+from meshwright.run.checkpoint.save_load import compare_checkpoints
 from tests.command_line import Command, Said, checkpoint, lay_out, metrics
 
 STEPS = 40
@@ -133,7 +133,7 @@ def test_a_rank_that_is_killed_ends_all_and_the_run_repeats_its_steps_bit_for_bi
     assert (code, err) == (0, "")
     assert "steps were played again" in out or "was played again" in out or max(metrics(run)) == STEPS
     assert metrics(run) == metrics(left_alone[0])
-    assert compare(checkpoint(run, STEPS), checkpoint(left_alone[0], STEPS)) == []
+    assert compare_checkpoints(checkpoint(run, STEPS), checkpoint(left_alone[0], STEPS)) == []
 
 
 def test_the_traceback_of_the_rank_whose_block_raised_is_shown_and_nobody_waits_for_it(config, forks, tmp_path):
@@ -155,7 +155,7 @@ def test_a_rank_that_is_stopped_in_mid_schedule_is_named_with_what_the_others_wa
     assert "Traceback" not in err
     blamed = err[err.index(" did not come to ") - len("rank N") :]
     assert blamed.startswith("rank 1 did not come to rank ")  # 0 waits for a gradient, 2 for a value
-    assert "'s receive of float32 [3, 16, 16] from index 1 for RECEIVE" in blamed
+    assert "'s receive of float32 [3, 16, 16] from index 1 for RECV" in blamed
     assert "rank 1 did not answer: its process is stopped" in blamed
     assert "repair: find out why rank 1 did not go on" in blamed
 

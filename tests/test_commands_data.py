@@ -12,7 +12,7 @@ import tomli_w
 import tqdm
 
 from meshwright.run.launch import local_launcher as launch_module
-from meshwright.run.launch.local_launcher import Outcome
+from meshwright.run.launch.local_launcher import LaunchResult
 from tests.command_line import LLAMA, TEXT, Said, become_the_only_rank, forget_ranks, lay_out, metrics, refuse_to_start, said
 from tests.run.data.corpora import MARKED, TALKS, jsonl, tokenizer
 
@@ -118,7 +118,7 @@ def test_a_stream_is_trained_on_to_its_end_and_says_what_it_costs(config, say, m
 
 
 def test_what_is_cut_is_said_before_training(config, capsys, monkeypatch):
-    monkeypatch.setattr(launch_module, "launch", lambda *args: Outcome(0))
+    monkeypatch.setattr(launch_module, "launch_ranks", lambda *args: LaunchResult(0))
     with_data(config, {"source": "talks.jsonl", "tokenizer": "tokenizer", "chat": "messages", "sequence": 20})
     _, out, _ = said(capsys, "train", config)
     assert "conversations are longer than data.sequence = 20 and are cut" in out

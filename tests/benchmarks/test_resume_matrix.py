@@ -16,7 +16,7 @@ from benchmarks.resume_matrix import KINDS, TRIALS, chosen
 from meshwright.api import alone
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.run.checkpoint.directories import step_folder
-from meshwright.run.checkpoint.save_load import save
+from meshwright.run.checkpoint.save_load import save_tensors
 
 ROOT = Path(meshwright.__file__).parents[2]
 
@@ -45,7 +45,7 @@ def trial(tmp_path: Path) -> Trial:
     lines = []
     for step in range(1, STEPS + 1):
         tensors = {"model/w": torch.arange(4.0) / step, "optimizer/exp_avg/w": torch.full((4,), step / 3)}
-        save(run / "checkpoints", step, tensors, {}, group, keep=STEPS)
+        save_tensors(run / "checkpoints", step, tensors, {}, group, keep=STEPS)
         lines.append(json.dumps({"step": step, "loss": 1 / step, "grad_norm": 3 / step, "lr": 0.1, "tokens": 192}) + "\n")
     (run / "metrics.jsonl").write_text("".join(lines))
     shutil.copytree(run, tmp_path / "trial" / "run")

@@ -65,11 +65,11 @@ def test_a_refused_plan_is_a_miss_and_says_why() -> None:
 
 
 def test_softmaxes_that_are_merged_wrongly_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = ring_attention.merge
+    right = ring_attention.merge_outputs
     monkeypatch.setattr(ring_attention, "merge", lambda out, lse, more, more_lse: right(out, lse, more, more_lse + 1e-6))
     assert float(str(compared(Case("ring of 3", "causal", 7))["error"])) > TOLERANCE
 
 
 def test_heads_that_are_dealt_to_the_wrong_ranks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_exchange, "_mine", lambda rank, each: range((1 - rank) * each, (2 - rank) * each))
+    monkeypatch.setattr(head_exchange, "_head_indices", lambda rank, each: range((1 - rank) * each, (2 - rank) * each))
     assert float(str(compared(Case("ulysses on 2", "causal", 7))["error"])) > TOLERANCE

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from meshwright.cli import app
-from meshwright.commands.plan import explain, write_explanation
+from meshwright.commands.plan import explain_model, write_explanation
 from meshwright.plan.job.errors import PlanError
 
 LLAMA = {
@@ -47,21 +47,21 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_data_that_is_not_there_and_a_mesh_that_does_not_fit_do_not_matter(config: Path):
-    explained = explain(config, [])
-    found = explained.found
-    assert [row.first for row in found.blocks] == ["model.embed_tokens", "model.layers.0", "model.norm", "lm_head"]
-    assert (explained.faults, explained.width) == ((), 4)
-    assert found.blocks[0].stream_numel == 32 * 16  # data.sequence = 256 by default; the model takes 32
+    explained = explain_model(config, [])
+    found = explained.report
+    assert [row.first_block_call for row in found.blocks] == ["model.embed_tokens", "model.layers.0", "model.norm", "lm_head"]
+    assert (explained.diagnostics, explained.param_itemsize) == ((), 4)
+    assert found.blocks[0].output_numel == 32 * 16  # data.sequence = 256 by default; the model takes 32
 
 
 def test_the_precision_of_the_job_decides_the_bytes(config: Path):
     words = ["--precision.parameters", "bfloat16", "--precision.compute", "bfloat16"]
-    assert explain(config, words).width == 2
+    assert explain_model(config, words).param_itemsize == 2
 
 
 def test_a_model_that_is_not_there_is_refused(config: Path):
     with pytest.raises(PlanError, match=r"there is no file .*other\.json"):
-        explain(config, ["--model.source", "other.json"])
+        explain_model(config, ["--model.source", "other.json"])
 
 
 def test_the_command_shows_the_model_and_writes_json(config: Path, tmp_path: Path):
@@ -95,7 +95,7 @@ def test_words_that_do_not_go_together_are_refused(config: Path, words: list[str
 
 def test_a_file_that_cannot_be_written_is_refused(config: Path, tmp_path: Path):
     with pytest.raises(PlanError, match=r"the explanation cannot be written: .*(?s:.*)--json"):
-        write_explanation(explain(config, []), tmp_path / "no" / "folder.json")
+        write_explanation(explain_model(config, []), tmp_path / "no" / "folder.json")
 
 
 def test_a_mesh_that_divides_shows_where_every_parameter_lies(config: Path, tmp_path: Path):

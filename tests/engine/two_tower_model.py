@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.api import make_plan, read
+from meshwright.api import analyze, make_plan
 from meshwright.engine.runtime.loss import Batch, Loss
-from meshwright.model.analysis.analyze import Reading
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.job.job import Job
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
@@ -71,14 +71,14 @@ def reading_of_towers(
     model: type[Towers] = Towers,
     example: dict[str, torch.Tensor] | None = None,
     **options: bool,
-) -> Reading:
+) -> AnalyzedModel:
     """What the towers are made of, read from float32 rows."""
     rows = {key: value.float() if value.is_floating_point() else value for key, value in (example or pairs(4)).items()}
-    return read(lambda: model(**options), rows, loss=loss)
+    return analyze(lambda: model(**options), rows, loss=loss)
 
 
 def towers_plan(
-    reading: Reading, mesh: Mesh, strategies: Iterable[Strategy] | None = None, micro_batch: int = 0, job: Job | None = None
+    reading: AnalyzedModel, mesh: Mesh, strategies: Iterable[Strategy] | None = None, micro_batch: int = 0, job: Job | None = None
 ) -> Plan:
     """The plan over the data axes of `mesh`."""
     return make_plan(reading, job or tiny_job(), mesh, strategies, micro_batch)

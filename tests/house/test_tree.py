@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from docs.generate import essays, kinds, stale
-from meshwright.plan.sharding.placement import ADJOINT, MOVES
+from meshwright.plan.sharding.placement import ADJOINT, REDISTRIBUTIONS
 from tests.house.source import PACKAGE, ROOT, Finding, package_sources, python_sources, report
 
 TEXT = ("*.md", "*.toml", "*.sh", "*.yaml", "*.yml", "*.txt", "*.lock")
@@ -62,13 +62,13 @@ def open_moves(moves: Mapping[tuple[str, str], str], adjoint: Mapping[str, str])
 
 
 def test_the_move_table_is_closed_under_adjoint():
-    assert open_moves(MOVES, ADJOINT) == []
+    assert open_moves(REDISTRIBUTIONS, ADJOINT) == []
 
 
 def test_a_move_without_a_backward_is_noticed():
-    without = {move: name for move, name in MOVES.items() if move != ("P", "I")}
+    without = {move: name for move, name in REDISTRIBUTIONS.items() if move != ("P", "I")}
     assert "I -> R has no backward" in open_moves(without, ADJOINT)
-    assert "adjoint(adjoint(R)) is not R" in open_moves(MOVES, {**ADJOINT, "P": "P"})
+    assert "adjoint(adjoint(R)) is not R" in open_moves(REDISTRIBUTIONS, {**ADJOINT, "P": "P"})
 
 
 def test_every_action_kind_is_described_by_the_essay_of_its_owner():

@@ -6,8 +6,8 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.model.loading.loader import Loaded, load_model
-from meshwright.plan.job.data_source import ModelSource
+from meshwright.model.loading.loader import LoadedModel, load_model
+from meshwright.plan.job.data_source import ModelConfig
 
 DECODER = {
     **{"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1},
@@ -36,15 +36,15 @@ def published(folder: Path, family: str = "llama", *, seed: int = 3, **changes: 
     return model.eval()
 
 
-def taken_up(folder: Path, source: Path | None = None, **fields: object) -> Loaded:
+def taken_up(folder: Path, source: Path | None = None, **fields: object) -> LoadedModel:
     """The model here of the config in `source` (or `folder`) with the weights in `folder`."""
-    return load_model(ModelSource(str(source or folder), weights=str(folder), **fields), seed=0)
+    return load_model(ModelConfig(str(source or folder), weights=str(folder), **fields), seed=0)
 
 
-def made(loaded: Loaded) -> nn.Module:
+def made(loaded: LoadedModel) -> nn.Module:
     """The model with its values, in eval mode."""
-    module = loaded.blueprint.instance()
-    loaded.blueprint.materialize(module)
+    module = loaded.deferred_init.instantiate()
+    loaded.deferred_init.materialize(module)
     return module.eval()
 
 

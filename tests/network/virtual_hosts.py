@@ -90,7 +90,7 @@ class Hosts(Sequence[Host]):
         mesh = self._mesh(ranks_per_host)
         if self._pool is None or self._per_host != ranks_per_host:
             self.close()
-            self._pool = ProcessPool(mesh.world, [self[rank // ranks_per_host].seat for rank in range(mesh.world)])
+            self._pool = ProcessPool(mesh.world_size, [self[rank // ranks_per_host].seat for rank in range(mesh.world_size)])
             self._per_host = ranks_per_host
         meeting = Meeting(self[0].address, next(self._ports))
         return self._pool.run(fn, mesh, *args, timeout_s=timeout_s, meeting=meeting)
@@ -115,9 +115,9 @@ class Hosts(Sequence[Host]):
         port = next(self._ports)
         running: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []
         with ExitStack() as opened:
-            for rank in range(mesh.world):
+            for rank in range(mesh.world_size):
                 host, local = divmod(rank, ranks_per_host)
-                said = {"RANK": rank, "WORLD_SIZE": mesh.world, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": ranks_per_host}
+                said = {"RANK": rank, "WORLD_SIZE": mesh.world_size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": ranks_per_host}
                 said |= {"GROUP_RANK": host, "MASTER_ADDR": self[0].address, "MASTER_PORT": port}
                 variables = [f"{key}={value}" for key, value in {**(env or {}), **said}.items()]
                 words = ["ip", "netns", "exec", self[host].namespace, "env", *NO_INTERFACE, *variables, *map(str, argv)]
@@ -148,11 +148,13 @@ def hosts(count: int, rate_mbit: float, delay_ms: float = 0.0) -> Iterator[Hosts
     """
     if not (1 <= count <= MOST and rate_mbit > 0 and delay_ms >= 0):
         given = f"hosts({count}, rate_mbit={rate_mbit:g}, delay_ms={delay_ms:g})"
-        raise PlanError(f"{given}; needed are 1 to {MOST} hosts and a rate above 0", fix="hosts(2, rate_mbit=100)", where="hosts")
+        raise PlanError(
+            f"{given}; needed are 1 to {MOST} hosts and a rate above 0", fix="hosts(2, rate_mbit=100)", location="hosts"
+        )
     why = missing(delay_ms)
     if why:
         fix = "run it as root on a Linux with iproute2" + (", or without a delay" if delay_ms else "")
-        raise PlanError(f"hosts cannot be made here: {why}", fix=fix, where="hosts")
+        raise PlanError(f"hosts cannot be made here: {why}", fix=fix, location="hosts")
     remove_forsaken()
     name = fresh_name()
     made: Hosts | None = None

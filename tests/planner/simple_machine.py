@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from meshwright.plan.model_spec.op_costs import Pairs
+from meshwright.plan.model_spec.op_costs import AttentionSize
 from meshwright.plan.step.action import Transfer
 from meshwright.planner.program_cost.device_time import Ground
 
@@ -26,7 +26,7 @@ class Even:
     def product_seconds(self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32") -> float:
         return 2 * m * n * k * batch / self.flops_per_s if self.flops_per_s else 0.0
 
-    def attention_seconds(self, size: Pairs, dtype: str = "float32", *, backward: bool = False) -> float:
+    def attention_seconds(self, size: AttentionSize, dtype: str = "float32", *, backward: bool = False) -> float:
         times = 10 if backward else 4
         return times * prod(size) / self.flops_per_s if self.flops_per_s else 0.0
 

@@ -163,7 +163,7 @@ def _own_address(meeting: Meeting) -> tuple[socket.AddressFamily, tuple[str, int
     except OSError as error:
         fix = "set MASTER_ADDR to a name or number of the host of rank 0 that every host can resolve"
         text = f"the address '{meeting.address}' is not known here ({error.strerror})"
-        raise PlanError(text, fix=fix, where="MASTER_ADDR") from error
+        raise PlanError(text, fix=fix, location="MASTER_ADDR") from error
     family, _, _, _, place = min(found, key=lambda each: each[0] != socket.AF_INET)
     address = str(place[0])
     if ip_address(address.split("%")[0]).is_loopback and not meeting.one_host:
@@ -188,7 +188,7 @@ def _refusal(meeting: Meeting, error: OSError) -> PlanError:
         text = f"port {meeting.port} is in use on {meeting.address}, where rank 0 listens"
         other = meeting.port + 1 if meeting.port < 65535 else 29500
         fix = f"choose another, the same on every host: export MASTER_PORT={other}; or end what uses it (ss -ltnp shows it)"
-        return PlanError(text, fix=fix, where="MASTER_PORT")
+        return PlanError(text, fix=fix, location="MASTER_PORT")
     text = f"rank 0 cannot listen at {meeting}: {error.strerror}"
     fix = "set MASTER_ADDR to an address of this host, MASTER_PORT to a port above 1023"
-    return PlanError(text, fix=fix, where="MASTER_ADDR")
+    return PlanError(text, fix=fix, location="MASTER_ADDR")

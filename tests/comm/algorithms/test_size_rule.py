@@ -16,7 +16,7 @@ TEXT = "doubling <= 64 KiB, tree <= 1 MiB, else hierarchical/2"
 def said(text: str, size: int = 4) -> list[str]:
     """What is wrong with `text`, without the place, which each fault must name."""
     found = list(faults(text, size, WHERE))
-    assert all(fault.where == WHERE for fault in found)
+    assert all(fault.location == WHERE for fault in found)
     return [str(fault).removeprefix(f"{WHERE}: ").replace("\n  repair", "; repair") for fault in found]
 
 
@@ -88,7 +88,7 @@ def test_a_wrong_rule_is_refused_with_its_repair(text: str, message: str):
     assert message in fault
     with pytest.raises(PlanError) as caught:
         Rule.parse(text, WHERE)
-    assert [str(each) for each in caught.value.faults] == [str(each) for each in faults(text, 4, WHERE)]
+    assert [str(each) for each in caught.value.diagnostics] == [str(each) for each in faults(text, 4, WHERE)]
 
 
 def test_all_that_is_wrong_is_said_at_once():

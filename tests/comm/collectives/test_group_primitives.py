@@ -217,7 +217,7 @@ def test_a_fake_rank_holds_what_it_would_if_all_ranks_were_equal(dtype: torch.dt
 
 def float8_moves(world: World) -> bool:
     """Whether all moves of float8 are right here: such tensors do not pass through a pipe."""
-    ranks, dtype = tuple(range(world.mesh.world)), UNSUMMED[-1]
+    ranks, dtype = tuple(range(world.mesh.world_size)), UNSUMMED[-1]
     wanted, got = right(ranks, world.rank, 7, dtype), played(world, ("dp_shard",), 7, dtype, together=True)
     return all(torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in wanted.items())
 

@@ -13,7 +13,7 @@ from meshwright.comm.collectives.group import World
 from meshwright.comm.shared_memory.group import SHORT
 from meshwright.comm.world import TorchWorld
 from meshwright.plan.job.errors import CollectiveError
-from meshwright.plan.job.run_options import Limits, Phase
+from meshwright.plan.job.run_options import RunPhase, WaitLimits
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import ProcessPool, RankFailure, on_threads
 from tests.comm.backends.test_process_group_traffic import arriving
@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_refused_with_the_repair() -> None:
     assert group.ledger.sent == {}
 
 
-def the_other_way(world: World, phase: Phase, numel: int) -> str:
+def the_other_way(world: World, phase: RunPhase, numel: int) -> str:
     """Rank 1 shifts the other way; what each rank is told of it."""
     world.ledger.phase = phase
     group, mine = world.group(["cp"]), torch.ones(numel)
@@ -210,7 +210,7 @@ def never_comes(world: TorchWorld, folder: Path) -> None:
     group, mine = world.group(["cp"]), torch.ones(5)
     group.shift(torch.empty_like(mine), mine, action="F(0)").wait()
     group.barrier()
-    world.lookout.limits = Limits.every(1.0)
+    world.lookout.limits = WaitLimits.uniform(1.0)
     try:
         while world.rank == 1 and not world.lookout.alarmed:
             pass

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from meshwright.comm.collectives.group import World
 from meshwright.comm.world import TorchWorld
 from meshwright.plan.job.errors import CollectiveError
-from meshwright.plan.job.run_options import Limits
+from meshwright.plan.job.run_options import WaitLimits
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import ProcessPool, RankFailure
 
@@ -44,14 +44,14 @@ def played(world: TorchWorld, plant: Plant, folder: Path) -> None:
         while (0 if world.rank == 1 else 1) not in world.lookout.neighbours:
             pass  # a rank that dies in its first moments is known by nobody
         summed(world, "MET")
-        world.lookout.limits = Limits.every(LIMIT_S)  # only now: on a busy machine the ranks may take longer to meet
+        world.lookout.limits = WaitLimits.uniform(LIMIT_S)  # only now: on a busy machine the ranks may take longer to meet
         if world.rank == 1:
             plant(world)
         summed(world, "REDUCE(3)")
         summed(world, "REDUCE(4)")
     except CollectiveError as error:
         part = folder / f"part-{world.rank}"
-        part.write_text(f"{error.speaks}\n{error}")
+        part.write_text(f"{error.is_reporter}\n{error}")
         part.rename(folder / f"rank-{world.rank}")
         raise
 
@@ -176,7 +176,7 @@ def test_the_rank_that_calls_something_else_is_named_with_both_calls(process_poo
 
 
 def receives_from_a_rank_that_is_busy(world: TorchWorld, folder: Path) -> None:
-    world.lookout.limits = Limits.every(LIMIT_S)
+    world.lookout.limits = WaitLimits.uniform(LIMIT_S)
     group = world.group(["dp_replicate"])
     group.barrier()
     try:
@@ -186,7 +186,7 @@ def receives_from_a_rank_that_is_busy(world: TorchWorld, folder: Path) -> None:
         elif world.rank == 2:
             while not (folder / "busy").exists():
                 time.sleep(0.01)
-            group.receive(torch.empty(4), source=1, action="RECEIVE(0)").wait()
+            group.receive(torch.empty(4), source=1, action="RECV(0)").wait()
         group.barrier(action="end")
     except CollectiveError as error:
         (folder / f"rank-{world.rank}").write_text(str(error))
@@ -198,8 +198,7 @@ def test_a_sender_that_does_not_come_is_named_by_the_receiver(process_pool, tmp_
         process_pool.run(receives_from_a_rank_that_is_busy, MESH, tmp_path)
     text = (tmp_path / "rank-2").read_text()
     assert (
-        "rank 1 did not come to rank 2's receive of float32 [4] from index 1 for RECEIVE(0), number 1 over rank 1 to rank 2"
-        in text
+        "rank 1 did not come to rank 2's receive of float32 [4] from index 1 for RECV(0), number 1 over rank 1 to rank 2" in text
     )
     assert "in waits_for_the_alarm" in text
 
@@ -209,7 +208,7 @@ def stops_in_a_row(world: TorchWorld, folder: Path) -> None:
     rows, columns = world.group(["tp"]), world.group(["dp_shard"])
     rows.all_reduce(torch.ones(4), algorithm="ring").wait()
     world.group(["dp_shard", "tp"]).barrier()
-    world.lookout.limits = Limits.every(LIMIT_S)
+    world.lookout.limits = WaitLimits.uniform(LIMIT_S)
     try:
         if world.rank == 3:
             waits_for_the_alarm(world)

@@ -8,10 +8,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from meshwright.comm.collectives.group import World
-from meshwright.engine.forward.evaluation import Evaluation, untouched
+from meshwright.engine.forward.evaluation import Evaluation, preserve_module_state
 from meshwright.engine.runtime.loss import Loss
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Precision
+from meshwright.plan.job.job import PrecisionConfig
 from meshwright.testing.ranks import on_threads
 from tests.engine.one_device import Batch, Custom, bits, ignored, job_of, pair, part
 from tests.tiny_model import Tiny, plan_of, player_of, reading_of, rows, tiny_job
@@ -95,14 +95,14 @@ def test_a_run_with_evaluations_trains_the_same_numbers_as_one_without(build: Ca
         for step in range(4):
             losses.append(done.player.step(part(DATA, 6 * step, 6 * step + 6)).loss)
             if evaluated:
-                modes = [each.training for each in done.player.state.subject.module.modules()]
+                modes = [each.training for each in done.player.state.trained_module.module.modules()]
                 torch.manual_seed(step)
                 before = torch.get_rng_state()
                 done.player.evaluate([part(DATA, 0, 12), part(DATA, 12, 19)])
                 assert torch.equal(before, torch.get_rng_state())
-                assert modes == [each.training for each in done.player.state.subject.module.modules()]
+                assert modes == [each.training for each in done.player.state.trained_module.module.modules()]
                 assert all(p.grad is None for p in done.parameters.values())
-        return bits(dict(done.player.state.subject.module.named_buffers()) | done.player.tensors()), losses
+        return bits(dict(done.player.state.trained_module.module.named_buffers()) | done.player.state_dict()), losses
 
     assert trained(evaluated=True) == trained(evaluated=False)
 
@@ -111,7 +111,7 @@ def test_modes_and_buffers_come_back_after_a_failure():
     model = Busy()
 
     def fail() -> None:
-        with untouched(model):
+        with preserve_module_state(model):
             model.eval()
             model(torch.zeros(1, 2, dtype=torch.long))
             raise KeyError
@@ -123,8 +123,8 @@ def test_modes_and_buffers_come_back_after_a_failure():
 
 
 def test_evaluation_runs_in_the_compute_dtype():
-    low = pair(job=job_of(precision=Precision("float32", "bfloat16", "float32")))
-    whole = pair(job=job_of(precision=Precision("float32", "float32", "float32")))
+    low = pair(job=job_of(precision=PrecisionConfig("float32", "bfloat16", "float32")))
+    whole = pair(job=job_of(precision=PrecisionConfig("float32", "float32", "float32")))
     mine, theirs = low.player.evaluate([part(DATA, 0, 12)]).loss, whole.player.evaluate([part(DATA, 0, 12)]).loss
     assert mine != theirs
     assert mine == pytest.approx(theirs, rel=0.02)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from meshwright.engine.optim.adafactor import Adafactor
-from meshwright.plan.optimizer_spec import moment_nbytes
+from meshwright.plan.optimizer_spec import optimizer_state_nbytes
 from tests.engine.optim.known_gradients import DECAY, LR, gradients, moments, stepped, stepped_in_pieces, weight
 
 SHAPES = [(7, 5), (1, 6), (6, 1), (3, 4, 5), (8,), ()]
@@ -48,7 +48,7 @@ def test_it_keeps_rows_and_columns(shape: tuple[int, ...], elements: int):
     kept = (
         moments(optimizer) if shape else sum(v.nbytes for v in optimizer.state_dict()["state"][0].values() if torch.is_tensor(v))
     )
-    assert kept == 4 * elements == moment_nbytes("adafactor", shape)
+    assert kept == 4 * elements == optimizer_state_nbytes("adafactor", shape)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.engine.runtime.loss import Loss, token_cross_entropy
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Optimizer, Precision
+from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig
 from tests.engine.one_device import Custom, Pair, bits, ignored, job_of, pair, part
 from tests.tiny_model import TOKENS, Tiny, rows
 
@@ -58,14 +58,14 @@ def test_micro_batches_without_labels_weigh_nothing():
 
 @pytest.mark.parametrize("batch", [None, ignored(rows(12)), part(rows(12), 0, 0)], ids=["no rows", "no labels", "an empty batch"])
 def test_a_step_in_which_nothing_counts_changes_nothing_but_the_count_of_steps(batch: dict[str, torch.Tensor] | None):
-    done = pair(job=job_of(optimizer=Optimizer("adamw", weight_decay=0.5)), micro_batch=4)
+    done = pair(job=job_of(optimizer=OptimizerConfig("adamw", weight_decay=0.5)), micro_batch=4)
     done.player.step(part(UNEVEN, 0, 12))
-    before = bits(done.player.tensors())
+    before = bits(done.player.state_dict())
     metrics = done.player.step(batch)
-    assert (metrics.skipped, metrics.loss, metrics.grad_norm, metrics.tokens, metrics.step) == (True, 0.0, 0.0, 0, 2)
-    assert bits(done.player.tensors()) == before
+    assert (metrics.is_skipped, metrics.loss, metrics.grad_norm, metrics.tokens, metrics.step) == (True, 0.0, 0.0, 0, 2)
+    assert bits(done.player.state_dict()) == before
     assert done.player.steps_done == 2
-    assert not done.player.step(part(UNEVEN, 12, 24)).skipped
+    assert not done.player.step(part(UNEVEN, 12, 24)).is_skipped
 
 
 @pytest.mark.parametrize(("clip", "clipped"), [(0.0, False), (0.05, True), (1e3, False), (1e-9, True)])
@@ -100,7 +100,7 @@ def test_tied_parameters_count_once_and_frozen_ones_stay():
 
 
 def test_parameters_that_a_step_does_not_reach_have_gradients_of_zero():
-    job = job_of(optimizer=Optimizer("sgd", lr=0.1, weight_decay=0.5, momentum=0.9))
+    job = job_of(optimizer=OptimizerConfig("sgd", lr=0.1, weight_decay=0.5, momentum=0.9))
     done = pair(lambda: Tiny(spare=True), job=job)
     name = "layers.3.linear.weight"
     before = done.parameters[name].clone()
@@ -148,14 +148,14 @@ def test_a_step_that_failed_leaves_nothing_to_the_next():
     batch = rows(12, uneven=False)
     batch["labels"][8, 0] = 12
     batch["labels"][[0, 4], 0] = 0
-    done = pair(loss=Loss(failing, token_cross_entropy().count), micro_batch=4, job=job_of(optimizer=Optimizer(lr=0.01)))
+    done = pair(loss=Loss(failing, token_cross_entropy().count), micro_batch=4, job=job_of(optimizer=OptimizerConfig(lr=0.01)))
     armed.append(12)
     with pytest.raises(KeyError, match="planted"):
         done.player.step(batch)
     armed.clear()
-    fresh = pair(micro_batch=4, job=job_of(optimizer=Optimizer(lr=0.01)))
+    fresh = pair(micro_batch=4, job=job_of(optimizer=OptimizerConfig(lr=0.01)))
     assert done.player.step(batch) == fresh.player.step(batch)
-    assert bits(done.player.tensors()) == bits(fresh.player.tensors())
+    assert bits(done.player.state_dict()) == bits(fresh.player.state_dict())
 
 
 class Watched(nn.Module):
@@ -177,28 +177,31 @@ def test_bfloat16_compute_keeps_parameters_gradients_and_moments_in_float32():
         model.layers = nn.ModuleList(Watched(6, 6) for _ in range(3))
         return model
 
-    job = job_of(precision=Precision("float32", "bfloat16", "float32"), optimizer=Optimizer(lr=0.01))
-    half, full = pair(build, job=job, micro_batch=4), pair(build, job=job_of(precision=Precision(), optimizer=Optimizer(lr=0.01)))
+    job = job_of(precision=PrecisionConfig("float32", "bfloat16", "float32"), optimizer=OptimizerConfig(lr=0.01))
+    half, full = (
+        pair(build, job=job, micro_batch=4),
+        pair(build, job=job_of(precision=PrecisionConfig(), optimizer=OptimizerConfig(lr=0.01))),
+    )
     for start in (0, 12, 24):
         metrics, expected = (done.player.step(part(UNEVEN, start, start + 12)) for done in (half, full))
         assert metrics.loss == pytest.approx(expected.loss, rel=0.01)
         assert metrics.loss != expected.loss
         assert metrics.grad_norm == pytest.approx(expected.grad_norm, rel=0.05)
-    layers = half.player.state.subject.module.layers
+    layers = half.player.state.trained_module.module.layers
     assert {dtype for layer in layers for dtype in layer.dtypes} == {torch.bfloat16}
-    assert {value.dtype for value in half.player.tensors().values()} == {torch.float32}
+    assert {value.dtype for value in half.player.state_dict().values()} == {torch.float32}
 
 
 def test_a_weight_that_two_visits_cast_to_bfloat16_is_cast_for_each():
     def twice(model: Custom, x: torch.Tensor) -> torch.Tensor:
         return model.head(model.layers[0](model.layers[0](x).tanh()).tanh())
 
-    done = pair(lambda: Custom(twice), job=job_of(precision=Precision("float32", "bfloat16", "float32")), micro_batch=4)
+    done = pair(lambda: Custom(twice), job=job_of(precision=PrecisionConfig("float32", "bfloat16", "float32")), micro_batch=4)
     assert done.player.step(part(UNEVEN, 0, 12)).loss == pytest.approx(done.loss_alone(part(UNEVEN, 0, 12)).item(), rel=0.01)
 
 
 def test_bfloat16_throughout():
-    job = job_of(precision=Precision("bfloat16", "bfloat16", "bfloat16"), clip=0.5)
+    job = job_of(precision=PrecisionConfig("bfloat16", "bfloat16", "bfloat16"), clip=0.5)
     done = pair(job=job, micro_batch=4)
     assert done.player.step(part(UNEVEN, 0, 12)).loss == pytest.approx(done.loss_alone(part(UNEVEN, 0, 12)).item(), rel=0.02)
     assert {parameter.dtype for parameter in done.parameters.values()} == {torch.bfloat16}
@@ -273,6 +276,6 @@ def test_dropout_does_not_depend_on_micro_batches_and_changes_from_step_to_step(
         losses.append([done.player.step(part(UNEVEN, 0, 12)).loss for _ in range(2)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
     assert losses[0] == pytest.approx(losses[2], rel=1e-12)
-    still = pair(lambda: Tiny(p=0.5), job=job_of(optimizer=Optimizer("sgd", lr=1e-12, weight_decay=0.0)))
+    still = pair(lambda: Tiny(p=0.5), job=job_of(optimizer=OptimizerConfig("sgd", lr=1e-12, weight_decay=0.0)))
     first, second = (still.player.step(part(UNEVEN, 0, 12)).loss for _ in range(2))
     assert abs(first - second) > 1e-3

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import meshwright as mw
-from meshwright.model.blocks.batch_coupling import mixing_norms
-from meshwright.parallel.data.ddp import Replicate
+from meshwright.model.blocks.batch_coupling import batch_coupled_norms
+from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.errors import PlanError
 from tests.parallel.data.tokenwise_model import Dealt
 from tests.tiny_model import tiny_job
@@ -63,11 +63,11 @@ def test_a_norm_that_would_see_a_part_of_the_batch_is_refused_with_what_to_do(bu
             mw.make_plan(reading, tiny_job(), mesh, micro_batch=micro_batch)
         assert "1 batch norms (norm...) would take statistics of a part of the global batch" in str(caught.value)
         assert said in str(caught.value)
-    assert mw.make_plan(reading, tiny_job()).num_micro == 1  # on one device at once it is what it always was
+    assert mw.make_plan(reading, tiny_job()).num_microbatches == 1  # on one device at once it is what it always was
 
 
 def test_a_norm_that_would_see_some_of_the_tokens_is_refused():
-    strategies = (Dealt(), Replicate(axis="cp"))
+    strategies = (Dealt(), DDP(axis="cp"))
     with pytest.raises(PlanError, match=r"take statistics of a part of the global batch \(3 ranks x 1 micro-batches\)"):
         mw.make_plan(reading_of(lambda: Normed(nn.BatchNorm1d(6))), tiny_job(), mw.Mesh(cp=3), strategies)
 
@@ -86,7 +86,7 @@ def test_frozen_statistics_equal_one_device():
 def test_only_norms_that_mix_rows_are_found():
     model = nn.Sequential(nn.LayerNorm(3), nn.BatchNorm1d(3), nn.GroupNorm(1, 3), nn.InstanceNorm1d(3), nn.BatchNorm2d(3))
     model[4].eval()
-    assert list(mixing_norms(model)) == ["1"]
+    assert list(batch_coupled_norms(model)) == ["1"]
 
 
 @pytest.mark.parametrize("spectral", [parametrizations.spectral_norm, nn.utils.spectral_norm], ids=["new", "old"])

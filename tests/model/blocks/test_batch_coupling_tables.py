@@ -8,10 +8,10 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
 import meshwright as mw
-from meshwright.parallel.context.ring import Ring
-from meshwright.parallel.data.ddp import Replicate
+from meshwright.parallel.context.ring import RingAttention
+from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.precision import Precision
+from meshwright.plan.job.precision import PrecisionConfig
 from tests.tiny_model import tiny_job
 
 WORDS, WIDTH, ROWS = 31, 8, 12
@@ -93,7 +93,7 @@ def test_a_table_that_would_see_a_part_of_the_batch_is_refused_with_what_to_do(w
 @pytest.mark.parametrize("words", [normed, counted])
 def test_so_is_one_that_would_see_some_of_the_tokens(words: Callable[[], nn.Module]):
     with pytest.raises(PlanError, match="a part of the global batch"):
-        mw.make_plan(reading_of(words), tiny_job(), mw.Mesh(cp=3), (Ring(), Replicate(axis="cp")))
+        mw.make_plan(reading_of(words), tiny_job(), mw.Mesh(cp=3), (RingAttention(), DDP(axis="cp")))
 
 
 def test_micro_batches_divide_counts_and_leave_norms_alone():
@@ -107,7 +107,7 @@ def test_micro_batches_divide_counts_and_leave_norms_alone():
 
 
 def test_what_a_master_would_undo_is_refused():
-    halves = Precision("bfloat16", "bfloat16", master="float32")
+    halves = PrecisionConfig("bfloat16", "bfloat16", master="float32")
     with pytest.raises(PlanError, match=r"its master \(float32\) would take its place"):
         mw.make_plan(reading_of(normed), tiny_job(precision=halves))
 
@@ -143,7 +143,7 @@ class Written(nn.Module):
         (mw.Mesh(dp_shard=2), {}, "it is brought together for a use, and let go of"),
         (
             mw.Mesh(),
-            {"precision": Precision("bfloat16", "bfloat16", master="float32")},
+            {"precision": PrecisionConfig("bfloat16", "bfloat16", master="float32")},
             r"its master \(float32\) would take its place",
         ),
     ],
@@ -179,7 +179,7 @@ def test_statistics_by_torchs_function_are_those_of_all_rows():
     for mesh, micro_batch in ((mw.Mesh(dp_replicate=2), 0), (mw.Mesh(), 4)):
         with pytest.raises(PlanError, match=r"F.batch_norm in .* would take statistics of a part of the global batch"):
             mw.make_plan(reading, tiny_job(), mesh, micro_batch=micro_batch)
-    assert mw.make_plan(reading, tiny_job()).num_micro == 1
+    assert mw.make_plan(reading, tiny_job()).num_microbatches == 1
     assert reading_of(lambda: Scaled(F.instance_norm)).tables == ()  # it sees one row at a time
 
 

@@ -38,7 +38,7 @@ def test_a_block_called_several_times_has_several_visits():
 
     done = driven(glue)
     assert done.visits == ["layers.1", "layers.0", "layers.1#2", "layers.0#2", "head"]
-    weights = {weight.name: weight.visits for weight in done.reading.anatomy.weights}
+    weights = {weight.name: weight.block_calls for weight in done.reading.model_spec.params}
     assert weights["layers.0.linear.weight"] == ("layers.0", "layers.0#2")
     assert weights["layers.2.linear.weight"] == ("(root)",)
 
@@ -61,7 +61,7 @@ def test_a_parameter_handed_to_another_block_belongs_to_both():
             x = layer(x, model.layers[2].linear.weight)
         return model.layers[2](x, model.layers[2].linear.weight)
 
-    weights = {weight.name: weight.visits for weight in driven(glue, block).reading.anatomy.weights}
+    weights = {weight.name: weight.block_calls for weight in driven(glue, block).reading.model_spec.params}
     assert weights["layers.2.linear.weight"] == ("layers.0", "layers.1", "layers.2")
     assert weights["layers.2.linear.bias"] == ("layers.2",)
 
@@ -83,7 +83,7 @@ def test_a_block_called_by_another_block_is_a_part_of_it():
     done = both_ways(Outer, X)
     assert done.error < 1e-14
     assert done.visits == ["layers.0", "layers.1", "layers.2"]
-    assert done.reading.anatomy.weights[0].visits == ("layers.0", "layers.1", "layers.2")
+    assert done.reading.model_spec.params[0].block_calls == ("layers.0", "layers.1", "layers.2")
 
 
 def test_parts_of_a_block_called_directly_are_glue():
@@ -142,7 +142,7 @@ def test_objects_that_hold_tensors_unseen_pass_uncut():
 
 def test_writing_in_place_into_a_blocks_output():
     done = driven(writing_in_place, lambda block, x: block.linear(x))
-    assert done.reading.anatomy.in_place
+    assert done.reading.model_spec.writes_in_place
 
 
 def test_glue_that_is_overwritten_after_a_block_took_it():

@@ -40,16 +40,16 @@ def test_gradients_of_a_causal_language_model_are_those_of_one_backward(name: st
     assert driven.in_glue == []
     layers = [visit for visit in driven.visits if visit.split(".")[-1].isdigit()]
     assert len(layers) == 2
-    assert tuple(driven.visits) == driven.reading.anatomy.visits
-    assert driven.reading.anatomy.notes == ()
+    assert tuple(driven.visits) == driven.reading.model_spec.block_calls
+    assert driven.reading.model_spec.notes == ()
 
 
 def test_a_tied_head_is_one_parameter_of_two_visits():
     sizes = {"vocab_size": 61, "n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
     sizes |= {"use_cache": False}
     driven = both_ways(build("GPT2", "LMHeadModel", sizes), {"input_ids": TOKENS}, total=lambda out: out.logits.sin().sum())
-    tied = driven.reading.anatomy.weights[0]
-    assert (tied.name, tied.visits) == ("transformer.wte.weight", ("transformer.wte", "lm_head"))
+    tied = driven.reading.model_spec.params[0]
+    assert (tied.name, tied.block_calls) == ("transformer.wte.weight", ("transformer.wte", "lm_head"))
     assert tied.aliases == ("lm_head.weight",)
     assert driven.error < 1e-14
 
@@ -75,9 +75,9 @@ def test_t5_uses_its_shared_embedding_in_three_visits():
     sizes |= {"use_cache": False}
     driven = both_ways(build("T5", "ForConditionalGeneration", sizes), PAIRS, total=lambda out: out.logits.sin().sum())
     assert driven.error < 1e-14
-    shared = driven.reading.anatomy.weights[0]
+    shared = driven.reading.model_spec.params[0]
     assert shared.name == "shared.weight"
-    assert shared.visits == ("encoder.embed_tokens", "decoder.embed_tokens", "lm_head")
+    assert shared.block_calls == ("encoder.embed_tokens", "decoder.embed_tokens", "lm_head")
 
 
 def test_bart_hands_the_end_of_its_encoder_to_every_layer_of_its_decoder():
@@ -85,5 +85,9 @@ def test_bart_hands_the_end_of_its_encoder_to_every_layer_of_its_decoder():
     sizes |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "dropout": 0.0, "use_cache": False}
     driven = both_ways(build("Bart", "ForConditionalGeneration", sizes), PAIRS, total=lambda out: out.logits.sin().sum())
     assert driven.error < 1e-14
-    assert driven.reading.anatomy.weights[0].visits == ("model.encoder.embed_tokens", "model.decoder.embed_tokens", "lm_head")
+    assert driven.reading.model_spec.params[0].block_calls == (
+        "model.encoder.embed_tokens",
+        "model.decoder.embed_tokens",
+        "lm_head",
+    )
     assert driven.in_glue == []

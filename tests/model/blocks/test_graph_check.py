@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.model.blocks.driver import Drive
-from meshwright.model.blocks.graph_check import Pieces, behind, is_leaf, pieces
+from meshwright.model.blocks.driver import ForwardDriver
+from meshwright.model.blocks.graph_check import GraphPieces, backward_nodes, is_leaf_node, split_graph
 from meshwright.plan.job.errors import PlanError
 from tests.model.block_backward import both_ways, reading_of
 
@@ -98,13 +98,13 @@ def test_gradients_taken_inside_a_block_are_exact():
     assert done.visits == ["0", "1", "2"]
 
 
-def forward_of(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, Pieces]:
-    drive = Drive(dict(model.named_children()))
+def forward_of(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, GraphPieces]:
+    drive = ForwardDriver(dict(model.named_children()))
     try:
         outputs, closing, passed = drive.forward(lambda visit: None, lambda: model(x))
     finally:
         drive.detach()
-    return outputs, pieces(passed, closing)
+    return outputs, split_graph(passed, closing)
 
 
 def test_every_piece_knows_the_parameters_it_uses():
@@ -114,8 +114,8 @@ def test_every_piece_knows_the_parameters_it_uses():
     assert found.users[id(model[0].weight)] == {"0", "1"}
     assert found.users[id(model[0].bias)] == {"0"}
     assert set(found.owner.values()) == {"0", "1"}
-    found.refuse_unknown(dict(model.named_parameters()), {"0.weight": ("0", "1"), "0.bias": ("0",), "1.bias": ("1",)})
-    found.refuse_loss(outputs.square().sum(), dict(model.named_parameters()))
+    found.check_param_users(dict(model.named_parameters()), {"0.weight": ("0", "1"), "0.bias": ("0",), "1.bias": ("1",)})
+    found.check_loss(outputs.square().sum(), dict(model.named_parameters()))
 
 
 def test_a_use_that_the_trial_did_not_show_is_refused():
@@ -123,7 +123,7 @@ def test_a_use_that_the_trial_did_not_show_is_refused():
     model[1].weight = model[0].weight
     _, found = forward_of(model, X["x"])
     with pytest.raises(PlanError, match=r"the block '1' uses the parameter 0\.weight, which it did not in the trial run"):
-        found.refuse_unknown(dict(model.named_parameters()), {"0.weight": ("0",), "0.bias": ("0",), "1.bias": ("1",)})
+        found.check_param_users(dict(model.named_parameters()), {"0.weight": ("0",), "0.bias": ("0",), "1.bias": ("1",)})
 
 
 def test_a_loss_that_reaches_a_parameter_or_a_piece_directly_is_refused():
@@ -133,15 +133,15 @@ def test_a_loss_that_reaches_a_parameter_or_a_piece_directly_is_refused():
     model[1].forward = lambda x: kept.append(F.linear(x, model[1].weight)) or kept[0].tanh()
     outputs, found = forward_of(model, X["x"])
     with pytest.raises(PlanError, match=r"^loss: the loss reaches the parameter 0\.weight directly(?s:.*)inside the model"):
-        found.refuse_loss(outputs.sum() + model[0].weight.square().sum(), names)
+        found.check_loss(outputs.sum() + model[0].weight.square().sum(), names)
     with pytest.raises(PlanError, match="the border of the block '1': it meets the loss"):
-        found.refuse_loss(outputs.sum() + kept[0].sum(), {})
-    found.refuse_loss(outputs.detach().sum(), names)
+        found.check_loss(outputs.sum() + kept[0].sum(), {})
+    found.check_loss(outputs.detach().sum(), names)
 
 
 def test_behind_gives_every_node_once():
     x = torch.ones(2, requires_grad=True)
     y = x * x
-    nodes = list(behind([(y + y * y).grad_fn, y.grad_fn]))
+    nodes = list(backward_nodes([(y + y * y).grad_fn, y.grad_fn]))
     assert len(nodes) == len(set(nodes)) == 4
-    assert [node.variable is x for node in nodes if is_leaf(node)] == [True]
+    assert [node.variable is x for node in nodes if is_leaf_node(node)] == [True]

@@ -98,8 +98,10 @@ def test_code_from_a_repository_is_never_run(tmp_path: Path):
 def test_unknown_overrides_are_refused_together_with_the_nearest(tmp_path: Path):
     with pytest.raises(PlanError) as caught:
         config_factory(written(tmp_path, LLAMA), {"num_hiden_layers": 1, "vocab": 2, "use_cache": True})
-    faults = caught.value.faults
-    assert [fault.where for fault in faults] == [f"model.overrides.{name}" for name in ("num_hiden_layers", "vocab", "use_cache")]
+    faults = caught.value.diagnostics
+    assert [fault.location for fault in faults] == [
+        f"model.overrides.{name}" for name in ("num_hiden_layers", "vocab", "use_cache")
+    ]
     assert faults[0].fix == "did you mean 'num_hidden_layers'?"
 
 
@@ -117,8 +119,8 @@ def test_unknown_overrides_are_refused_together_with_the_nearest(tmp_path: Path)
 def test_a_config_that_cannot_work_is_refused(tmp_path: Path, config: object, what: str, fix: str):
     with pytest.raises(PlanError) as caught:
         config_factory(written(tmp_path, config), {})
-    assert what in caught.value.faults[0].what
-    assert fix in caught.value.faults[0].fix
+    assert what in caught.value.diagnostics[0].problem
+    assert fix in caught.value.diagnostics[0].fix
 
 
 def test_a_missing_config_is_refused(tmp_path: Path):

@@ -8,9 +8,9 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.api import make_plan, read, verify
+from meshwright.api import analyze, make_plan, verify
 from meshwright.engine.runtime.loss import Loss, token_cross_entropy
-from meshwright.model.hf.output_capture import marks
+from meshwright.model.hf.output_capture import capture_marks
 from meshwright.model.loading.loader import Model
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
@@ -50,7 +50,7 @@ def with_z(outputs: Any, batch: Any) -> torch.Tensor:
 def test_an_auxiliary_loss_reaches_the_routers_through_what_was_captured(family: str):
     done = driven(family, lambda outputs: outputs.logits.sin().sum() + 100 * outputs.aux_loss)
     assert done.error < 1e-14
-    assert done.reading.captured == {"router_logits": 2}
+    assert done.reading.num_captured == {"router_logits": 2}
     without = driven(family, lambda outputs: outputs.logits.sin().sum())
     router = next(name for name in done.gradients if "mlp.gate" in name)
     assert not torch.allclose(done.gradients[router], without.gradients[router])
@@ -68,12 +68,12 @@ def test_captured_hidden_states_are_outputs_too():
 
 
 def test_nothing_is_marked_when_nothing_is_captured():
-    assert marks() == ()
+    assert capture_marks() == ()
 
 
 def verdict(total: Callable[[Any, Any], torch.Tensor], ranks: int, micro_batch: int = 0) -> bool:
     loss = Loss(total, USUAL.count)
-    reading = read(lambda: Model(build(), loss=loss), ROWS, loss=loss)
+    reading = analyze(lambda: Model(build(), loss=loss), ROWS, loss=loss)
     plan = make_plan(reading, tiny_job(6), Mesh(dp_replicate=ranks), micro_batch=micro_batch)
     return verify(reading, plan, [ROWS, ROWS], loss=loss).passed
 
@@ -113,4 +113,4 @@ def test_a_hook_of_ones_own_is_refused_by_the_name_of_the_block():
 
     blocks = ["layers.0", "layers.1", "layers.2"]
     with pytest.raises(PlanError, match=r"a tensor goes round the border of the block 'layers\.1'"):
-        read(lambda: Model(Hooked(), blocks=blocks), {"x": torch.ones(2, 6)})
+        analyze(lambda: Model(Hooked(), blocks=blocks), {"x": torch.ones(2, 6)})

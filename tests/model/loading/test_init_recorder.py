@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from meshwright.model.loading.init_recorder import is_meta
-from meshwright.model.loading.meta_init import blueprint
+from meshwright.model.loading.meta_init import defer_init
 from meshwright.plan.job.errors import PlanError
 from tests.model.loading.meta_models import assert_alike, made, only
 
@@ -71,7 +71,7 @@ def test_a_value_computed_before_registration_is_kept():
 def test_the_constructor_leaves_the_generator_of_torch_alone():
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    blueprint(lambda: only(nn.Module(), nn.Parameter(torch.randn(3))), 0)
+    defer_init(lambda: only(nn.Module(), nn.Parameter(torch.randn(3))), 0)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -84,7 +84,7 @@ def test_other_threads_build_ordinary_modules_meanwhile():
         other.join()
         return nn.Linear(2, 2)
 
-    blueprint(build, 0)
+    defer_init(build, 0)
     assert not is_meta(built[0].weight)
 
 
@@ -113,7 +113,7 @@ def test_everything_patched_is_restored_when_the_constructor_fails():
         raise KeyError("no")
 
     with pytest.raises(KeyError):
-        blueprint(fail, 0)
+        defer_init(fail, 0)
     assert nn.init._no_grad_trunc_normal_ is original
     assert not is_meta(nn.Linear(2, 2).weight)
 
@@ -180,15 +180,15 @@ def writes_behind() -> nn.Module:
 @pytest.mark.filterwarnings("ignore:.*Lazy modules are a new feature.*")
 def test_what_cannot_be_replayed_is_refused_by_name(build: Callable[[], nn.Module], where: str, words: str):
     with pytest.raises(PlanError) as caught:
-        blueprint(build, 0)
-    assert caught.value.faults[0].where == where
-    assert words in caught.value.faults[0].what
+        defer_init(build, 0)
+    assert caught.value.diagnostics[0].location == where
+    assert words in caught.value.diagnostics[0].problem
 
 
 def test_all_parameters_that_are_never_initialised_are_reported_together():
     with pytest.raises(PlanError) as caught:
-        blueprint(lambda: nn.ParameterList(nn.Parameter(torch.empty(2)) for _ in range(3)), 0)
-    assert [fault.where for fault in caught.value.faults] == ["0", "1", "2"]
+        defer_init(lambda: nn.ParameterList(nn.Parameter(torch.empty(2)) for _ in range(3)), 0)
+    assert [fault.location for fault in caught.value.diagnostics] == ["0", "1", "2"]
 
 
 def test_a_parameter_larger_than_any_memory_is_constructed():
@@ -198,9 +198,9 @@ def test_a_parameter_larger_than_any_memory_is_constructed():
             self.weight = nn.Parameter(torch.empty(1 << 20, 1 << 20).t())
             nn.init.normal_(self.weight)
 
-    drawn = blueprint(Huge, 0)
-    assert drawn.logical["weight"].shape == (1 << 20, 1 << 20)
-    assert is_meta(drawn.instance().weight)
+    drawn = defer_init(Huge, 0)
+    assert drawn.logical_params["weight"].shape == (1 << 20, 1 << 20)
+    assert is_meta(drawn.instantiate().weight)
 
 
 def test_a_large_tensor_that_stays_one_is_ordinary_memory():

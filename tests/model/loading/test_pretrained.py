@@ -11,16 +11,16 @@ from torch import nn
 
 from meshwright.model.loading.loader import load_factory, with_weights
 from meshwright.model.loading.pretrained import find_weights
-from meshwright.model.loading.safetensors_io import SINGLE
+from meshwright.model.loading.safetensors_io import SINGLE_FILE
 from meshwright.plan.job.errors import PlanError
 from tests.model.published_models import FAMILIES, logits, made, published, taken_up
 
 
 def edited(folder: Path, change) -> Path:
     """`folder` with other tensors: `change` edits the dict of all of them in place."""
-    tensors = load_file(folder / SINGLE)
+    tensors = load_file(folder / SINGLE_FILE)
     change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / SINGLE, metadata={"format": "pt"})
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / SINGLE_FILE, metadata={"format": "pt"})
     return folder
 
 
@@ -38,9 +38,9 @@ def test_what_transformers_wrote_gives_its_logits(tmp_path: Path, family: str):
 
 def test_values_are_stored_ones_and_not_those_of_the_seed(tmp_path: Path):
     theirs = published(tmp_path)
-    print_ = taken_up(tmp_path).blueprint
-    assert torch.equal(print_.value("lm_head.weight"), theirs.lm_head.weight)
-    assert torch.equal(print_.value("lm_head.weight", torch.bfloat16), theirs.lm_head.weight.bfloat16())
+    print_ = taken_up(tmp_path).deferred_init
+    assert torch.equal(print_.initial_value("lm_head.weight"), theirs.lm_head.weight)
+    assert torch.equal(print_.initial_value("lm_head.weight", torch.bfloat16), theirs.lm_head.weight.bfloat16())
 
 
 def test_a_base_model_s_weights_fit_the_model_round_it(tmp_path: Path):
@@ -138,16 +138,16 @@ def test_an_expert_of_another_shape_or_none_at_all_is_named(tmp_path: Path):
 def test_what_is_skipped_starts_from_the_seed_or_stays_unread(tmp_path: Path):
     theirs = published(tmp_path)
     edited(tmp_path, lambda tensors: tensors.update({"spare.weight": torch.ones(2)}) or tensors.pop("lm_head.weight"))
-    print_ = taken_up(tmp_path, skip=("lm_head.*", "spare.*")).blueprint
-    assert print_.value("lm_head.weight").std().item() == pytest.approx(0.02, rel=0.3)
-    assert not torch.equal(print_.value("lm_head.weight"), theirs.lm_head.weight)
-    assert torch.equal(print_.value("model.norm.weight"), theirs.model.norm.weight)
+    print_ = taken_up(tmp_path, skip=("lm_head.*", "spare.*")).deferred_init
+    assert print_.initial_value("lm_head.weight").std().item() == pytest.approx(0.02, rel=0.3)
+    assert not torch.equal(print_.initial_value("lm_head.weight"), theirs.lm_head.weight)
+    assert torch.equal(print_.initial_value("model.norm.weight"), theirs.model.norm.weight)
 
 
 def test_skip_forgives_another_shape(tmp_path: Path):
     published(tmp_path)
-    print_ = taken_up(tmp_path, overrides={"vocab_size": 44}, skip=("lm_head.*", "model.embed_tokens.*")).blueprint
-    assert print_.value("lm_head.weight").shape == (44, 16)
+    print_ = taken_up(tmp_path, overrides={"vocab_size": 44}, skip=("lm_head.*", "model.embed_tokens.*")).deferred_init
+    assert print_.initial_value("lm_head.weight").shape == (44, 16)
 
 
 def test_a_module_of_anybody_takes_weights_under_its_own_names(tmp_path: Path):
@@ -164,12 +164,12 @@ def test_rows_of_an_expert_are_read_without_the_other_experts(tmp_path: Path, mo
     theirs = published(tmp_path, "mixtral")
     loaded = taken_up(tmp_path)
     weights = find_weights(
-        tmp_path, loaded.blueprint.instance(), {name: e.aliases for name, e in loaded.blueprint.logical.items()}
+        tmp_path, loaded.deferred_init.instantiate(), {name: e.aliases for name, e in loaded.deferred_init.logical_params.items()}
     )
     name = "model.layers.0.mlp.experts.gate_up_proj"
     asked = []
-    native = weights._native
-    monkeypatch.setattr(weights, "_native", lambda stored: asked.append(stored) or native(stored))
+    native = weights._read_stored
+    monkeypatch.setattr(weights, "_read_stored", lambda stored: asked.append(stored) or native(stored))
     found = weights.read(name, torch.float32, rows=range(1, 3))
     assert torch.equal(found, theirs.get_parameter(name)[1:3])
     assert {re.search(r"experts\.(\d)\.", stored)[1] for stored in asked} == {"1", "2"}
@@ -178,13 +178,13 @@ def test_rows_of_an_expert_are_read_without_the_other_experts(tmp_path: Path, mo
 
 def test_the_origin_says_size_digest_and_what_is_held(tmp_path: Path):
     theirs = published(tmp_path, "mixtral")
-    origin = taken_up(tmp_path).blueprint.origin
+    origin = taken_up(tmp_path).deferred_init.weights_origin
     fused = theirs.model.layers[0].mlp.experts.gate_up_proj
     assert origin.nbytes == sum(parameter.numel() * 4 for parameter in theirs.parameters())
-    assert origin.held == 2 * fused.numel() * 4  # its parts, and what they are joined to
+    assert origin.read_buffer_nbytes == 2 * fused.numel() * 4  # its parts, and what they are joined to
     assert origin.source == str(tmp_path)
     published(tmp_path / "other", "mixtral", seed=4)
-    assert taken_up(tmp_path / "other").blueprint.origin.digest != origin.digest
+    assert taken_up(tmp_path / "other").deferred_init.weights_origin.digest != origin.digest
 
 
 def test_a_tokenizer_beyond_the_vocabulary_is_refused(tmp_path: Path):

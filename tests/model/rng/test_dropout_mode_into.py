@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import read
+from meshwright.api import analyze
 from tests.model.rng.test_dropout_mode import on, run
 
 
@@ -39,6 +39,6 @@ class ByNumpy(nn.Module):
 
 
 def test_draws_by_numpy_are_told_and_not_refused_as_they_may_do_nothing():
-    notes = read(ByNumpy(), {"x": torch.ones(2, 3)}).anatomy.notes
+    notes = analyze(ByNumpy(), {"x": torch.ones(2, 3)}).model_spec.notes
     assert any("the forward draws numbers with numpy.random" in note for note in notes)
-    assert not any("numpy" in note for note in read(nn.Linear(3, 3), {"input": torch.ones(2, 3)}).anatomy.notes)
+    assert not any("numpy" in note for note in analyze(nn.Linear(3, 3), {"input": torch.ones(2, 3)}).model_spec.notes)

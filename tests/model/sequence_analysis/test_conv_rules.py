@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
 from meshwright.model.sequence_analysis import conv_rules
-from meshwright.plan.model_spec.sequence_info import Convolve
+from meshwright.plan.model_spec.sequence_info import ConvSpec
 from tests.model.sequence_analysis.test_token_rules import LENGTH, WIDTH, Layer, Layers, Rule, layer, tokens_of
 
 
@@ -104,25 +104,30 @@ REFUSED: dict[str, tuple[Rule, str]] = {
 }
 
 
-def found(rule: Rule) -> list[Convolve]:
-    return list(tokens_of(lambda: Layers(rule)).convolves)
+def found(rule: Rule) -> list[ConvSpec]:
+    return list(tokens_of(lambda: Layers(rule)).conv_calls)
 
 
 @pytest.mark.parametrize("rule", KNOWN)
 def test_what_is_known_of_a_convolution(rule: str):
     run, said = KNOWN[rule]
     passing = layer(run)
-    assert (passing.mixes, passing.takes, passing.gives) == ("", ((1,),), ((1,),))
+    assert (passing.not_sequence_parallel, passing.input_token_dims, passing.output_token_dims) == ("", ((1,),), ((1,),))
     (convolve,) = found(run)
-    told = (convolve.left, convolve.right, convolve.before, convolve.after, convolve.behind)
+    told = (convolve.left_halo, convolve.right_halo, convolve.pad_before, convolve.pad_after, convolve.num_extra_outputs)
     assert told == (said or (2, 0, 0, 0, 2))
-    assert (convolve.visit, convolve.tokens, convolve.width, convolve.needed) == ("layers.0", LENGTH, WIDTH, True)
+    assert (convolve.block_call, convolve.num_tokens, convolve.token_numel, convolve.needs_grad) == (
+        "layers.0",
+        LENGTH,
+        WIDTH,
+        True,
+    )
 
 
 @pytest.mark.parametrize("rule", REFUSED)
 def test_what_is_refused_by_name(rule: str):
     run, words = REFUSED[rule]
-    why = layer(run).mixes
+    why = layer(run).not_sequence_parallel
     assert why.startswith("layers.0")
     assert words in why
 
@@ -133,8 +138,12 @@ def test_a_block_that_does_not_cut_what_it_gives_runs_on_all_tokens_of_every_ran
             return self.head(self.layers[0](self.embed(input_ids))[:, : input_ids.shape[1]])
 
     tokens = tokens_of(lambda: Late(along(lambda self, x: conv(self, x, padding=2))))
-    assert [(each.mixes, each.whole) for each in tokens.visits] == [("", False), ("", True), ("", False)]
-    assert tokens.convolves == ()
+    assert [(each.not_sequence_parallel, each.is_replicated) for each in tokens.block_calls] == [
+        ("", False),
+        ("", True),
+        ("", False),
+    ]
+    assert tokens.conv_calls == ()
 
 
 def test_rows_that_are_tokens_are_convolved_by_themselves():
@@ -142,15 +151,15 @@ def test_rows_that_are_tokens_are_convolved_by_themselves():
         rows = x.reshape(-1, 1, WIDTH)
         return F.conv1d(rows, self.conv.weight[:1, :1], padding=1).reshape(x.shape)
 
-    assert layer(by_token).mixes == ""
-    assert [each.reach for each in found(by_token)] == [0]
+    assert layer(by_token).not_sequence_parallel == ""
+    assert [each.halo for each in found(by_token)] == [0]
 
 
 def test_padding_by_the_number_of_tokens_is_refused():
     def even(self: Layer, x: torch.Tensor) -> torch.Tensor:
         return conv(self, F.pad(x, (2, -x.shape[-1] % 4)))[..., : x.shape[-1]]
 
-    assert "convolves tokens, or pads them, by their number" in layer(along(even)).mixes
+    assert "convolves tokens, or pads them, by their number" in layer(along(even)).not_sequence_parallel
 
 
 def test_convolutions_stand_in_order_among_attention_and_layers():
@@ -161,8 +170,12 @@ def test_convolutions_stand_in_order_among_attention_and_layers():
         return conv(self, self.norm(y).mT, padding=1).mT
 
     one, two = found(rule)
-    assert (one.module, one.attended, one.called) == ("layers.0.conv", 0, ("layers.0.linear",))
-    assert (two.module, two.attended, two.called) == ("layers.0", 1, ("layers.0.linear", "layers.0.conv", "layers.0.norm"))
+    assert (one.module, one.num_prior_attention_calls, one.prior_layers) == ("layers.0.conv", 0, ("layers.0.linear",))
+    assert (two.module, two.num_prior_attention_calls, two.prior_layers) == (
+        "layers.0",
+        1,
+        ("layers.0.linear", "layers.0.conv", "layers.0.norm"),
+    )
 
 
 def test_a_first_block_that_every_rank_runs_whole_asks_nobody():
@@ -172,8 +185,8 @@ def test_a_first_block_that_every_rank_runs_whole_asks_nobody():
             self.embed = First(lambda self, x: x)
 
     tokens = tokens_of(Places)
-    assert [each.whole for each in tokens.visits] == [True, False, False]
-    assert [each.visit for each in tokens.convolves] == ["layers.0"]
+    assert [each.is_replicated for each in tokens.block_calls] == [True, False, False]
+    assert [each.block_call for each in tokens.conv_calls] == ["layers.0"]
 
 
 class First(Layer):
@@ -185,5 +198,5 @@ class First(Layer):
 
 def test_a_wrong_rule_is_noticed(monkeypatch: pytest.MonkeyPatch):
     run, words = REFUSED["zeros no more"]
-    monkeypatch.setattr(conv_rules, "_unlike", lambda *given: "")
-    assert words not in layer(run).mixes
+    monkeypatch.setattr(conv_rules, "_unsupported_convolution", lambda *given: "")
+    assert words not in layer(run).not_sequence_parallel

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.api import read
+from meshwright.api import analyze
 from meshwright.model.loading.loader import Model
-from meshwright.plan.model_spec.dim_split import Cut
-from meshwright.plan.model_spec.model_spec import Anatomy
+from meshwright.plan.model_spec.dim_split import DimSplit
+from meshwright.plan.model_spec.model_spec import ModelSpec
 
 WIDTH, HEADS, INNER, WORDS = 12, 3, 10, 11
 Inside = Callable[["Block", torch.Tensor], torch.Tensor]
@@ -45,14 +45,14 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def found(inside: Inside, **sockets: str) -> tuple[dict[str, Cut], Anatomy]:
+def found(inside: Inside, **sockets: str) -> tuple[dict[str, DimSplit], ModelSpec]:
     """How the layers of a block are cut on the side that columns and rows have in common, by name."""
     tokens, roles = torch.zeros(2, 5, dtype=torch.long), {f"layers.*.{name}": role for name, role in sockets.items()}
-    anatomy = read(lambda: Model(Net(inside), sockets=roles), {"input_ids": tokens, "labels": tokens}).anatomy
+    anatomy = analyze(lambda: Model(Net(inside), layer_roles=roles), {"input_ids": tokens, "labels": tokens}).model_spec
     sides = {"columns": "out", "rows": "in"}
     cuts = {
-        weight.name.split(".")[2]: weight.side(sides[weight.role])
-        for weight in anatomy.weights
+        weight.name.split(".")[2]: weight.split_of_side(sides[weight.role])
+        for weight in anatomy.params
         if weight.role in sides and weight.name.startswith("layers.1.") and weight.name.endswith("weight")
     }
     return cuts, anatomy
@@ -106,7 +106,7 @@ def by_hand(block: Block, x: torch.Tensor) -> torch.Tensor:
 )
 def test_units_lie_as_the_forward_takes_them(inside: Inside, cuts: dict[str, tuple[int, tuple[int, ...]]]):
     shown, _ = found(inside)
-    assert {name: (cut.units, cut.sections) for name, cut in shown.items()} == cuts
+    assert {name: (cut.num_units, cut.sections) for name, cut in shown.items()} == cuts
 
 
 @pytest.mark.parametrize(
@@ -138,11 +138,11 @@ def test_a_declared_role_wins():
 
 def test_the_number_of_heads_is_told_to_the_module_that_holds_it():
     _, anatomy = found(attended)
-    assert [(number.module, number.name, number.cut.sections) for number in anatomy.numbers] == [
+    assert [(number.module, number.name, number.dim_split.sections) for number in anatomy.size_attributes] == [
         ("layers.0", "num_heads", (3,)),
         ("layers.1", "num_heads", (3,)),
     ]
-    assert [number.local(index, 2) for number in anatomy.numbers[:1] for index in range(2)] == [2, 1]
+    assert [number.local_value(index, 2) for number in anatomy.size_attributes[:1] for index in range(2)] == [2, 1]
 
 
 @pytest.mark.parametrize("count", [HEADS, 6])

@@ -6,7 +6,14 @@ import transformers
 from torch import nn
 
 from meshwright.model.loading.loader import Model, load_factory
-from meshwright.model.tensor_parallel.layer_roles import ROLES, Socket, check_roles, find_sockets, hidden_matrices, matches
+from meshwright.model.tensor_parallel.layer_roles import (
+    ROLES,
+    LayerRole,
+    check_roles,
+    find_layer_roles,
+    hidden_matrices,
+    matches_pattern,
+)
 from meshwright.plan.job.errors import PlanError
 
 SIZES = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
@@ -46,11 +53,11 @@ class Places(nn.Module):
         self.first, self.others = nn.Parameter(torch.zeros(1, 1, 4)), nn.Parameter(torch.zeros(1, 9, 4))
 
 
-def by_name(module: nn.Module, declared: dict[str, str] | None = None) -> dict[str, Socket]:
-    return {socket.name: socket for socket in find_sockets(module, declared)}
+def by_name(module: nn.Module, declared: dict[str, str] | None = None) -> dict[str, LayerRole]:
+    return {socket.name: socket for socket in find_layer_roles(module, declared)}
 
 
-def of(family: str, head: str, **sizes: object) -> dict[str, Socket]:
+def of(family: str, head: str, **sizes: object) -> dict[str, LayerRole]:
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **sizes})
     return by_name(getattr(transformers, f"{family}{head}")(config))
 
@@ -59,7 +66,7 @@ def test_every_module_with_weights_of_its_own_is_a_socket():
     kinds = {name: socket.kind for name, socket in by_name(Net()).items()}
     linears = dict.fromkeys(["layers.0", "layers.1", "layers.2", "attend.out_proj"], "linear")
     assert kinds == {"": "weights", "embed": "embedding", "norm": "norm", "conv": "convolution", "attend": "attention", **linears}
-    assert sum(socket.numel for socket in find_sockets(Net())) == sum(parameter.numel() for parameter in Net().parameters())
+    assert sum(socket.numel for socket in find_layer_roles(Net())) == sum(parameter.numel() for parameter in Net().parameters())
 
 
 def test_experts_and_routers_are_known_and_tables_are_no_experts():
@@ -111,12 +118,12 @@ def test_what_the_user_declares_wins():
     ],
 )
 def test_a_star_stands_for_one_part_between_dots(pattern: str, name: str, fits: bool):
-    assert matches(pattern, name) is fits
+    assert matches_pattern(pattern, name) is fits
 
 
 def test_a_pattern_that_names_nothing_is_refused_with_the_nearest():
     with pytest.raises(PlanError, match=r"^model\.sockets: 'layer\.\*' names no module or parameter(?s:.*)'layers\.\*'"):
-        load_factory(lambda: Model(Net(), sockets={"layer.*": "rows"}), 0, "net")
+        load_factory(lambda: Model(Net(), layer_roles={"layer.*": "rows"}), 0, "net")
 
 
 @pytest.mark.parametrize(
@@ -128,12 +135,12 @@ def test_a_pattern_that_names_nothing_is_refused_with_the_nearest():
 )
 def test_a_role_that_is_none_is_refused(declared: object, said: str):
     with pytest.raises(PlanError, match=said):
-        load_factory(lambda: Model(Net(), sockets=declared), 0, "net")
+        load_factory(lambda: Model(Net(), layer_roles=declared), 0, "net")
 
 
 def test_every_role_may_be_declared():
     check_roles(dict.fromkeys(ROLES, "rows") | {f"layers.{role}": role for role in ROLES})
-    assert load_factory(lambda: Model(Net(), sockets={"layers.*": "rows"}), 0, "net").sockets == {"layers.*": "rows"}
+    assert load_factory(lambda: Model(Net(), layer_roles={"layers.*": "rows"}), 0, "net").layer_roles == {"layers.*": "rows"}
 
 
 class Plain(nn.Module):

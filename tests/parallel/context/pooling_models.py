@@ -6,8 +6,8 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.api import read
-from meshwright.model.analysis.analyze import Reading
+from meshwright.api import analyze
+from meshwright.model.analysis.analyze import AnalyzedModel
 from tests.parallel.context.test_ring_models import ROWS, TOKENS, Own
 from tests.parallel.tensor.odd_llama import batches
 
@@ -117,8 +117,8 @@ def rows(count: int, length: int = TOKENS) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def reading(make: type[nn.Module], length: int = TOKENS) -> Reading:
+def reading(make: type[nn.Module], length: int = TOKENS) -> AnalyzedModel:
     """That of such a model, whose weights are the same in every run."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return read(make(), rows(1, length)[0])
+        return analyze(make(), rows(1, length)[0])

@@ -85,13 +85,13 @@ def test_one_rank_sends_nothing() -> None:
 
 
 def test_a_bug_in_the_order_of_heads_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "_mine", lambda rank, each: range((2 - rank) * each, (3 - rank) * each))
+    monkeypatch.setattr(exchange, "_head_indices", lambda rank, each: range((2 - rank) * each, (3 - rank) * each))
     assert worst(case(6, 2, LENGTH), Ulysses(), Mesh(cp=3)) > 0.1
 
 
 def test_heads_that_do_not_divide_are_refused_with_the_ring() -> None:
     space = Ulysses().place(space_of(Mesh(cp=4), [case(6, 3, LENGTH).attend]))
-    (fault,) = Ulysses().partners(space)
+    (fault,) = Ulysses().check_combined(space)
     assert str(fault) == (
         "strategies.ulysses: layers.0: attention has 6 heads on a rank, and they go to 4 ranks in equal number\n"
         "  repair: take ring, which leaves heads together; or set mesh.cp to 1 or 2 or 3 or 6"

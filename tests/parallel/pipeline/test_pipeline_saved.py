@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.api import default_strategies
-from meshwright.model.analysis.analyze import Reading
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
@@ -24,12 +24,12 @@ MESHES = {
 }
 
 
-def plan_on(name: str, reading: Reading) -> Plan:
+def plan_on(name: str, reading: AnalyzedModel) -> Plan:
     """With the default strategies, and a pipeline where the mesh has one."""
     mesh = MESHES[name]
     schedule = "dualpipe" if name == "every part twice" else "1f1b"
     pipeline = (Pipeline(schedule=schedule),) if mesh.pp > 1 else ()
-    others = (each for each in default_strategies(mesh, reading.anatomy) if not isinstance(each, Pipeline))
+    others = (each for each in default_strategies(mesh, reading.model_spec) if not isinstance(each, Pipeline))
     return planned(reading, mesh, (*pipeline, *others), 1)[1]
 
 

@@ -8,11 +8,11 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 import transformers
 from torch import nn
 
-from meshwright.api import make_plan, read
+from meshwright.api import analyze, make_plan
 from meshwright.engine.runtime.loss import Loss, token_cross_entropy
-from meshwright.model.analysis.analyze import Reading
-from meshwright.plan.job.data_source import DataSource, ModelSource
-from meshwright.plan.job.job import Job, Optimizer, Train
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
@@ -91,14 +91,14 @@ def batches(family: str, count: int, rows: int = 4, length: int = TOKENS) -> lis
 
 
 @cache
-def read_family(family: str, length: int = TOKENS, **more: object) -> Reading:
+def read_family(family: str, length: int = TOKENS, **more: object) -> AnalyzedModel:
     """The reading of a model of `family`, on rows of so many tokens; made once."""
     transformers.utils.logging.set_verbosity_error()
-    return read(FAMILIES[family](**more), batches(family, 1, length=length)[0], loss=loss_of(family))
+    return analyze(FAMILIES[family](**more), batches(family, 1, length=length)[0], loss=loss_of(family))
 
 
-def planned(reading: Reading, mesh: Mesh, strategies: Sequence[Strategy], micro: int = 0) -> Plan:
+def planned(reading: AnalyzedModel, mesh: Mesh, strategies: Sequence[Strategy], micro: int = 0) -> Plan:
     """Its plan on `mesh` with clipping and weight decay."""
-    train, optimizer = Train(batch=4, clip=0.5), Optimizer("adamw", lr=0.1, weight_decay=0.1)
-    job = Job(ModelSource("family"), DataSource("random", sequence=TOKENS), train, optimizer)
+    train, optimizer = TrainConfig(batch=4, clip=0.5), OptimizerConfig("adamw", lr=0.1, weight_decay=0.1)
+    job = Job(ModelConfig("family"), DataConfig("random", sequence=TOKENS), train, optimizer)
     return make_plan(reading, job, mesh, strategies, micro)

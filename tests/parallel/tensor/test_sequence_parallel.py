@@ -4,55 +4,61 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import build, make_plan, read, trace, verify
+from meshwright.api import analyze, make_plan, parallelize, trace, verify
 from meshwright.comm.collectives.group import World
-from meshwright.model.analysis.analyze import Reading
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.ddp import Replicate
-from meshwright.parallel.data.zero import Zero
-from meshwright.parallel.memory.activation_checkpointing import Recompute
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.tensor import layer_sharding
-from meshwright.parallel.tensor.megatron_1d import Line
-from meshwright.parallel.tensor.optimus_2d import Grid
-from meshwright.parallel.tensor.sequence_parallel import Sequence
-from meshwright.parallel.tensor.vocab_parallel import Vocabulary
-from meshwright.plan.job.data_source import DataSource, ModelSource
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
+from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Job, Train
-from meshwright.plan.job.precision import Precision
+from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.testing.ranks import on_threads
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import ROWS, SIZES, batches, known, planned
 
 LENGTH = 12
-KEPT, ANEW = (Line(), Sequence()), (Line(), Sequence(again=True))
-SHARDED = Batch(axis="dp_shard")
+KEPT, ANEW = (TensorParallel(), SequenceParallel()), (TensorParallel(), SequenceParallel(regather=True))
+SHARDED = BatchSplit(axis="dp_shard")
 CASES = {
     "2 ranks": (Mesh(tp=2), KEPT, 0),
     "3 ranks": (Mesh(tp=3), KEPT, 2),
     "gathered again": (Mesh(tp=3), ANEW, 2),
-    "named first or last, beside copies": (Mesh(dp_replicate=2, tp=2), (Sequence(), Batch(), Replicate(), Line()), 1),
-    "stage 1": (Mesh(dp_shard=2, tp=2), (*KEPT, SHARDED, Zero(stage=1)), 0),
-    "stage 3": (Mesh(dp_shard=2, tp=2), (*ANEW, SHARDED, Zero(stage=3)), 1),
-    "recompute": (Mesh(tp=3), (*KEPT, Recompute()), 2),
-    "recompute and again": (Mesh(dp_shard=2, tp=2), (*ANEW, SHARDED, Zero(), Recompute()), 1),
-    "words": (Mesh(tp=2), (*KEPT, Vocabulary()), 0),
-    "words, named first, and again": (Mesh(tp=3), (Vocabulary(), *ANEW), 2),
+    "named first or last, beside copies": (
+        Mesh(dp_replicate=2, tp=2),
+        (SequenceParallel(), BatchSplit(), DDP(), TensorParallel()),
+        1,
+    ),
+    "stage 1": (Mesh(dp_shard=2, tp=2), (*KEPT, SHARDED, ZeRO(stage=1)), 0),
+    "stage 3": (Mesh(dp_shard=2, tp=2), (*ANEW, SHARDED, ZeRO(stage=3)), 1),
+    "recompute": (Mesh(tp=3), (*KEPT, ActivationCheckpointing()), 2),
+    "recompute and again": (Mesh(dp_shard=2, tp=2), (*ANEW, SHARDED, ZeRO(), ActivationCheckpointing()), 1),
+    "words": (Mesh(tp=2), (*KEPT, VocabParallel()), 0),
+    "words, named first, and again": (Mesh(tp=3), (VocabParallel(), *ANEW), 2),
 }
 
 
-def planned_in_slices(mesh: Mesh, strategies: tuple, micro: int = 0, **more: object) -> tuple[Reading, Plan]:
+def planned_in_slices(mesh: Mesh, strategies: tuple, micro: int = 0, **more: object) -> tuple[AnalyzedModel, Plan]:
     return planned(known(LENGTH, **more), mesh, strategies, micro, length=LENGTH)
 
 
 def inner(plan: Plan, kind: str, subject: str) -> list[tuple[str, int]]:
     """The collectives within that action of the first micro-batch, and the bytes put in."""
-    actions = [each for each in plan.program.actions(ROLE) if (each.kind, each.subject, each.micro) == (kind, subject, 0)]
-    return [(move.collective, move.nbytes) for action in actions for move in action.inner]
+    actions = [
+        each for each in plan.program.actions(FIRST_ROLE) if (each.kind, each.subject, each.microbatch) == (kind, subject, 0)
+    ]
+    return [(move.collective, move.nbytes) for action in actions for move in action.inner_transfers]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -88,7 +94,7 @@ def test_the_stream_is_cut_at_the_first_layer_and_put_together_behind_the_last_n
 
 
 def test_a_head_divided_by_words_takes_slices():
-    _, plan = planned_in_slices(Mesh(tp=3), (*KEPT, Vocabulary()))
+    _, plan = planned_in_slices(Mesh(tp=3), (*KEPT, VocabParallel()))
     stream = ROWS * LENGTH * SIZES["hidden_size"] * 4
     assert inner(plan, "F", "model.norm") == []
     assert inner(plan, "F", "lm_head") == [("all_gather", stream // 3)]
@@ -99,29 +105,31 @@ def test_a_head_divided_by_words_takes_slices():
 @pytest.mark.parametrize("strategies", [KEPT, ANEW], ids=["kept", "again"])
 def test_half_precision_travels_in_half_but_the_stream_itself_does_not(strategies: tuple):
     mesh = Mesh(dp_shard=2, tp=2)
-    said = {"length": LENGTH, "precision": Precision(compute="bfloat16")}
-    reading, plan = planned(known(LENGTH), mesh, (*strategies, SHARDED, Zero()), **said)
+    said = {"length": LENGTH, "precision": PrecisionConfig(compute="bfloat16")}
+    reading, plan = planned(known(LENGTH), mesh, (*strategies, SHARDED, ZeRO()), **said)
     assert dtypes(plan, "model.layers.1") == {"bfloat16", "float32"}  # the latter: of norms
     assert dtypes(plan, "model.norm") == {"float32"}
     traced = trace(reading, plan, fake=False)
     assert traced.passed, str(traced)
     losses = on_threads(lambda world: losses_of(world, reading, plan), mesh)
     assert all(each == losses[0] for each in losses)
-    reading, plan = planned(known(LENGTH), mesh, (Line(), SHARDED, Zero()), **said)
+    reading, plan = planned(known(LENGTH), mesh, (TensorParallel(), SHARDED, ZeRO()), **said)
     whole = on_threads(lambda world: losses_of(world, reading, plan), mesh)
     assert losses[0] == pytest.approx(whole[0], rel=2e-2)
 
 
 def dtypes(plan: Plan, visit: str) -> set[str]:
-    return {move.dtype for action in plan.program.actions(ROLE) if action.subject == visit for move in action.inner}
+    return {
+        move.dtype for action in plan.program.actions(FIRST_ROLE) if action.subject == visit for move in action.inner_transfers
+    }
 
 
-def losses_of(world: World, reading: Reading, plan: Plan) -> tuple[float, float]:
+def losses_of(world: World, reading: AnalyzedModel, plan: Plan) -> tuple[float, float]:
     """Of a step, and of an evaluation behind it on the same samples."""
-    with build(reading, plan, world=world) as engine:
+    with parallelize(reading, plan, world=world) as engine:
         batch = batches(1, length=LENGTH)[0]
-        first = engine.step(engine.share(batch)).loss
-        return first, engine.evaluate([engine.share(batch)]).loss
+        first = engine.step(engine.local_batch(batch)).loss
+        return first, engine.evaluate([engine.local_batch(batch)]).loss
 
 
 def test_an_evaluation_in_slices_is_that_of_one_device():
@@ -142,7 +150,7 @@ def test_what_is_kept_for_backward_is_a_slice_but_for_what_columns_layers_take_i
         assert saved.count((ROWS * 15, width)) == whole  # by the head, and by q, k, v, gate and up of two layers
 
 
-def saved_of(world: World, reading: Reading, plan: Plan) -> list[tuple[int, ...]]:
+def saved_of(world: World, reading: AnalyzedModel, plan: Plan) -> list[tuple[int, ...]]:
     """The shapes of what autograd keeps in a step of one rank, but for what it is told to make anew."""
     found: list[tuple[int, ...]] = []
 
@@ -150,8 +158,8 @@ def saved_of(world: World, reading: Reading, plan: Plan) -> list[tuple[int, ...]
         found.append(tuple(tensor.shape))
         return tensor
 
-    with build(reading, plan, world=world) as engine, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        engine.step(engine.share(batches(1, length=15)[0]))
+    with parallelize(reading, plan, world=world) as engine, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        engine.step(engine.local_batch(batches(1, length=15)[0]))
     return found
 
 
@@ -160,15 +168,15 @@ def test_a_norm_whose_gradient_is_not_summed_is_noticed(monkeypatch: pytest.Monk
     reading, plan = planned_in_slices(Mesh(tp=2), KEPT)
     verdict = verify(reading, plan, batches(2, length=LENGTH))
     assert not verdict.passed
-    assert verdict.first.name.endswith("norm.weight")
+    assert verdict.first_difference.name.endswith("norm.weight")
 
 
 def test_without_pairs_that_are_divided_it_is_refused():
     said = r'no strategy divides those by columns and rows along tp\n.*name = "line" beside it'
     with pytest.raises(PlanError, match=said):
-        planned_in_slices(Mesh(tp=2), (Sequence(),))
+        planned_in_slices(Mesh(tp=2), (SequenceParallel(),))
     with pytest.raises(PlanError, match=said):  # a stream that is divided by width
-        planned_in_slices(Mesh(dp_shard=2, tp=2), (Grid(), Sequence()))
+        planned_in_slices(Mesh(dp_shard=2, tp=2), (TensorParallel2D(), SequenceParallel()))
 
 
 def test_a_length_that_does_not_divide_names_those_that_do():
@@ -178,7 +186,7 @@ def test_a_length_that_does_not_divide_names_those_that_do():
 
 def test_another_axis_is_refused():
     with pytest.raises(PlanError, match=r"tokens are divided along tp\n.*write axis"):
-        planned_in_slices(Mesh(dp_shard=2, tp=2), (Line(), Sequence(axis="dp_shard"), SHARDED, Zero()))
+        planned_in_slices(Mesh(dp_shard=2, tp=2), (TensorParallel(), SequenceParallel(axis="dp_shard"), SHARDED, ZeRO()))
 
 
 class Mixing(nn.Module):
@@ -219,11 +227,11 @@ class Mixed(nn.Module):
         return self.head(x)
 
 
-def mixed(mixes: str, strategies: tuple = KEPT) -> tuple[Reading, Plan]:
+def mixed(mixes: str, strategies: tuple = KEPT) -> tuple[AnalyzedModel, Plan]:
     sockets = {"layers.*.up": "columns", "layers.*.down": "rows"}
     tokens = torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(0))
-    reading = read(lambda: Model(Mixed(mixes), sockets=sockets), {"input_ids": tokens, "labels": tokens})
-    job = Job(ModelSource("mixed"), DataSource("random", sequence=6), Train(batch=4))
+    reading = analyze(lambda: Model(Mixed(mixes), layer_roles=sockets), {"input_ids": tokens, "labels": tokens})
+    job = Job(ModelConfig("mixed"), DataConfig("random", sequence=6), TrainConfig(batch=4))
     return reading, make_plan(reading, job, Mesh(tp=2), strategies)
 
 
@@ -254,12 +262,12 @@ class Shared(Mixed):
                 layer.between = layer.norm
 
 
-def shared(*, twice: bool = False) -> tuple[Reading, Plan, dict[str, torch.Tensor]]:
+def shared(*, twice: bool = False) -> tuple[AnalyzedModel, Plan, dict[str, torch.Tensor]]:
     tokens = torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": tokens, "labels": tokens}
     sockets = {"layers.*.up": "columns", "layers.*.down": "rows"}
-    reading = read(lambda: Model(Shared(twice=twice), sockets=sockets), batch)
-    job = Job(ModelSource("shared"), DataSource("random", sequence=6), Train(batch=4))
+    reading = analyze(lambda: Model(Shared(twice=twice), layer_roles=sockets), batch)
+    job = Job(ModelConfig("shared"), DataConfig("random", sequence=6), TrainConfig(batch=4))
     return reading, make_plan(reading, job, Mesh(tp=3), KEPT), batch
 
 

@@ -15,9 +15,9 @@ MILLION = Mesh(pp=10, dp_replicate=25, dp_shard=50, cp=10, tp=8)
 @settings(deadline=None)
 @given(MESHES)
 def test_ranks_and_coordinates_are_one_to_one(mesh: Mesh):
-    coordinates = [mesh.coordinate(rank) for rank in range(mesh.world)]
-    assert [mesh.rank(coordinate) for coordinate in coordinates] == list(range(mesh.world))
-    assert len({tuple(coordinate.items()) for coordinate in coordinates}) == mesh.world
+    coordinates = [mesh.coordinate(rank) for rank in range(mesh.world_size)]
+    assert [mesh.rank(coordinate) for coordinate in coordinates] == list(range(mesh.world_size))
+    assert len({tuple(coordinate.items()) for coordinate in coordinates}) == mesh.world_size
     assert all(0 <= index < mesh.size(axis) for coordinate in coordinates for axis, index in coordinate.items())
 
 
@@ -25,8 +25,8 @@ def test_ranks_and_coordinates_are_one_to_one(mesh: Mesh):
 @given(MESHES, SOME_AXES)
 def test_groups_partition_the_ranks(mesh: Mesh, axes: list[str]):
     groups = mesh.groups(axes)
-    assert sorted(rank for group in groups for rank in group) == list(range(mesh.world))
-    assert {len(group) for group in groups} == {mesh.extent(axes)}
+    assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size))
+    assert {len(group) for group in groups} == {mesh.group_size(axes)}
 
 
 @settings(deadline=None)
@@ -40,8 +40,8 @@ def test_peers_are_the_group_of_each_of_its_ranks(mesh: Mesh, axes: list[str]):
 @settings(deadline=None)
 @given(MESHES, SOME_AXES)
 def test_peers_differ_along_the_axes_of_the_group_only(mesh: Mesh, axes: list[str]):
-    mine = mesh.coordinate(mesh.world - 1)
-    for peer in mesh.peers(mesh.world - 1, axes):
+    mine = mesh.coordinate(mesh.world_size - 1)
+    for peer in mesh.peers(mesh.world_size - 1, axes):
         assert {axis for axis, index in mesh.coordinate(peer).items() if index != mine[axis]} <= set(axes)
 
 
@@ -52,8 +52,8 @@ def test_the_last_axis_varies_fastest():
 
 @pytest.mark.timeout(5)
 def test_a_mesh_of_a_million_ranks_is_arithmetic():
-    assert MILLION.world == 1_000_000
-    for rank in range(0, MILLION.world, 97):
+    assert MILLION.world_size == 1_000_000
+    for rank in range(0, MILLION.world_size, 97):
         assert MILLION.rank(MILLION.coordinate(rank)) == rank
     assert len(MILLION.peers(777_777, ["dp_shard", "tp"])) == 400
     assert sum(map(len, Mesh(dp_replicate=12_500, tp=8).groups(["tp"]))) == 100_000
@@ -70,8 +70,8 @@ def test_a_rank_outside_the_mesh_is_refused(rank: int):
 @given(MESHES, st.sampled_from(AXES))
 def test_an_axis_of_minus_one_becomes_what_fits_the_world(mesh: Mesh, axis: str):
     sizes = {name: mesh.size(name) for name in AXES}
-    assert Mesh.infer({**sizes, axis: -1}, mesh.world) == mesh
-    assert Mesh.infer(sizes, mesh.world) == mesh
+    assert Mesh.infer({**sizes, axis: -1}, mesh.world_size) == mesh
+    assert Mesh.infer(sizes, mesh.world_size) == mesh
     assert Mesh.infer(sizes) == mesh
 
 
@@ -96,7 +96,7 @@ def test_sizes_that_cannot_be_are_refused(sizes: dict[str, int], world: int | No
 def test_all_faults_of_the_sizes_are_reported_at_once():
     with pytest.raises(PlanError) as caught:
         Mesh.infer({"dp": 2, "tp": -1, "pp": -1, "cp": 0}, 8)
-    assert [fault.where for fault in caught.value.faults] == ["mesh.dp", "mesh", "mesh.cp"]
+    assert [fault.location for fault in caught.value.diagnostics] == ["mesh.dp", "mesh", "mesh.cp"]
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0])
@@ -122,5 +122,5 @@ def test_an_index_counts_along_the_axes_it_is_given_the_last_one_innermost():
 @given(MESHES, SOME_AXES)
 def test_an_index_is_the_place_among_the_peers(mesh: Mesh, axes: list[str]):
     axes = [axis for axis in AXES if axis in axes]
-    rank = mesh.world - 1
+    rank = mesh.world_size - 1
     assert mesh.index(mesh.coordinate(rank), axes) == mesh.peers(rank, axes).index(rank)

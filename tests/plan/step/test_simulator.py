@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.plan.step.action import Action, Program
-from meshwright.plan.step.simulator import Stuck, play
+from meshwright.plan.step.simulator import SimulationDeadlock, simulate
 
 
 def compute(name: str, *waits: str) -> Action:
@@ -11,19 +11,19 @@ def compute(name: str, *waits: str) -> Action:
 
 
 def wire(name: str, *waits: str) -> Action:
-    return Action(name, lane="wire", waits=waits)
+    return Action(name, stream="wire", waits=waits)
 
 
 def times(roles: dict[str, list[Action]], durations: dict[str, float] | None = None) -> dict[str, tuple[float, float]]:
     """Start and end per `role/kind`; an action lasts 1 unless `durations` says otherwise."""
     given = durations or {}
-    ticks = play(Program.of(roles), lambda action: given.get(action.kind, 1.0))
+    ticks = simulate(Program.from_dict(roles), lambda action: given.get(action.kind, 1.0))
     return {f"{tick.role}/{tick.action.kind}": (tick.start, tick.end) for tick in ticks}
 
 
 def stuck(roles: dict[str, list[Action]]) -> list[str]:
-    with pytest.raises(Stuck) as caught:
-        play(Program.of(roles))
+    with pytest.raises(SimulationDeadlock) as caught:
+        simulate(Program.from_dict(roles))
     return str(caught.value).splitlines()
 
 
@@ -32,7 +32,7 @@ def test_a_lane_runs_its_actions_in_list_order():
 
 
 def test_the_timeline_is_in_order_of_start():
-    ticks = play(Program.of({"r": [compute("A"), wire("W"), compute("B")], "s": [compute("C")]}))
+    ticks = simulate(Program.from_dict({"r": [compute("A"), wire("W"), compute("B")], "s": [compute("C")]}))
     assert [tick.start for tick in ticks] == sorted(tick.start for tick in ticks)
     assert len(ticks) == 4
 
@@ -60,8 +60,8 @@ def test_an_action_waits_for_another_role():
 
 
 def test_a_slash_in_a_subject_is_no_role():
-    program = Program.of({"r": [Action("F", "a/b"), Action("B", "a/b", waits=("F(a/b)",))]})
-    assert [tick.end for tick in play(program)] == [1, 2]
+    program = Program.from_dict({"r": [Action("F", "a/b"), Action("B", "a/b", waits=("F(a/b)",))]})
+    assert [tick.end for tick in simulate(program)] == [1, 2]
 
 
 def test_a_main_thread_does_not_stand_still_for_a_message_on_the_wire():
@@ -78,7 +78,7 @@ def test_a_main_thread_does_not_stand_still_for_a_message_on_the_wire():
 
 def test_a_pipeline_of_three_roles_takes_its_turns():
     roles = {f"stage{i}": [Action("F", str(m), waits=(f"stage{i - 1}/F({m})",) if i else ()) for m in range(2)] for i in range(3)}
-    ends = {(tick.role, tick.action.subject): tick.end for tick in play(Program.of(roles))}
+    ends = {(tick.role, tick.action.subject): tick.end for tick in simulate(Program.from_dict(roles))}
     assert ends["stage2", "0"] == 3
     assert ends["stage2", "1"] == 4
 

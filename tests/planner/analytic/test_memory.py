@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.parallel.data.batch_split import Batch
-from meshwright.parallel.data.zero import Zero
-from meshwright.plan.job.job import Precision
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.planner.analytic.framework_memory import Habits
 from meshwright.planner.analytic.memory import Footprint, footprint
@@ -136,8 +136,10 @@ def test_it_is_what_a_plan_of_this_library_holds(shards: int):
     """Sizes alone against the program of a small model on four ranks, whose every tensor is counted: within 5 %."""
     sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "vocab_size": 1000}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-    narrow = Precision("bfloat16", "bfloat16", "bfloat16", master="float32", gradients="bfloat16", moments="float32")
-    strategies = [Batch(axis="dp_shard"), Zero(axis="dp_shard", stage=shards)] if shards else None
+    narrow = PrecisionConfig(
+        "bfloat16", "bfloat16", "bfloat16", master="float32", gradients="bfloat16", optimizer_states="float32"
+    )
+    strategies = [BatchSplit(axis="dp_shard"), ZeRO(axis="dp_shard", stage=shards)] if shards else None
     mesh, copies = (Mesh(dp_shard=4), 4) if shards else (Mesh(), 1)
     _, plan = planned(llama(**sizes), mesh, strategies, rows=8, length=128, precision=narrow)
     shape = Shape("llama", 6, 256, 4, 2, 704, 1000, 128, gated=True)

@@ -81,7 +81,7 @@ def test_sizes_that_no_model_has_are_refused():
 def test_a_size_that_is_no_number_or_is_said_twice_is_refused(text: str, said: str):
     with pytest.raises(PlanError) as raised:
         parse_shape(text)
-    assert raised.value.faults[0].what == said
+    assert raised.value.diagnostics[0].problem == said
 
 
 @pytest.mark.parametrize(

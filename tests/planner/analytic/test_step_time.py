@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.parallel.pipeline.schedules.registry import schedule_of
-from meshwright.parallel.pipeline.schedules.schedule import Costs, play
+from meshwright.parallel.pipeline.schedules.registry import find_schedule
+from meshwright.parallel.pipeline.schedules.schedule import StageCosts, simulate
 from meshwright.planner.analytic.model_shape import Shape
 from meshwright.planner.analytic.parallel_config import BOTH, FOLDED, HALVES, Layout, Order
 from meshwright.planner.analytic.step_time import Both, Step, entry, head, layer, meetings, step
@@ -54,13 +54,13 @@ def test_an_order_that_fills_its_gaps_with_halves_waits_less():
 def test_what_ranks_wait_is_what_their_lists_on_paper_wait_however_few_micro_batches(
     schedule: str, order: Order, chunks: int, pp: int
 ):
-    found = schedule_of(schedule)
+    found = find_schedule(schedule)
     assert found is not None
     for micros in (1, 2, 3, pp, pp + 1, 2 * pp, 4 * pp):
         one = Both(1.0, 2.0)
-        lists = found.make(pp, micros, chunks, Costs.equal(pp * chunks))
-        equal = Costs.equal(pp * chunks, *[1.0 / chunks] * 3)
-        waited = play(lists, equal).end - micros * one.all
+        lists = found.build(pp, micros, chunks, StageCosts.uniform(pp * chunks))
+        equal = StageCosts.uniform(pp * chunks, *[1.0 / chunks] * 3)
+        waited = simulate(lists, equal).end - micros * one.all
         layout = Layout(pp=pp, micros=micros, order=order, chunks=chunks)
         assert waits(layout, one, (pp - 1) * one.all) == pytest.approx(waited)
 

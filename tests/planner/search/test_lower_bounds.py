@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 
-from meshwright.commands.search.constraints import ORDERS
+from meshwright.commands.search.constraints import SCHEDULES
 from meshwright.planner.analytic.model_shape import Shape
 from meshwright.planner.analytic.step_time import parts, step
 from meshwright.planner.machine.machine import machine
@@ -24,7 +24,7 @@ def test_no_layout_takes_less_than_is_said_of_its_mesh(sequence: int, kind: str,
     """Parts that do not come out even, every order, kernels that start slowly, and links that answer late or at once."""
     given = machine(kind, 12, per_host=4)
     given = replace(given, rates=replace(given.rates, start_s=start, latency_s=latency))
-    asked = Wish(replace(SMALL, sequence=sequence), given, 24, ORDERS, least=256)
+    asked = Wish(replace(SMALL, sequence=sequence), given, 24, SCHEDULES, least=256)
     ground, close = Alike(asked), []
     for mesh in meshes(asked):
         for sized in batches(asked, mesh):
@@ -41,7 +41,7 @@ def test_no_layout_takes_less_than_is_said_of_its_mesh(sequence: int, kind: str,
 
 def test_a_row_among_many_takes_no_more_than_one_of_few():
     given = machine("H100", 8)
-    for mesh in meshes(Wish(SMALL, given, 64, ORDERS, least=512)):
+    for mesh in meshes(Wish(SMALL, given, 64, SCHEDULES, least=512)):
         row, before = a_row(SMALL, mesh, given), inf
         for rows in (1, 16, 256, 1 << 20):
             made = parts(SMALL, replace(mesh, micro_batch=rows), given)

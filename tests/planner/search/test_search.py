@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from meshwright.plan.hardware.device_specs import Device
+from meshwright.plan.hardware.device_specs import DeviceSpec
 from meshwright.planner.analytic.model_shape import Shape, parse_shape
 from meshwright.planner.analytic.parallel_config import FOLDED, HALVES, Order
 from meshwright.planner.analytic.step_time import parts, step
@@ -157,7 +157,7 @@ def test_a_device_without_memory_for_more_sharers_makes_the_search_share():
 
 def test_slow_links_make_the_search_send_less():
     """Where nothing but a thin wire joins hosts, no micro-batch gathers weights over it."""
-    slow = Device("slow", "slow", {"bfloat16": 300e12}, 80 * 2**30, 2e12, 300e9, 0.05e9, 8, 108, "made up")
+    slow = DeviceSpec("slow", "slow", {"bfloat16": 300e12}, 80 * 2**30, 2e12, 300e9, 0.05e9, 8, 108, "made up")
     shape = parse_shape("7b: layers 32 hidden 4096 heads 32")
     best = search(Wish(shape, Machine(slow, 32, Rates()), 256, ORDERS)).best[0].layout
     assert best.shards < 3

@@ -4,17 +4,17 @@ from io import StringIO
 
 from rich.console import Console
 
-from meshwright.plan.hardware.network_model import VERSION, Band, Cluster, Fit, Link, Network, Series
+from meshwright.plan.hardware.network_model import VERSION, AllReduceSeries, Cluster, FitError, LinkCost, NetworkModel, SizeBand
 from meshwright.report.bench.network import MODEL, links_figure, links_page, links_view
 
-LINK = Link((Band(0, 1e-4, 1e9),))
+LINK = LinkCost((SizeBand(0, 1e-4, 1e9),))
 SIZES = (1024, 1 << 20)
 MEASURED = (
-    Series("backend", 3, SIZES, (1e-3, 2e-3), (0.1, 0.2)),
-    Series("ring", 3, SIZES, (5e-4, 4e-3), (0.1, 0.2)),
-    Series("ring", 2, SIZES, (5e-4, 4e-3), (0.1, 0.2)),
+    AllReduceSeries("backend", 3, SIZES, (1e-3, 2e-3), (0.1, 0.2)),
+    AllReduceSeries("ring", 3, SIZES, (5e-4, 4e-3), (0.1, 0.2)),
+    AllReduceSeries("ring", 2, SIZES, (5e-4, 4e-3), (0.1, 0.2)),
 )
-CLUSTER = Cluster(VERSION, "", "<machine>", "2.13", "gloo", 1, Fit(0.123, 0.045), Network(between=LINK), MEASURED)
+CLUSTER = Cluster(VERSION, "", "<machine>", "2.13", "gloo", 1, FitError(0.123, 0.045), NetworkModel(inter_host=LINK), MEASURED)
 
 
 def test_the_table_shows_times_how_far_the_model_is_off_and_what_auto_takes():

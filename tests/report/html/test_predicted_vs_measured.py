@@ -9,7 +9,7 @@ from meshwright.plan.step.action import Action, Program, Transfer
 from meshwright.report.html.predicted_vs_measured import Beside, beside, beside_table
 from meshwright.report.timeline.run_record import Record
 
-SUM = Action("REDUCE", "x", lane="wire", transfer=Transfer("all_reduce", ("dp_replicate",), 100))
+SUM = Action("REDUCE", "x", stream="wire", transfer=Transfer("all_reduce", ("dp_replicate",), 100))
 PREDICTED = {
     "step_s": 2.0,
     "roles": {"stage0": {"computing": 1.0, "within": 0.25, "meeting": 0.5, "waiting": 0.0, "stepping": 0.25}},
@@ -25,7 +25,7 @@ def record(device: str = "cpu", **about: object) -> Record:
     ranks = {0: {"steps": 5, "memory": memory, "sent": {"REDUCE(x)": 500.0, "save": 10.0}}}
     traces = {0: {"otherData": {"seconds": {"3": SPLIT, "4": SPLIT}}}}
     said = {"world": 1, "machine": {"device": device}, "predicted": PREDICTED, **about}
-    return Record("one", steps, [], {}, said, Program.of({"stage0": [SUM]}), ranks, traces)
+    return Record("one", steps, [], {}, said, Program.from_dict({"stage0": [SUM]}), ranks, traces)
 
 
 def figures(found: list[Beside]) -> dict[str, tuple[float, float]]:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.report.timeline.run_record import differences, read_record
 from tests.report.small_runs import course
 
@@ -20,7 +20,7 @@ def test_a_whole_run_is_read_whole(folder):
     assert record.name == "one"
     assert [line["step"] for line in record.steps] == [1, 2, 3, 4, 5, 6]
     assert (record.world, sorted(record.ranks), sorted(record.traces)) == (3, [0, 1, 2], [0, 1, 2])
-    assert record.program.actions(ROLE)[0].kind == "COUNT"
+    assert record.program.actions(FIRST_ROLE)[0].kind == "TOKEN_COUNT"
     assert record.settings["strategies.replicate.bucket_mb"] == 25.0
     assert record.about["words"]["mesh"] == "dp_replicate 3 (3 ranks)"
     assert record.notes == ()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.plan.step.single_device import ROLE
+from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.report.timeline.run_record import read_record
 from meshwright.report.timeline.step_timeline import SHOWN_RANKS, durations, timeline
 from tests.report.small_runs import course
@@ -17,7 +17,7 @@ def record(tmp_path_factory):
 
 def test_every_action_is_planned_once_and_measured_once_per_rank(record):
     found = timeline(record)
-    names = sorted(action.name for action in record.program.actions(ROLE))
+    names = sorted(action.name for action in record.program.actions(FIRST_ROLE))
     assert sorted(bar.name for bar in found.planned) == names
     for rank in range(3):
         mine = [bar.name for bar in found.measured if bar.row.startswith(f"rank {rank} ")]

@@ -86,4 +86,4 @@ def test_all_faults_are_reported_at_once(tmp_path):
     text = "[train]\nbach = 1\nsteps = '3'\n[optimizer]\nlr = 'x'\n[mesh]\nfoo = 2\n[[strategies]]\nname = 'nope'"
     with pytest.raises(PlanError) as caught:
         read(tmp_path, text, "--run.keep", "x", "stray")
-    assert len(caught.value.faults) == 7
+    assert len(caught.value.diagnostics) == 7

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.plan.job.errors import PlanError
-from meshwright.run.telemetry.metrics_log import Journal
+from meshwright.run.telemetry.metrics_log import MetricsLog
 
 
 def line(step: int, loss: float = 0.5, **others: object) -> dict:
@@ -16,7 +16,7 @@ def line(step: int, loss: float = 0.5, **others: object) -> dict:
 
 def written(folder: Path, *lines: dict) -> str:
     """What playing `lines` says about replays."""
-    journal = Journal(folder)
+    journal = MetricsLog(folder)
     for each in lines:
         journal.write(each)
     journal.close()
@@ -83,8 +83,8 @@ def test_a_whole_line_of_something_else_is_refused_with_its_place(tmp_path, text
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(text + "\n")
     with pytest.raises(PlanError) as caught:
-        Journal(tmp_path)
-    (fault,) = caught.value.faults
-    assert fault.where == f"{tmp_path / 'metrics.jsonl'}:2"
-    assert "is not one of metrics" in fault.what
+        MetricsLog(tmp_path)
+    (fault,) = caught.value.diagnostics
+    assert fault.location == f"{tmp_path / 'metrics.jsonl'}:2"
+    assert "is not one of metrics" in fault.problem
     assert "remove the line" in fault.fix

@@ -181,7 +181,7 @@ class ThreadHub:
             state = "ended without coming" if rank in self._left else "never came"
             last = f"its last call was {self._last[rank]}" if rank in self._last else "it has called nothing yet"
             lines.append(f"  rank {rank}: {state}; {last}")
-        elsewhere = [rank for rank in range(self.mesh.world) if rank not in meeting.ranks and rank in self._last]
+        elsewhere = [rank for rank in range(self.mesh.world_size) if rank not in meeting.ranks and rank in self._last]
         lines += [f"  rank {rank} (not in this group): its last call was {self._last[rank]}" for rank in elsewhere]
         return "\n".join(lines)
 

@@ -19,14 +19,14 @@ from meshwright.comm.algorithms import BACKEND, named
 from meshwright.comm.algorithms.schedule import least_and_most, sent_elements
 from meshwright.comm.collectives.deterministic_sum import SUMMABLE
 from meshwright.comm.collectives.group import Entry, Group
-from meshwright.plan.job.errors import Fault, PlanError, nearest, raise_faults
-from meshwright.plan.model_spec.model_spec import NBYTES, NBYTES_WHOLE
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, INTEGER_NBYTES
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.step.action import Transfer
 
 FROM_ONE, TO_ONE = ("broadcast", "scatter"), ("gather", "reduce")  # who sends: the one rank alone, or all but it
 PAIRWISE = ("send", "receive")
-WIDTHS = MappingProxyType({**NBYTES, **NBYTES_WHOLE})
+WIDTHS = MappingProxyType({**FLOAT_NBYTES, **INTEGER_NBYTES})
 SUMMING = ("all_reduce", "reduce_scatter", "reduce")
 
 
@@ -125,7 +125,9 @@ def ordered_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
     Raises PlanError for an axis that no mesh has.
     """
     wanted = set(axes)
-    raise_faults(Fault(f"there is no axis '{axis}'", nearest(axis, AXES), "group") for axis in sorted(wanted - set(AXES)))
+    raise_diagnostics(
+        Diagnostic(f"there is no axis '{axis}'", suggest_name(axis, AXES), "group") for axis in sorted(wanted - set(AXES))
+    )
     return tuple(axis for axis in AXES if axis in wanted)
 
 
@@ -153,7 +155,7 @@ def shown(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
 
 
-Refusal = Fault | str  # of an algorithm, as a plan's fault; of tensors, in words that end with the repair
+Refusal = Diagnostic | str  # of an algorithm, as a plan's fault; of tensors, in words that end with the repair
 
 
 @lru_cache(maxsize=4096)
@@ -187,7 +189,7 @@ def _refusal(call: Call, size: int, index: int, given: tuple[tuple[int, ...], to
     """Why the call cannot work among `size` ranks, seen from sizes and dtypes; `given` are the output's."""
     algorithm = None if call.algorithm == BACKEND else named(call.algorithm, call.action)
     if algorithm is not None and size > 1 and (impossible := algorithm.refusal(size)) is not None:
-        return Fault(*impossible)
+        return Diagnostic(*impossible)
     if call.source is not None and not 0 <= call.source < size:
         return f"the group has {size} ranks. Name a rank from 0 to {size - 1}, an index in the group"
     if call.collective in PAIRWISE and call.source == index:
@@ -231,8 +233,8 @@ def _memory_refusal(index: int, size: int, collective: str, tensor: torch.Tensor
 
 def _refused(group: Group, call: Call, refusal: Refusal) -> Exception:
     where = f"{call} over {' x '.join(group.axes)} (rank {group.ranks[group.index]} of ranks {shown(group.ranks)})"
-    if isinstance(refusal, Fault):
-        return PlanError(f"{where}: {refusal.what}", fix=refusal.fix, where=call.action)
+    if isinstance(refusal, Diagnostic):
+        return PlanError(f"{where}: {refusal.problem}", fix=refusal.fix, location=call.action)
     return ValueError(f"{where}: {refusal}")
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from meshwright.comm.collectives.flight_recorder import Recent
-from meshwright.plan.job.run_options import Phase
+from meshwright.plan.job.run_options import RunPhase
 from meshwright.plan.sharding.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Ledger:
     entries: list[Entry] = field(default_factory=list)
     sent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     recent: Recent = field(default_factory=Recent)
-    phase: Phase = "init"
+    phase: RunPhase = "init"
     step: int | None = None
     comparing: bool = False
     first_only: bool = False

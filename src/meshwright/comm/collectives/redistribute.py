@@ -29,7 +29,7 @@ import torch
 
 from meshwright.comm.collectives.group import Group, Work
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.sharding.placement import COLLECTIVES, Place, S, move_name
+from meshwright.plan.sharding.placement import COLLECTIVES, Placement, S, redistribution_name
 
 Later = list[Callable[[], None]]
 Named = str | Callable[[], str]  # an action, or who tells which one is under way when a collective is issued
@@ -38,8 +38,8 @@ Named = str | Callable[[], str]  # an action, or who tells which one is under wa
 def move(
     tensor: torch.Tensor,
     group: Group,
-    src: Place,
-    dst: Place,
+    src: Placement,
+    dst: Placement,
     action: Named = "",
     meanwhile: Callable[[], None] | None = None,
 ) -> torch.Tensor:
@@ -76,8 +76,8 @@ class _Move(torch.autograd.Function):
         ctx: Any,
         tensor: torch.Tensor,
         group: Group,
-        src: Place,
-        dst: Place,
+        src: Placement,
+        dst: Placement,
         action: Named,
         meanwhile: Callable[[], None] | None,
     ) -> torch.Tensor:
@@ -106,9 +106,9 @@ def _name(action: Named) -> str:
 
 
 def _act(
-    tensor: torch.Tensor, group: Group, src: Place, dst: Place, action: str, meanwhile: Callable[[], None] | None
+    tensor: torch.Tensor, group: Group, src: Placement, dst: Placement, action: str, meanwhile: Callable[[], None] | None
 ) -> torch.Tensor:
-    act = move_name(src, dst)
+    act = redistribution_name(src, dst)
     if act not in COLLECTIVES and meanwhile is not None:
         meanwhile()
     # read only where the letter is S
@@ -202,7 +202,7 @@ def _stacked(tensor: torch.Tensor, group: Group, dim: int, action: str) -> torch
         text = f"dim {dim} of a tensor of shape {list(tensor.shape)} has {length} elements"
         text += f", for {group.size} ranks along {' x '.join(group.axes)}"
         fix = f"make it a multiple of {group.size}, or give these axes a number of ranks that divides {length}"
-        raise PlanError(f"{text}; needed are equal shards", fix=fix, where=action)
+        raise PlanError(f"{text}; needed are equal shards", fix=fix, location=action)
     return tensor.unflatten(dim, (group.size, length // group.size)).movedim(dim, 0)
 
 
@@ -211,11 +211,11 @@ def _joined(stacked: torch.Tensor, dim: int) -> torch.Tensor:
     return moved.reshape(*moved.shape[:dim], moved.shape[dim] * moved.shape[dim + 1], *moved.shape[dim + 2 :])
 
 
-def _counted_from_front(place: Place, tensor: torch.Tensor, action: str) -> Place:
+def _counted_from_front(place: Placement, tensor: torch.Tensor, action: str) -> Placement:
     if place.dim is None:
         return place
     if not -tensor.ndim <= place.dim < tensor.ndim:
         text = f"{place} of a tensor of shape {list(tensor.shape)}, which has {tensor.ndim} dims"
         fix = f"name a dim from 0 to {tensor.ndim - 1}" if tensor.ndim else "keep a scalar whole: R or I"
-        raise PlanError(text, fix=fix, where=action)
+        raise PlanError(text, fix=fix, location=action)
     return S(place.dim % tensor.ndim)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from meshwright.comm.shared_memory.build import Unavailable, load, sources
 from meshwright.comm.shared_memory.segment import MOST_RANKS, Segment, memory, opened
 from meshwright.comm.watchdog.host import Process, host_name
-from meshwright.plan.hardware.device_specs import cores
+from meshwright.plan.hardware.device_specs import available_cores
 
 SPIN_NS = 30_000  # a wake-up costs about as much; longer would only keep others from their work
 ABLE, HOST, SOURCE, NUMBER, STARTED, DESCRIPTOR, WORD = range(7)  # of an introduction; the rest of it is the word
@@ -88,7 +88,7 @@ def _raise_apart(everyone: Sequence[torch.Tensor], ranks: Sequence[int], why: st
 def _mapped(joined: dist.ProcessGroup, everyone: Sequence[torch.Tensor], index: int, own_fd: int, num_on_host: int) -> Segment:
     processes = [Process(int(each[NUMBER]), int(each[STARTED])) for each in everyone]
     word = everyone[0][WORD:].numpy().tobytes()
-    spin_ns = SPIN_NS if num_on_host <= cores() else 0
+    spin_ns = SPIN_NS if num_on_host <= available_cores() else 0
     segment, why = None, ""
     try:
         fd = own_fd if index == 0 else opened(processes[0], int(everyone[0][DESCRIPTOR]), word)

@@ -60,4 +60,4 @@ def _disagreement(group: Group, call: Call) -> CollectiveError:
     lines.append(f"  the odd one out: rank {odd}" if clear else "  which of them is wrong, the ranks cannot say")
     lines.append("  repair: every rank must issue the same collectives, on tensors of one shape and dtype, in the same order")
     report = "\n".join(lines)
-    return CollectiveError(report, report=report, speaks=group.index == 0)
+    return CollectiveError(report, report=report, is_reporter=group.index == 0)

@@ -28,7 +28,7 @@ def config_tables(model: str, batch: int, sequence: int, best: Candidate, layers
     }
 
 
-def unwritten(best: Candidate, layers: Sequence[str]) -> Iterator[str]:
+def unwritten_notes(best: Candidate, layers: Sequence[str]) -> Iterator[str]:
     """What the config of `best` does not say, in words."""
     if best.layout.outside:
         yield "A mesh lays tensor ranks side by side: that copies stand inside hosts is not written; start ranks in that order."

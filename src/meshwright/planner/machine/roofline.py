@@ -27,7 +27,7 @@ def product(machine: Machine, rows: float, columns: float, inner: float, dtype: 
         return 0.0
     rates, exact = machine.rates, rows * columns / (TILE[0] * TILE[1])
     whole = ceil(rows / TILE[0]) * ceil(columns / TILE[1])
-    units = machine.device.units
+    units = machine.device.num_compute_units
     waves = 1 + rates.tail * (ceil(whole / units) * units / exact - 1)
     kinds = {
         "float8": rates.product_float8,

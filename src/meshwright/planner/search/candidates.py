@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from meshwright.plan.job.errors import Fault
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.sharding.mesh import divisors
 from meshwright.planner.analytic.memory import Footprint, footprint
 from meshwright.planner.analytic.parallel_config import Layout, Order
@@ -69,7 +69,7 @@ def over(wish: Wish, sized: Layout, allowed: Sequence[Turn] | None = None) -> It
             yield from ((replace(base, order=order, chunks=chunks), schedule) for schedule, order, chunks in allowed)
 
 
-def refused(wish: Wish) -> Fault | None:
+def refused(wish: Wish) -> Diagnostic | None:
     """Why nothing lies over any mesh of `wish`; None where there is no mesh, or something lies over one."""
     shared, first = False, None
     for mesh in meshes(wish):
@@ -83,7 +83,7 @@ def refused(wish: Wish) -> Fault | None:
                 first = first or next(replace(sized, order=order, chunks=chunks).faults(wish.shape), None)
     words = [f"{word} {size}" for word, size in wish.fixed.items() if word in ("shards", "within")]
     if words and not shared and any(meshes(wish)):
-        return Fault(f"no copies are left that share states as {', '.join(words)} says", "fix fewer axes, or no shares")
+        return Diagnostic(f"no copies are left that share states as {', '.join(words)} says", "fix fewer axes, or no shares")
     return first
 
 

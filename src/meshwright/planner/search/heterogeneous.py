@@ -63,7 +63,7 @@ def weakest(machines: Sequence[Machine]) -> Machine:
         memory_rate=min(device.memory_rate for device in devices),
         link_rate=min(device.link_rate for device in devices),
         nic_rate=min(device.nic_rate for device in devices),
-        per_host=min(device.per_host for device in devices),
+        devices_per_host=min(device.devices_per_host for device in devices),
     )
     return replace(slow, device=device, count=sum(each.count for each in machines), per_host=min(each.host for each in machines))
 

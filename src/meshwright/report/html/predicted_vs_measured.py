@@ -14,7 +14,7 @@ from typing import Any
 from rich.table import Column, Table
 from rich.text import Text
 
-from meshwright.plan.job.errors import size
+from meshwright.plan.job.errors import format_nbytes
 from meshwright.report.terminal.prediction import seconds
 from meshwright.report.timeline.run_record import Record
 
@@ -43,7 +43,7 @@ class Beside:
     @property
     def words(self) -> tuple[str, str, str, str]:
         """All of it as it is shown."""
-        show = seconds if self.unit == "s" else size
+        show = seconds if self.unit == "s" else format_nbytes
         off = "" if self.off is None else f"{100 * self.off:+.1f} %"
         return self.what, show(self.predicted), show(self.measured), off
 

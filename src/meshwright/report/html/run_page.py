@@ -16,7 +16,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from meshwright.plan.job.errors import size
+from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.step.action import Program
 from meshwright.report.html.charts import curves, stacked, timeline_figure
 from meshwright.report.html.predicted_vs_measured import beside
@@ -191,7 +191,9 @@ def _memory(record: Record, place: int) -> str:
         for role, actions in record.program.roles:
             name = f"{role} planned" if len(record.program.roles) > 1 else "planned"
             each = held.get(role, held)  # of an older run: those of rank 0
-            rows[f"{name}, at its fullest"], rows[f"{name}, most of each"] = planned_memory(Program.of({role: actions}), each)
+            rows[f"{name}, at its fullest"], rows[f"{name}, most of each"] = planned_memory(
+                Program.from_dict({role: actions}), each
+            )
     for rank, said in list(record.ranks.items())[:SHOWN_RANKS]:
         if isinstance(said.get("memory"), Mapping):
             rows[f"rank {rank}"] = said["memory"]
@@ -207,7 +209,7 @@ def _memory(record: Record, place: int) -> str:
     lines = []
     for part in parts:
         name = "high-water mark of the process" if part == "peak" else part
-        lines.append([escape(name), *(size(each[part]) if part in each else "" for each in rows.values())])
+        lines.append([escape(name), *(format_nbytes(each[part]) if part in each else "" for each in rows.values())])
     note = "Planned activations are what blocks hand on; what a block keeps inside for its backward is not in the plan."
     return _figure(stacked(drawn, "MiB"), f"memory-{place}") + _table(heads, lines, numbers=True) + f'<p class="note">{note}</p>'
 
@@ -228,7 +230,9 @@ def _machine(record: Record) -> str:
     said = {**record.about.get("versions", {}), **record.about.get("machine", {})}
     if not said:
         return '<p class="note">The run has not recorded them.</p>'
-    words = {key: size(value) if key == "memory" and isinstance(value, int) else str(value) for key, value in said.items()}
+    words = {
+        key: format_nbytes(value) if key == "memory" and isinstance(value, int) else str(value) for key, value in said.items()
+    }
     return _table([], [[f"<b>{escape(key)}</b>", escape(value)] for key, value in words.items()])
 
 

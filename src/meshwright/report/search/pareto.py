@@ -10,8 +10,8 @@ from html import escape
 
 import plotly.graph_objects as go
 
-from meshwright.plan.job.errors import size
-from meshwright.plan.step.simulator import Rows
+from meshwright.plan.job.errors import format_nbytes
+from meshwright.plan.step.simulator import SpansByRank
 from meshwright.planner.search.request import Wish
 from meshwright.planner.search.search import Candidate
 from meshwright.report.html.charts import LAYOUT, stacked
@@ -54,7 +54,7 @@ def pareto_figure(found: Sequence[Candidate]) -> go.Figure:
     return figure
 
 
-def choice_page(wish: Wish, found: Sequence[Candidate], rows: Rows, words: Iterable[str]) -> str:
+def choice_page(wish: Wish, found: Sequence[Candidate], rows: SpansByRank, words: Iterable[str]) -> str:
     """The page: `found`, the winner first; `rows` are the winner's turns (none: one rank along pp), `words` the reasons."""
     title = escape(f"{wish.shape.name} on {wish.machine.count} {wish.machine.device.name}, {wish.batch:,} rows of a step")
     spent = {
@@ -63,7 +63,7 @@ def choice_page(wish: Wish, found: Sequence[Candidate], rows: Rows, words: Itera
     }
     times = stacked({escape(row): parts for row, parts in spent.items()}, "seconds of a step")
     times.update_layout(margin_l=430)
-    drawn = order_svg({"the first layout": rows}, units=Units("{:.4g} s".format, size)) if rows else ""
+    drawn = order_svg({"the first layout": rows}, units=Units("{:.4g} s".format, format_nbytes)) if rows else ""
     body = [
         f"<header><h1>{title}</h1></header><main>",
         _section("Step time and memory", _html(pareto_figure(found), "pareto")),

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.plan.job.errors import size
+from meshwright.plan.job.errors import format_nbytes
 
 WIDTHS = {"step": 7, "loss": 7, "grad_norm": 9, "lr": 8, "memory": 8, "tokens/s": 8, "mfu": 7, "GFLOP/s": 8, "ETA": 8, "scale": 7}
 LINES = 20  # of a run that is not watched on a terminal
@@ -47,7 +47,7 @@ class Figures:
             "loss": f"{self.loss:.4f}",
             "grad_norm": f"{self.grad_norm:.3f}",
             "lr": f"{self.lr:.2e}",
-            "memory": size(self.memory),
+            "memory": format_nbytes(self.memory),
             "tokens/s": f"{self.tokens_per_s:,.0f}",
         }
         if self.mfu is not None:

@@ -17,19 +17,31 @@ from statistics import fmean
 from typing import Any
 
 from meshwright.plan.step.action import Action, Program
-from meshwright.plan.step.simulator import Stuck, play
+from meshwright.plan.step.simulator import SimulationDeadlock, simulate
 from meshwright.report.timeline.run_record import Record
 
 PARTS = {
-    "forward": ("F", "F_LEAN", "RERUN", "glue"),
+    "forward": ("F", "F_CHECKPOINTED", "RECOMPUTE", "glue"),
     "backward": ("LOSS", "B", "I", "W"),
-    "packing": ("PACK", "UNPACK", "ADD"),
+    "packing": ("PACK", "UNPACK", "ACCUMULATE"),
     "communication": (
-        *("COUNT", "REDUCE", "UNSHARD", "RESHARD", "NORM", "TALLY", "NOISE", "TIE", "BRING", "HAND", "issue"),
-        *("SEND", "RECEIVE", "SEND_GRAD", "RECEIVE_GRAD", "JOIN", "JOIN_GRAD"),
+        *(
+            "TOKEN_COUNT",
+            "REDUCE",
+            "UNSHARD",
+            "RESHARD",
+            "GLOBAL_NORM",
+            "LOSS_SUM",
+            "REDUCE_SQNORM",
+            "REDUCE_TIED",
+            "GATHER_GRAD",
+            "SCATTER_PARAM",
+            "issue",
+        ),
+        *("SEND", "RECV", "SEND_GRAD", "RECV_GRAD", "CONCAT", "CONCAT_GRAD"),
     ),
-    "waiting": ("wait", "READY"),
-    "optimizer": ("MEASURE", "SQUARE", "CLIP", "STASH", "RESTORE", "RENEW", "STEP", "ESTIMATE"),
+    "waiting": ("wait", "WAIT"),
+    "optimizer": ("GRAD_SQNORM", "LOCAL_NORM", "CLIP", "STASH", "LOAD_STASHED", "LOAD_LATEST", "STEP", "NOISE_SCALE"),
     "data": ("data",),
     "evaluate": ("evaluate",),
     "save": ("save",),
@@ -105,7 +117,7 @@ def lengths(record: Record, events: Events) -> dict[str, float]:
     steps = {step for _, step, _ in times}
     passed: dict[str, list[float]] = defaultdict(list)
     for role, actions in record.program.roles:
-        for action in (action for action in actions if action.lane == "receive" and action.waits):
+        for action in (action for action in actions if action.stream == "receive" and action.waits):
             known[action.name] = 0.0
             source, name = action.waits[0].split("/", 1)
             for step in steps:
@@ -161,14 +173,14 @@ def _planned(program: Program, known: Mapping[str, float]) -> list[Bar]:
         return known.get(action.name, 0.0) if known else max(100 * action.flops / total, 0.3)
 
     try:
-        ticks = play(program, length)
-    except Stuck:  # a list that cannot be played has been refused long before; a damaged file may hold one
+        ticks = simulate(program, length)
+    except SimulationDeadlock:  # a list that cannot be played has been refused long before; a damaged file may hold one
         return []
     return [
         Bar(
-            f"{tick.role} {tick.action.lane}",
+            f"{tick.role} {tick.action.stream}",
             tick.action.name,
-            PART_OF.get(tick.action.kind, "communication" if tick.action.lane == "wire" else "other"),
+            PART_OF.get(tick.action.kind, "communication" if tick.action.stream == "wire" else "other"),
             tick.start,
             tick.end - tick.start,
             _words(tick.action),
