@@ -60,7 +60,12 @@ class Call:
     @property
     def inputs(self) -> Tensors:
         """What has gradients."""
-        return (self.query, self.key, self.value, *((self.mask,) if self.learns and self.mask is not None else ()))
+        return (
+            self.query,
+            self.key,
+            self.value,
+            *((self.mask,) if self.learns and self.mask is not None else ()),
+        )
 
     def space(self, mesh: Mesh) -> ShardingPlan:
         """A model of one block that does nothing but attend."""
@@ -68,8 +73,12 @@ class Call:
         sizes = heads, self.key.shape[1], width, self.value.shape[3], length, length
         mask = None if self.mask is None else describe_mask(self.mask.detach().requires_grad_(self.learns))
         attend = AttentionSpec(VISIT, *sizes, self.causal, mask is not None, mask=mask)
-        tokens = SequenceInfo(length, ("input_ids",), ("labels",), (BlockSequenceInfo(VISIT, ((1,),), ((1,),)),), (attend,))
-        return ShardingPlan.one_device(mesh, ModelSpec("attention", (VISIT,), (), (length,), (1,), sequence_info=tokens))
+        tokens = SequenceInfo(
+            length, ("input_ids",), ("labels",), (BlockSequenceInfo(VISIT, ((1,),), ((1,),)),), (attend,)
+        )
+        return ShardingPlan.one_device(
+            mesh, ModelSpec("attention", (VISIT,), (), (length,), (1,), sequence_info=tokens)
+        )
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,12 @@ class Sizes:
     def call(self, mask: str = "none", dtype: torch.dtype = torch.float64) -> Call:
         """A call of noise with the mask of that name."""
         noise = torch.Generator().manual_seed(100 * self.heads + self.tokens)
-        shapes = [(self.heads, self.width), (self.groups, self.width), (self.groups, self.values), (self.heads, self.values)]
+        shapes = [
+            (self.heads, self.width),
+            (self.groups, self.width),
+            (self.groups, self.values),
+            (self.heads, self.values),
+        ]
         query, key, value, grad = (
             torch.randn(self.rows, heads, self.tokens, width, generator=noise, dtype=torch.float64).to(dtype)
             for heads, width in shapes
@@ -142,7 +156,11 @@ def fused(call: Call) -> Tensors:
     """What torch's own kernel makes of it on one device: as `dense`."""
     leaves = [each.detach().requires_grad_() for each in call.inputs]
     mask = leaves[3] if leaves[3:] else call.mask
-    given = {"attn_mask": mask, "is_causal": call.causal, "enable_gqa": call.query.shape[1] != call.key.shape[1]}
+    given = {
+        "attn_mask": mask,
+        "is_causal": call.causal,
+        "enable_gqa": call.query.shape[1] != call.key.shape[1],
+    }
     out = F.scaled_dot_product_attention(*leaves[:3], **given)
     return out.detach(), *torch.autograd.grad(out, leaves, call.grad)
 
@@ -160,14 +178,21 @@ class Seat:
         rank = world.mesh.coordinate(world.rank)["cp"]
         self.share = TokenShard(
             call.length,
-            space.sequence_sharding.token_ranges(call.length, rank) if space.sequence_sharding else ((0, call.length),),
+            space.sequence_sharding.token_ranges(call.length, rank)
+            if space.sequence_sharding
+            else ((0, call.length),),
         )
-        self.grad, self.leaves = self.mine(call.grad), [self.mine(each) for each in (call.query, call.key, call.value)]
+        self.grad, self.leaves = (
+            self.mine(call.grad),
+            [self.mine(each) for each in (call.query, call.key, call.value)],
+        )
         self.mask = None
         if call.mask is not None:
             self.mask = call.mask.detach() if call.mask.shape[2] == 1 else self.mine(call.mask)
         moves = [move for each in stated(strategy, call, world.mesh).values() for move in each]
-        for axes, among in sorted({(move.axes, among) for move in moves for among in move.member_groups(world.mesh)}):
+        for axes, among in sorted(
+            {(move.axes, among) for move in moves for among in move.member_groups(world.mesh)}
+        ):
             world.group(axes, among)  # every rank asks for all of them, in one order
         strategy.bind(self)  # type: ignore[arg-type]  # of what a rank is, attention touches these few words
 
@@ -187,7 +212,9 @@ class Seat:
             leaves.append(mask)
         scale = self._call.query.shape[-1] ** -0.5
         query, key, value = leaves[:3]
-        given = ShardedAttentionCall(query, key, value, mask, 0.0, self._call.causal, scale, self.share, self.share)
+        given = ShardedAttentionCall(
+            query, key, value, mask, 0.0, self._call.causal, scale, self.share, self.share
+        )
         return self._answer(given), leaves
 
     def play(self) -> Tensors:
@@ -231,4 +258,7 @@ def stated(strategy: Strategy, call: Call, mesh: Mesh) -> dict[str, list[Transfe
     train, precision = TrainConfig(batch=call.query.shape[0]), PrecisionConfig(dtype, dtype)
     job = Job(ModelConfig("attention"), DataConfig("random"), train, precision=precision)
     program = Program.from_dict({FIRST_ROLE: [Action("F", VISIT, 0), Action("B", VISIT, 0)]})
-    return {action.kind: list(action.inner_transfers) for action in strategy.rewrite(program, space, job).actions(FIRST_ROLE)}
+    return {
+        action.kind: list(action.inner_transfers)
+        for action in strategy.rewrite(program, space, job).actions(FIRST_ROLE)
+    }

@@ -14,7 +14,12 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -64,9 +69,14 @@ def dtensor(rank: int, size: int, workload: str, store: str, *, prepared: bool =
     for layer in model.get_submodule("model.layers").children():
         parallelize_module(layer, mesh, _styles(prepared=prepared))
     names = dict(model.named_parameters())
-    apart = [{name: each for name, each in names.items() if isinstance(each, DTensor) == divided} for divided in (True, False)]
+    apart = [
+        {name: each for name, each in names.items() if isinstance(each, DTensor) == divided}
+        for divided in (True, False)
+    ]
     groups = [group for part in apart for group in make_param_groups(OPTIMIZER, part)]
-    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True)
+    optimizer = torch.optim.AdamW(
+        groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True
+    )
     batches = Batches(spec)
 
     def step() -> float:
@@ -82,7 +92,9 @@ def dtensor(rank: int, size: int, workload: str, store: str, *, prepared: bool =
     return step
 
 
-def counted(rank: int, size: int, *, whose: Callable[..., Step], **arguments: Any) -> Callable[[], dict[str, float]]:
+def counted(
+    rank: int, size: int, *, whose: Callable[..., Step], **arguments: Any
+) -> Callable[[], dict[str, float]]:
     """A step whose note are the bytes that left this rank in collectives, by collective, and how many there were (`calls`).
 
     Ours are taken from the ledger; torch's are counted where they are dispatched. `whose` is `ours` or `dtensor`.
@@ -144,7 +156,12 @@ def _engine(workload: str, world: World, line: TensorParallel) -> Step:
     spec = WORKLOADS[workload]
     batches = Batches(spec)
     reading = analyze(spec.model, Batches(spec).next())
-    job = Job(ModelConfig("llama"), DataConfig("stdlib", sequence=spec.sequence), TrainConfig(batch=spec.batch), OPTIMIZER)
+    job = Job(
+        ModelConfig("llama"),
+        DataConfig("stdlib", sequence=spec.sequence),
+        TrainConfig(batch=spec.batch),
+        OPTIMIZER,
+    )
     engine = parallelize(reading, make_plan(reading, job, world.mesh, (line,)), world=world)
 
     def step() -> float:
@@ -159,7 +176,9 @@ def _world(rank: int, size: int, store: str) -> TorchWorld:
 
 
 def _styles(*, prepared: bool) -> dict[str, Any]:
-    styles: dict[str, Any] = {name: ColwiseParallel() for name in COLUMNS} | {name: RowwiseParallel() for name in ROWS}
+    styles: dict[str, Any] = {name: ColwiseParallel() for name in COLUMNS} | {
+        name: RowwiseParallel() for name in ROWS
+    }
     if prepared:
         whole = Replicate()
         styles["self_attn"] = PrepareModuleInput(

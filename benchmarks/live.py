@@ -28,7 +28,10 @@ def live_storages() -> dict[int, int]:
     """The bytes of every storage that a tensor or a gradient in Python's reach lies in, by address."""
     storages = {}
     for found in gc.get_objects():
-        if type(found) in (torch.Tensor, torch.nn.Parameter):  # isinstance would wake torch's deprecated names
+        if type(found) in (
+            torch.Tensor,
+            torch.nn.Parameter,
+        ):  # isinstance would wake torch's deprecated names
             for tensor in (found, _gradient(found)):
                 if tensor is not None:
                     storage = tensor.untyped_storage()

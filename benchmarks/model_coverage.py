@@ -74,7 +74,9 @@ def covered(family: Family, folder: Path) -> dict[str, Any]:
     found = explain_model(config, []).report
     errors = {}
     for ranks in RANKS:
-        verdict, _ = verify(config, [f"--mesh.dp_replicate={ranks}"], STEPS, None, None, launcher=None, shrink=False)
+        verdict, _ = verify(
+            config, [f"--mesh.dp_replicate={ranks}"], STEPS, None, None, launcher=None, shrink=False
+        )
         errors[str(ranks)] = max(verdict.max_errors.values()) if verdict.passed else float("inf")
     away, difference = _round_trips(source, folder / f"{family.name}-exported")
     return {
@@ -98,11 +100,14 @@ def main() -> None:
         for family in FAMILIES:
             rows.append(covered(family, Path(folder)))
             print(family.name, rows[-1]["errors"], file=sys.stderr)
-    worst = [max(*row["errors"].values(), 0.0 if isfinite(row["round_trip"]["difference"]) else float("inf")) for row in rows]
+    worst = [
+        max(*row["errors"].values(), 0.0 if isfinite(row["round_trip"]["difference"]) else float("inf"))
+        for row in rows
+    ]
     print(
-        Result.of_count("model_coverage", CLAIM, worst, limit=TOLERANCE, bar=BAR, detail={"families": rows}).write(
-            "model_coverage"
-        )
+        Result.of_count(
+            "model_coverage", CLAIM, worst, limit=TOLERANCE, bar=BAR, detail={"families": rows}
+        ).write("model_coverage")
     )
 
 
@@ -146,9 +151,13 @@ def _round_trips(source: str, folder: Path) -> tuple[str, float]:
 def _blocks(found: ModelReport) -> str:
     """The blocks in words: how many visits, and the runs of equal layers."""
     layers = [
-        f"{row.first_block_call} .. {row.last_block_call.rpartition('.')[2]}" for row in found.blocks if row.num_block_calls > 1
+        f"{row.first_block_call} .. {row.last_block_call.rpartition('.')[2]}"
+        for row in found.blocks
+        if row.num_block_calls > 1
     ]
-    return f"{sum(row.num_block_calls for row in found.blocks)}" + (f" ({', '.join(layers)})" if layers else "")
+    return f"{sum(row.num_block_calls for row in found.blocks)}" + (
+        f" ({', '.join(layers)})" if layers else ""
+    )
 
 
 def _sockets(found: ModelReport) -> str:

@@ -16,7 +16,9 @@ def even(name: str, parameters: int, blocks: int) -> ModelSpec:
 def llama3_8b() -> ModelSpec:
     """Llama 3 8B: 8,030,261,248 parameters in 35 blocks."""
     hidden, kv, wide, vocabulary = 4096, 1024, 14336, 128256
-    layer: Parts = [(name, (out, hidden)) for name, out in (("q", hidden), ("k", kv), ("v", kv), ("o", hidden))]
+    layer: Parts = [
+        (name, (out, hidden)) for name, out in (("q", hidden), ("k", kv), ("v", kv), ("o", hidden))
+    ]
     layer += [("gate", (wide, hidden)), ("up", (wide, hidden)), ("down", (hidden, wide))]
     layer += [("norm1", (hidden,)), ("norm2", (hidden,))]
     blocks: dict[str, Parts] = {"embed": [("weight", (vocabulary, hidden))]}
@@ -26,6 +28,10 @@ def llama3_8b() -> ModelSpec:
 
 
 def _chain(name: str, blocks: dict[str, Parts]) -> ModelSpec:
-    weights = tuple(ParamSpec(f"{visit}.{part}", shape, (visit,)) for visit, parts in blocks.items() for part, shape in parts)
+    weights = tuple(
+        ParamSpec(f"{visit}.{part}", shape, (visit,))
+        for visit, parts in blocks.items()
+        for part, shape in parts
+    )
     ones = (1,) * len(blocks)
     return ModelSpec(name, tuple(blocks), weights, ones, ones)

@@ -70,7 +70,10 @@ class Case:
     def costs(self) -> StageCosts:
         """Of its parts; one keeps one unit, so a rank keeps `v` of a micro-batch."""
         parts = self.p * self.v
-        return replace(StageCosts.uniform(parts, *(time / self.v for time in self.times)), weight_grad_memory=[self.late] * parts)
+        return replace(
+            StageCosts.uniform(parts, *(time / self.v for time in self.times)),
+            weight_grad_memory=[self.late] * parts,
+        )
 
 
 Form = Callable[[Case], float]
@@ -106,8 +109,18 @@ LAWS = (
         lambda c: 1,
     ),
     Law("GPipe", lambda c: gpipe.gpipe_schedule(c.p, c.m), lambda c: (c.p - 1) * c.total, lambda c: c.m),
-    Law("1F1B", lambda c: one_f_one_b.one_f_one_b_schedule(c.p, c.m), lambda c: (c.p - 1) * c.total, lambda c: min(c.p, c.m)),
-    Law("PipeDream", lambda c: pipedream.pipedream_schedule(c.p, c.m), lambda c: (c.p - 1) * c.total, lambda c: min(c.p, c.m)),
+    Law(
+        "1F1B",
+        lambda c: one_f_one_b.one_f_one_b_schedule(c.p, c.m),
+        lambda c: (c.p - 1) * c.total,
+        lambda c: min(c.p, c.m),
+    ),
+    Law(
+        "PipeDream",
+        lambda c: pipedream.pipedream_schedule(c.p, c.m),
+        lambda c: (c.p - 1) * c.total,
+        lambda c: min(c.p, c.m),
+    ),
     Law(
         "interleaved",
         lambda c: interleaved.interleaved_schedule(c.p, c.m, c.v),
@@ -124,7 +137,13 @@ LAWS = (
         where=lambda c: c.m % c.p != 0 and c.m > c.p,
         v=CHUNKS,
     ),
-    Law("ZB-H1", lambda c: zb_h1_schedule(c.p, c.m), _ends(lambda f, i, w: f + i - w), lambda c: c.p, lambda c: c.m >= 2 * c.p),
+    Law(
+        "ZB-H1",
+        lambda c: zb_h1_schedule(c.p, c.m),
+        _ends(lambda f, i, w: f + i - w),
+        lambda c: c.p,
+        lambda c: c.m >= 2 * c.p,
+    ),
     Law(
         "ZB-H2",
         lambda c: zb_h2_schedule(c.p, c.m),
@@ -141,7 +160,14 @@ LAWS = (
         exact=False,
         late=32 / 74,
     ),
-    Law("ZB-V", lambda c: zb_v_schedule(c.p, c.m), None, lambda c: c.p, lambda c: c.m >= 2 * c.p and c.times == EQUAL, (2,)),
+    Law(
+        "ZB-V",
+        lambda c: zb_v_schedule(c.p, c.m),
+        None,
+        lambda c: c.p,
+        lambda c: c.m >= 2 * c.p and c.times == EQUAL,
+        (2,),
+    ),
     Law(
         "V-Half",
         lambda c: zb_v_half_schedule(c.p, c.m),
@@ -195,7 +221,8 @@ def measured(law: Law, case: Case) -> dict[str, Any]:
     rate = bubble / (bubble + case.m * case.total)
     stated = law.bubble(case) if law.bubble else ZERO * (bubble + case.m * case.total)
     off = max(
-        distance(bubble, stated, exact=law.exact and law.bubble is not None), distance(peak, law.peak(case), exact=law.exact)
+        distance(bubble, stated, exact=law.exact and law.bubble is not None),
+        distance(peak, law.peak(case), exact=law.exact),
     )
     row: dict[str, Any] = {"schedule": law.name, "p": case.p, "m": case.m, "v": case.v, "F, I, W": case.times}
     row |= {"bubble": bubble, "rate": round(rate, 5), "stated": round(stated, 6) if law.bubble else "about 0"}
@@ -220,7 +247,10 @@ def rows_of(laws: Sequence[Law] = LAWS) -> Iterator[dict[str, Any]]:
         wrong = [row for row in found if row["off"]]
         kind = "closed forms" if law.exact and law.bubble else "at most what is stated"
         rates = [row["rate"] for row in found]
-        print(f"{law.name}: {len(found) - len(wrong)} of {len(found)} cases, {kind}; rates to {max(rates):.3f}", file=sys.stderr)
+        print(
+            f"{law.name}: {len(found) - len(wrong)} of {len(found)} cases, {kind}; rates to {max(rates):.3f}",
+            file=sys.stderr,
+        )
         for row in wrong:
             print(f"   {row}", file=sys.stderr)
         yield from found
@@ -231,12 +261,17 @@ def result(found: Sequence[dict[str, Any]]) -> Result:
     detail: dict[str, list[str]] = {}
     for row in found:
         detail.setdefault(row["schedule"], []).append(_line(row))
-    return Result.of_count(NAME, CLAIM, [float(row["off"]) for row in found], limit=0.0, bar=len(found), detail=detail)
+    return Result.of_count(
+        NAME, CLAIM, [float(row["off"]) for row in found], limit=0.0, bar=len(found), detail=detail
+    )
 
 
 def _line(row: dict[str, Any]) -> str:
     """A case as a line of the result: what was played, beside what is stated."""
-    at, sign = f"p {row['p']}, m {row['m']}, v {row['v']}, F I W {row['F, I, W']}", "=" if row["exact"] else "<="
+    at, sign = (
+        f"p {row['p']}, m {row['m']}, v {row['v']}, F I W {row['F, I, W']}",
+        "=" if row["exact"] else "<=",
+    )
     stated = row["stated"] if row["stated"] == "about 0" else f"{sign} {row['stated']:g}"
     line = f"{at}: bubble {row['bubble']:g} {stated} ({row['rate']:.2%}), peak {row['peak']:g} {sign} {row['stated peak']:g}"
     return line if not row["off"] else f"{line}: OFF"

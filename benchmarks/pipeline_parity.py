@@ -118,7 +118,11 @@ class Case:
         axes, others = BESIDE[self.beside]
         pipeline = Pipeline(schedule=self.schedule, virtual_stages=self.chunks)
         return make_plan(
-            reading_of(self.kind.name, self.layers), job, Mesh(pp=self.ranks, **axes), (pipeline, *others), self.micro_batch
+            reading_of(self.kind.name, self.layers),
+            job,
+            Mesh(pp=self.ranks, **axes),
+            (pipeline, *others),
+            self.micro_batch,
         )
 
 
@@ -167,13 +171,17 @@ def compared(case: Case) -> dict[str, object]:
     except Exception as failed:  # told with the others: one case must not end all
         return {**row, "error": float("inf"), "failed": f"{type(failed).__name__}: {failed}"}
     worst = max(verdict.max_errors.values(), default=float("inf"))
-    return {**row, "error": worst} if verdict.passed else {**row, "error": float("inf"), "differs": str(verdict)}
+    return (
+        {**row, "error": worst} if verdict.passed else {**row, "error": float("inf"), "differs": str(verdict)}
+    )
 
 
 def result(rows: list[dict[str, object]], possible: int) -> Result:
     """The result of all that were drawn: how many are equal, the worst gap of those, and how many were refused for what."""
     errors = [float(str(row["error"])) for row in rows]
-    kept = [{**row, "error": error if isfinite(error) else -1.0} for row, error in zip(rows, errors, strict=True)]
+    kept = [
+        {**row, "error": error if isfinite(error) else -1.0} for row, error in zip(rows, errors, strict=True)
+    ]
     detail = {
         "seed": SEED,
         "possible": possible,
@@ -187,7 +195,9 @@ def result(rows: list[dict[str, object]], possible: int) -> Result:
 def main() -> None:
     """Compare the cases that are asked for, and write the result when all were."""
     parser = ArgumentParser(description="pipelines beside one device")
-    parser.add_argument("--only", default="", help="words that the name of a case contains, of all that there are")
+    parser.add_argument(
+        "--only", default="", help="words that the name of a case contains, of all that there are"
+    )
     parser.add_argument("--quick", action="store_true", help="one case per schedule")
     options = parser.parse_args()
     every = list(cases())
@@ -206,7 +216,10 @@ def main() -> None:
             told = next((str(row[key]) for key in ("refused", "failed", "differs") if key in row), "")
             print(row["case"], row["error"], told, file=sys.stderr, flush=True)
     rows = [found[str(case)] for case in chosen]
-    print(f"{sum(float(str(row['error'])) <= TOLERANCE for row in rows)} of {len(rows)} equal one device", file=sys.stderr)
+    print(
+        f"{sum(float(str(row['error'])) <= TOLERANCE for row in rows)} of {len(rows)} equal one device",
+        file=sys.stderr,
+    )
     if not options.only and not options.quick:
         print(result(rows, len(every)).write(NAME))
 

@@ -55,8 +55,15 @@ def planned(mesh: Mesh, make: Callable[[], Schedule]) -> Iterator[tuple[str, flo
     places = [mesh.coordinate(rank)["pp"] for rank in range(mesh.world_size)]
     placed = time.process_time()
     if faults or not found.end or set(places) != set(range(order.num_ranks)):
-        raise ValueError(f"{faults[:3]}; needed is a whole schedule for every place along pp: repair the case")
-    yield from {"made": made - begin, "checked": checked - made, "played": played - checked, "placed": placed - played}.items()
+        raise ValueError(
+            f"{faults[:3]}; needed is a whole schedule for every place along pp: repair the case"
+        )
+    yield from {
+        "made": made - begin,
+        "checked": checked - made,
+        "played": played - checked,
+        "placed": placed - played,
+    }.items()
 
 
 def main() -> None:
@@ -68,7 +75,12 @@ def main() -> None:
         totals[name] = [sum(run.values()) for run in runs]
         parts = {part: round(median(run[part] for run in runs), 4) for part in runs[0]}
         slots = sum(map(len, make().actions))
-        detail[name] = {"slots": slots, **parts, "all": round(median(totals[name]), 4), "worst": round(max(totals[name]), 4)}
+        detail[name] = {
+            "slots": slots,
+            **parts,
+            "all": round(median(totals[name]), 4),
+            "worst": round(max(totals[name]), 4),
+        }
         print(f"{name}: {median(totals[name]):.2f} s CPU for {slots} slots {parts}", file=sys.stderr)
     slowest = max(totals, key=lambda name: median(totals[name]))
     values = totals[slowest]

@@ -53,7 +53,9 @@ CASES: Mapping[str, Case] = {
     "gpt2, ZeRO 2 on 2, 2 micro-batches": Case("gpt2", Mesh(dp_shard=2), (SHARDS, ZeRO(stage=2)), 2),
     "llama, ZeRO 3 on 4": Case("llama", Mesh(dp_shard=4), (SHARDS, ZeRO(stage=3))),
     "gpt2, matrices on 2": Case("gpt2", Mesh(tp=2), (TensorParallel(), VocabParallel())),
-    "llama, matrices on 2, 2 copies": Case("llama", Mesh(dp_replicate=2, tp=2), (TensorParallel(), VocabParallel(), *COPIES)),
+    "llama, matrices on 2, 2 copies": Case(
+        "llama", Mesh(dp_replicate=2, tp=2), (TensorParallel(), VocabParallel(), *COPIES)
+    ),
     "llama, 1F1B on 2": Case("llama", Mesh(pp=2), (Pipeline(schedule="1f1b"),), 2),
     "gpt2, GPipe on 4": Case("gpt2", Mesh(pp=4), (Pipeline(schedule="gpipe"),), 2),
     "llama, ZB-H1 on 2": Case("llama", Mesh(pp=2), (Pipeline(schedule="zb_h1"),), 2),
@@ -67,7 +69,15 @@ DRY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 SIZES = {"vocab_size": WORDS, "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6}
 T5: Mapping[str, Any] = {
-    **{"vocab_size": WORDS, "d_model": 384, "d_ff": 1536, "d_kv": 64, "num_layers": 3, "num_heads": 6, "dropout_rate": 0.0},
+    **{
+        "vocab_size": WORDS,
+        "d_model": 384,
+        "d_ff": 1536,
+        "d_kv": 64,
+        "num_layers": 3,
+        "num_heads": 6,
+        "dropout_rate": 0.0,
+    },
     **{"decoder_start_token_id": 0, "use_cache": False},
 }
 
@@ -76,13 +86,24 @@ def config_of(family: str) -> tuple[Any, Any]:
     """The class and the config of a family's model."""
     match family:
         case "llama":
-            config = transformers.LlamaConfig(**SIZES, intermediate_size=1024, max_position_embeddings=TOKENS, use_cache=False)
+            config = transformers.LlamaConfig(
+                **SIZES, intermediate_size=1024, max_position_embeddings=TOKENS, use_cache=False
+            )
             return transformers.LlamaForCausalLM, config
         case "gpt2":
-            said = {"vocab_size": WORDS, "n_embd": 384, "n_layer": 6, "n_head": 6, "n_positions": TOKENS, "use_cache": False}
+            said = {
+                "vocab_size": WORDS,
+                "n_embd": 384,
+                "n_layer": 6,
+                "n_head": 6,
+                "n_positions": TOKENS,
+                "use_cache": False,
+            }
             return transformers.GPT2LMHeadModel, transformers.GPT2Config(**said, **DRY, **ENDS)
         case "bert":
-            config = transformers.BertConfig(**SIZES, **NONE, intermediate_size=1536, max_position_embeddings=TOKENS)
+            config = transformers.BertConfig(
+                **SIZES, **NONE, intermediate_size=1536, max_position_embeddings=TOKENS
+            )
             return transformers.BertForMaskedLM, config
         case _:
             config = transformers.T5Config(**T5)
@@ -106,7 +127,9 @@ def planned(case: Case) -> tuple[AnalyzedModel, Plan]:
         return model(config)
 
     reading = analyze(make, batch_of(case.family))
-    job = Job(ModelConfig(case.family), DataConfig("example", sequence=TOKENS), TrainConfig(batch=ROWS), OPTIMIZER)
+    job = Job(
+        ModelConfig(case.family), DataConfig("example", sequence=TOKENS), TrainConfig(batch=ROWS), OPTIMIZER
+    )
     return reading, make_plan(reading, job, case.mesh, case.strategies, case.micro)
 
 

@@ -50,14 +50,24 @@ BENCH = "bench"
 
 def measured(what: str, folder: Path, *, quick: bool) -> None:
     """Measure the device, or comm, of this machine into a file of `folder`."""
-    words = ["bench", what, *MEASURED[what], "--out", str(folder / f"{what}.toml"), *(["--quick"] if quick else [])]
+    words = [
+        "bench",
+        what,
+        *MEASURED[what],
+        "--out",
+        str(folder / f"{what}.toml"),
+        *(["--quick"] if quick else []),
+    ]
     print(" ".join(words), file=sys.stderr, flush=True)
     subprocess.run([sys.executable, "-m", "meshwright", *words], check=True, stdout=subprocess.DEVNULL)
 
 
 def predicted(plan: Plan, folder: Path, device: str) -> Prediction:
     """A step of `plan` on the links of this machine and the device of this name, both files of `folder`."""
-    return predict(plan, prediction_hardware(str(folder / f"{device}.toml"), str(folder / "comm.toml"), plan.mesh.world_size))
+    return predict(
+        plan,
+        prediction_hardware(str(folder / f"{device}.toml"), str(folder / "comm.toml"), plan.mesh.world_size),
+    )
 
 
 def in_turn(name: str, world: int, window: Window) -> Rounds:
@@ -77,7 +87,10 @@ def tried(name: str, folder: Path, window: Window) -> Mapping[str, object]:
     seen = [note for costs in rounds.clean for note in costs[BENCH].notes if isinstance(note, Turn)]
     now = write_profile(profile_of(read_profile(folder / "device.toml"), seen), folder / "now.toml")
     said, before = predicted(plan, folder, "now"), predicted(plan, folder, "device")
-    took, peaks = median(rounds.figures(name, "wall_s")), [int(str(note)) for note in rounds.clean[-1][name].notes]
+    took, peaks = (
+        median(rounds.figures(name, "wall_s")),
+        [int(str(note)) for note in rounds.clean[-1][name].notes],
+    )
     planned_peaks = [peak_bytes(plan, rank) for rank in range(case.mesh.world_size)]
     off = said.step_s / took - 1
     bytes_off = max((mine / theirs - 1 for mine, theirs in zip(planned_peaks, peaks, strict=True)), key=abs)
@@ -117,7 +130,9 @@ def main(words: Sequence[str]) -> None:
     detail = {"plans": rows, "bytes_off": held, "limit_bytes": BYTES, **machine}
     figures = {"median": median(values), "spread": (min(values), max(values)), "bar": SECONDS}
     holds = max(values) <= SECONDS and max(held) <= BYTES
-    print(Result.of(NAME, CLAIM, values=values, **figures, holds=holds, repeats=15, detail=detail).write(NAME))
+    print(
+        Result.of(NAME, CLAIM, values=values, **figures, holds=holds, repeats=15, detail=detail).write(NAME)
+    )
 
 
 if __name__ == "__main__":

@@ -72,15 +72,20 @@ SQUARES: Mapping[str, Callable[[Random], Strategy]] = MappingProxyType(
         "cube": lambda rng: TensorParallel3D(),
     }
 )
-TECHNIQUES: Mapping[str, str] = MappingProxyType(  # what may meet in a plan: by the kind of which a plan has one
-    {
-        **{name: name for name in ("replicate", "naive", "master", "across")},
-        **dict.fromkeys(("zero 1", "zero 2", "zero 3"), "zero"),
-        **{name: name for name in ("line", "sequence", "vocabulary", *SQUARES, "ulysses", "ring", "hybrid")},
-        **dict.fromkeys(SCHEDULES, "pipeline"),
-        **{name: name for name in ("scatter", "recompute", "tiles", "micro-batches", "clipping")},
-        **{name: name for name in ("dropout", "guard", "missing rows")},
-    }
+TECHNIQUES: Mapping[str, str] = (
+    MappingProxyType(  # what may meet in a plan: by the kind of which a plan has one
+        {
+            **{name: name for name in ("replicate", "naive", "master", "across")},
+            **dict.fromkeys(("zero 1", "zero 2", "zero 3"), "zero"),
+            **{
+                name: name
+                for name in ("line", "sequence", "vocabulary", *SQUARES, "ulysses", "ring", "hybrid")
+            },
+            **dict.fromkeys(SCHEDULES, "pipeline"),
+            **{name: name for name in ("scatter", "recompute", "tiles", "micro-batches", "clipping")},
+            **{name: name for name in ("dropout", "guard", "missing rows")},
+        }
+    )
 )
 Sizes = dict[str, int]
 
@@ -209,7 +214,9 @@ def _strategies(rng: Random, known: Known, matrices: str, sizes: Sizes) -> tuple
     if matrices == "line":
         found += _line(rng, known, sizes["tp"], sizes.get("cp", 1))
         alike = not any(isinstance(strategy, SequenceParallel) for strategy in found)
-        found = [replace(s, scatter=rng.random() < 0.3) if isinstance(s, Pipeline) and alike else s for s in found]
+        found = [
+            replace(s, scatter=rng.random() < 0.3) if isinstance(s, Pipeline) and alike else s for s in found
+        ]
     elif matrices:
         found.append(SQUARES[matrices](rng))
         found += [VocabParallel()] if matrices != "cube" and rng.random() < 0.4 else []
@@ -279,7 +286,10 @@ def _zero(rng: Random, axis: str, across: str, stage: int) -> Strategy:
     if stage < 3:
         return made
     return replace(
-        made, gather=rng.choice(("use", "micro", "step")), keep_mb=rng.choice((0.0, 0.01)), prefetch=rng.choice((0, 1, 3))
+        made,
+        gather=rng.choice(("use", "micro", "step")),
+        keep_mb=rng.choice((0.0, 0.01)),
+        prefetch=rng.choice((0, 1, 3)),
     )
 
 
@@ -308,12 +318,18 @@ def _spoilt(rng: Random, drawn: Draw) -> Draw:
     match rng.choice(("one less", "one more", "one more", "another size", "one row more")):
         case "one less" if listed:
             left = rng.choice(listed)
-            return replace(drawn, strategies=tuple(s for s in listed if s is not left), spoilt=f"without {left.name}")
+            return replace(
+                drawn, strategies=tuple(s for s in listed if s is not left), spoilt=f"without {left.name}"
+            )
         case "another size":
             axis = rng.choice(AXES)
             sizes = {each: drawn.mesh.size(each) for each in AXES}
             mesh = Mesh(**{**sizes, axis: sizes[axis] % 3 + 1})
-            return replace(drawn, mesh=mesh, spoilt=f"another size of {axis}") if mesh.world_size <= MOST_RANKS else drawn
+            return (
+                replace(drawn, mesh=mesh, spoilt=f"another size of {axis}")
+                if mesh.world_size <= MOST_RANKS
+                else drawn
+            )
         case "one row more" if drawn.rows > 1:
             return replace(drawn, spoilt="one row more")
     added = rng.choice([each for each in more if each.name not in {strategy.name for strategy in listed}])

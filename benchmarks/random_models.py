@@ -80,7 +80,9 @@ def _even(family: str, tokens: tuple[int, ...], **more: Any) -> Known:
     decoded = tokens[1] if len(tokens) > 1 else 0
     make = partial(model_of, family_named(family), even=True, **more)
     heads = 24
-    return Known(f"{family}, even", make, partial(_text, tokens[0], decoded), tokens, 6, 6, even=True, heads=heads)
+    return Known(
+        f"{family}, even", make, partial(_text, tokens[0], decoded), tokens, 6, 6, even=True, heads=heads
+    )
 
 
 KNOWN: Mapping[str, Known] = MappingProxyType(

@@ -64,7 +64,12 @@ MATCHED = 0.8  # the least share of all that must be equal, not refused
 def tried(drawn: Draw, limit_s: float = LIMIT_S) -> Row:
     """What becomes of one plan: its outcome, the worst error where it was compared, its faults where it was refused."""
     torch.set_num_threads(1)
-    row: Row = {"case": str(drawn), "number": drawn.number, "spoilt": drawn.spoilt, "techniques": list(drawn.techniques)}
+    row: Row = {
+        "case": str(drawn),
+        "number": drawn.number,
+        "spoilt": drawn.spoilt,
+        "techniques": list(drawn.techniques),
+    }
     found: SimpleQueue[Row] = SimpleQueue()
     thread = Thread(target=lambda: found.put(_tried(drawn, limit_s)), name="tried", daemon=True)
     thread.start()
@@ -72,7 +77,9 @@ def tried(drawn: Draw, limit_s: float = LIMIT_S) -> Row:
         return {**row, **found.get(timeout=2 * limit_s)}
     except Empty:
         frames = sys._current_frames()
-        stacks = ["".join(traceback.format_stack(frame)) for ident, frame in frames.items() if ident != get_ident()]
+        stacks = [
+            "".join(traceback.format_stack(frame)) for ident, frame in frames.items() if ident != get_ident()
+        ]
         return {**row, "outcome": "hangs", "said": "\n\n".join(stacks)}
 
 
@@ -85,7 +92,11 @@ def _tried(drawn: Draw, limit_s: float) -> Row:
     except Exception:  # told with the others: one plan must not end all
         return {"outcome": "crashed", "said": traceback.format_exc()}
     worst = max(verdict.max_errors.values(), default=float("inf"))
-    return {"outcome": "matched", "error": worst} if verdict.passed else {"outcome": "differs", "said": str(verdict)}
+    return (
+        {"outcome": "matched", "error": worst}
+        if verdict.passed
+        else {"outcome": "differs", "said": str(verdict)}
+    )
 
 
 def plan_or_refusal(drawn: Draw) -> Plan | Row:
@@ -98,7 +109,11 @@ def plan_or_refusal(drawn: Draw) -> Plan | Row:
     if not all(each["what"] and each["fix"] for each in faults):
         return {**row, "outcome": "no repair"}
     reasons = {reason_of(each["what"]) for each in faults}
-    return {**row, "outcome": "refused" if all(reasons) else "new reason", "reasons": sorted(map(str, reasons))}
+    return {
+        **row,
+        "outcome": "refused" if all(reasons) else "new reason",
+        "reasons": sorted(map(str, reasons)),
+    }
 
 
 def compared(drawn: Draw, plan: Plan, limit_s: float) -> Verdict:
@@ -110,7 +125,9 @@ def compared(drawn: Draw, plan: Plan, limit_s: float) -> Verdict:
     if drawn.guard:
         batches[-1][HARM] = torch.full((drawn.rows - drawn.missing, 1), 1e6)
         loss = replace(loss.wrap_total(_harmed), targets=(*loss.targets, HARM))
-    case = parity_case(reading, plan, loss, lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank))
+    case = parity_case(
+        reading, plan, loss, lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank)
+    )
     reference = run_reference(case, drawn.steps)
     if drawn.guard:
         case = replace(case, plan=replace(case.plan, job=replace(case.plan.job, guard=plan.job.guard)))
@@ -134,7 +151,9 @@ def _harmed(total: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """`total` as many times as large as the batch says, of which the model hears nothing."""
 
     def harmed(outputs: Any, batch: Batch, *more: Any) -> torch.Tensor:
-        return total(outputs, batch, *more) * (batch[HARM].amax() if HARM in batch and len(batch[HARM]) else 1.0)
+        return total(outputs, batch, *more) * (
+            batch[HARM].amax() if HARM in batch and len(batch[HARM]) else 1.0
+        )
 
     return harmed
 
@@ -146,7 +165,9 @@ def planned(seed: int, numbers: Iterable[int]) -> list[Row]:
         drawn = draw(seed, number)
         found = plan_or_refusal(drawn)
         said = {"outcome": "matched"} if isinstance(found, Plan) else found
-        rows.append({"case": str(drawn), "spoilt": drawn.spoilt, "techniques": list(drawn.techniques), **said})
+        rows.append(
+            {"case": str(drawn), "spoilt": drawn.spoilt, "techniques": list(drawn.techniques), **said}
+        )
     return rows
 
 
@@ -166,7 +187,9 @@ def result(seed: int, rows: list[Row]) -> Result:
         "by_reason": refused_by(rows),
         "worst": max((row["error"] for row in rows if "error" in row), default=-1.0),
         "findings": [row for row in rows if row["outcome"] in FINDINGS],
-        "kinds": {name: kind for name, kind in TECHNIQUES.items() if any(name in row["techniques"] for row in rows)},
+        "kinds": {
+            name: kind for name, kind in TECHNIQUES.items() if any(name in row["techniques"] for row in rows)
+        },
         "pairs": pairs,
     }
     return Result.of_count(NAME, CLAIM, errors, limit=TOLERANCE, bar=int(MATCHED * len(rows)), detail=detail)
@@ -174,7 +197,11 @@ def result(seed: int, rows: list[Row]) -> Result:
 
 def shares(found: Pairs) -> list[str]:
     """By pair of techniques that meet, in how many plans, and the share of those that are not refused."""
-    return [f"{' + '.join(pair)}: {each.straight}, {each.share:.2f}" for pair, each in sorted(found.items()) if each.straight]
+    return [
+        f"{' + '.join(pair)}: {each.straight}, {each.share:.2f}"
+        for pair, each in sorted(found.items())
+        if each.straight
+    ]
 
 
 def main() -> None:
@@ -183,7 +210,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=COUNT, help="how many are drawn")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--only", type=int, default=-1, help="the number of one of them")
-    parser.add_argument("--shares", action="store_true", help="plan those of the tests, and print what pairs have")
+    parser.add_argument(
+        "--shares", action="store_true", help="plan those of the tests, and print what pairs have"
+    )
     options = parser.parse_args()
     if options.shares:
         wanted = reviewed()
@@ -204,7 +233,10 @@ def main() -> None:
             told = f"\n{row['said']}" if row["outcome"] in FINDINGS else ""
             print(row["outcome"], row.get("error", ""), row["case"], told, file=sys.stderr, flush=True)
     rows = [found[str(each)] for each in chosen]
-    print(f"seed {options.seed}: {sum(row['outcome'] == 'matched' for row in rows)} of {len(rows)} matched", file=sys.stderr)
+    print(
+        f"seed {options.seed}: {sum(row['outcome'] == 'matched' for row in rows)} of {len(rows)} matched",
+        file=sys.stderr,
+    )
     if (options.seed, options.count) == (SEED, COUNT):
         print(result(options.seed, rows).write(NAME))
 

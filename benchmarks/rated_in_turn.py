@@ -64,7 +64,11 @@ def turns(rank: int, size: int) -> Callable[[], Turn]:
         memory_operations(device, sizes.memory),
         compute_heavy_operations(device)[1],
     )
-    cells = {(kind, each): operation for kind, some in zip(KINDS, made, strict=True) for each, operation in some.items()}
+    cells = {
+        (kind, each): operation
+        for kind, some in zip(KINDS, made, strict=True)
+        for each, operation in some.items()
+    }
     watch, batch, number = DeviceTimer(device, 1, SLOT_S), slice_batch_timer(), 0
     about = {key: min(watch.time_once(operation) for _ in range(3)) for key, operation in cells.items()}
 
@@ -88,7 +92,9 @@ def profile_of(measured: DeviceProfile, seen: Sequence[Turn]) -> DeviceProfile:
     for turn in seen:
         for (kind, each), seconds in turn.cells.items():
             found[kind].setdefault(each, []).append(seconds)
-    missing = [kind for kind in KINDS if not found[kind]] or sorted(map(str, set(found["forward"]) ^ set(found["both"])))
+    missing = [kind for kind in KINDS if not found[kind]] or sorted(
+        map(str, set(found["forward"]) ^ set(found["both"]))
+    )
     if missing:
         raise ValueError(f"of {', '.join(missing)} nothing was timed: {len(seen)} turns are too few")
     call_s, call_backward_s = (median(column) for column in zip(*(turn.calls for turn in seen), strict=True))
@@ -100,6 +106,10 @@ def profile_of(measured: DeviceProfile, seen: Sequence[Turn]) -> DeviceProfile:
         matmuls=tuple(matmul_points(torch.float32, dict(sorted(found["product"].items())))),
         attention=tuple(attention_points(torch.float32, found["forward"], found["both"])),
         memory_ops=tuple(memory_points(dict(sorted(found["moved"].items())))),
-        elementwise_ops=tuple(compute_heavy_points(found["computed"], compute_heavy_operations(torch.device("cpu"))[0], call_s)),
-        lag_samples=timing_windows([[one for turn in seen if turn.rank == rank for one in turn.slices] for rank in ranks]),
+        elementwise_ops=tuple(
+            compute_heavy_points(found["computed"], compute_heavy_operations(torch.device("cpu"))[0], call_s)
+        ),
+        lag_samples=timing_windows(
+            [[one for turn in seen if turn.rank == rank for one in turn.slices] for rank in ranks]
+        ),
     )

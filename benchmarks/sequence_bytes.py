@@ -113,7 +113,9 @@ def law(deal: Deal, asked: Asked) -> dict[str, Fraction]:
     shared = keys if asked.keys % near == 0 or near % asked.keys == 0 else asked.heads // near
     travelling = asked.rows * -(-asked.tokens // around) * shared * both * (around - 1)
     gone = Fraction(travelling * (deal.wire or asked.nbytes))
-    exchanged = Fraction(near - 1, near) * asked.rows * share * both * asked.nbytes * (asked.heads + keys * near)
+    exchanged = (
+        Fraction(near - 1, near) * asked.rows * share * both * asked.nbytes * (asked.heads + keys * near)
+    )
     forth = mask_bytes(deal, asked)
     back = forth if asked.mask == "bias" else Fraction(0)
     return {"F": gone + exchanged + forth, "B": gone + travelling * max(4, asked.nbytes) + exchanged + back}
@@ -122,7 +124,9 @@ def law(deal: Deal, asked: Asked) -> dict[str, Fraction]:
 def sent_keys(heads: int, keys: int, ranks: int) -> int:
     """How many heads of keys each of so many ranks gets that have equal numbers of heads of queries."""
     each, shared = heads // ranks, heads // keys
-    return max(len({head // shared for head in range(rank * each, (rank + 1) * each)}) for rank in range(ranks))
+    return max(
+        len({head // shared for head in range(rank * each, (rank + 1) * each)}) for rank in range(ranks)
+    )
 
 
 def mask_bytes(deal: Deal, asked: Asked) -> Fraction:
@@ -173,14 +177,20 @@ class Case:
         nbytes = FLOAT_NBYTES[self.precision.compute or self.precision.parameters]
         asked = Asked(ROWS, ODD["heads"] // tp, KEYS[self.model] // tp, self.tokens, width, width, nbytes)
         found = {part: amount * self.micros for part, amount in law(self.deal, asked).items()}
-        return {"F_CHECKPOINTED": found["F"], "RECOMPUTE": found["F"], "B": found["B"]} if self.more == "recompute" else found
+        return (
+            {"F_CHECKPOINTED": found["F"], "RECOMPUTE": found["F"], "B": found["B"]}
+            if self.more == "recompute"
+            else found
+        )
 
     def plan(self) -> Plan:
         """What its ranks play. Raises PlanError where it is refused."""
         data, train = DataConfig("random", sequence=self.tokens), TrainConfig(batch=ROWS * self.micros)
         job = Job(ModelConfig(self.model), data, train, precision=self.precision)
         others = {"line": (TensorParallel(),), "recompute": (ActivationCheckpointing(),)}.get(self.more, ())
-        return make_plan(reading_of(self.model, self.tokens), job, self.mesh, (self.deal.strategy, *others, COPIES), ROWS)
+        return make_plan(
+            reading_of(self.model, self.tokens), job, self.mesh, (self.deal.strategy, *others, COPIES), ROWS
+        )
 
 
 @cache
@@ -198,7 +208,9 @@ def cases() -> Iterator[Case]:
             yield from (Case(model, how), Case(model, how, tokens=13))
             yield Case(model, how, precision=HALF)
             yield Case(model, how, "recompute", micros=2)
-        yield from (Case("attention", how, mask=mask, tokens=tokens) for mask in MASKED for tokens in (24, 37))
+        yield from (
+            Case("attention", how, mask=mask, tokens=tokens) for mask in MASKED for tokens in (24, 37)
+        )
     yield from (Case("llama", how, "line") for how in ("ring of 2", "ulysses on 2", "hybrid, 2 x 2"))
 
 
@@ -207,16 +219,22 @@ def planned(case: Case) -> Bytes:
     if case.model == "attention":
         call = Sizes(tokens=case.tokens).call(case.mask)
         said = stated(case.deal.strategy, call, case.mesh)
-        return {part: sum((_sent(move, case.mesh) for move in moves), Fraction(0)) for part, moves in said.items()}
+        return {
+            part: sum((_sent(move, case.mesh) for move in moves), Fraction(0)) for part, moves in said.items()
+        }
     plan, found = case.plan(), dict.fromkeys(case.law, Fraction(0))
     for action in plan.for_rank(0).actions:
         if action.kind in found and action.subject == LAYERS[case.model]:
-            found[action.kind] += sum((_sent(move, case.mesh) for move in action.transfers if move.axes == ("cp",)), Fraction(0))
+            found[action.kind] += sum(
+                (_sent(move, case.mesh) for move in action.transfers if move.axes == ("cp",)), Fraction(0)
+            )
     return found
 
 
 def _sent(move: Transfer, mesh: Mesh) -> Fraction:
-    return Fraction(moved_bytes(move, move.num_ranks(mesh))[1]).limit_denominator(10**6)  # a third of a byte is one
+    return Fraction(moved_bytes(move, move.num_ranks(mesh))[1]).limit_denominator(
+        10**6
+    )  # a third of a byte is one
 
 
 def told(world: World, case: Case) -> Bytes:
@@ -227,7 +245,9 @@ def told(world: World, case: Case) -> Bytes:
         seat.play()
     else:
         family = named(case.model)
-        with parallelize(reading_of(case.model, case.tokens), case.plan(), world=world, loss=loss_of(family)) as engine:
+        with parallelize(
+            reading_of(case.model, case.tokens), case.plan(), world=world, loss=loss_of(family)
+        ) as engine:
             first, second = batches(family, 2, ROWS * case.micros, case.tokens)
             engine.step(engine.local_batch(first))
             world.ledger.recording = True
@@ -249,7 +269,10 @@ def compared(case: Case) -> dict[str, object]:
     wanted, program = case.law, planned(case)
     ledgers = on_threads(lambda world: told(world, case), case.mesh, timeout_s=600)
     off = max(_off(source, wanted) for source in (program, *ledgers))
-    rows = {part: {"law": float(wanted[part]), "found": sorted({float(each[part]) for each in ledgers})} for part in wanted}
+    rows = {
+        part: {"law": float(wanted[part]), "found": sorted({float(each[part]) for each in ledgers})}
+        for part in wanted
+    }
     return {"case": str(case), "off": off, **rows}
 
 

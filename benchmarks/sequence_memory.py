@@ -55,7 +55,11 @@ RANKS, GRAIN, STEPS = 4, 64, 2
 LIMIT, LOW = 32 * 2**20, 20 * 2**20
 CLOSE = 1e-5  # of losses in float32: sums over thousands of tokens, in another order
 OFF = 0.05  # of what was planned
-DEALS: Mapping[str, Strategy] = {"ring": RingAttention(), "ulysses": Ulysses(), "hybrid": HybridContextParallel()}
+DEALS: Mapping[str, Strategy] = {
+    "ring": RingAttention(),
+    "ulysses": Ulysses(),
+    "hybrid": HybridContextParallel(),
+}
 SIZES = Sizes(rows=1, heads=4, groups=2, tokens=4096, width=16, values=16)
 
 
@@ -155,7 +159,11 @@ def row_of(case: Case, seen: Sequence[Found], losses: Sequence[float]) -> dict[s
     """What the ranks of `case` have found, beside its plan and the losses of one device."""
     plan = case.plan()
     said = [peak_bytes(plan, rank) for rank in range(len(seen))]
-    gaps = [abs(one - other) / abs(other) for found in seen for one, other in zip(found.losses, losses, strict=True)]
+    gaps = [
+        abs(one - other) / abs(other)
+        for found in seen
+        for one, other in zip(found.losses, losses, strict=True)
+    ]
     return {
         "how": case.how or "one rank",
         "tokens": case.tokens,

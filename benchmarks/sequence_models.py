@@ -112,7 +112,9 @@ def cases() -> Iterator[Case]:
                 named = tuple(
                     each for each in others if family != "vit" or not isinstance(each, VocabParallel)
                 )  # it has no words
-                yield Case(family, f"{how}, {beside}", Mesh(**axes, cp=ranks), (strategy, *named), EVEN[ranks])
+                yield Case(
+                    family, f"{how}, {beside}", Mesh(**axes, cp=ranks), (strategy, *named), EVEN[ranks]
+                )
     for kind in KINDS:
         for how in SOME:
             ranks, strategy = DEALS[how]
@@ -155,16 +157,23 @@ def reading_of(model: str, tokens: int) -> AnalyzedModel:
     transformers.utils.logging.set_verbosity_error()
     name, more = KINDS.get(model, (model, {}))
     family, more = named(name), {**more, "image_size": _image(tokens)} if name == "vit" else more
-    return analyze(lambda: model_of(family, even=False, **more), rows_of(model, tokens, 1, 2)[0], loss=loss_of(family))
+    return analyze(
+        lambda: model_of(family, even=False, **more), rows_of(model, tokens, 1, 2)[0], loss=loss_of(family)
+    )
 
 
 def compared(case: Case) -> dict[str, object]:
     """The error of one case; infinite where it is refused, or where numbers differ by more than they may."""
     row: dict[str, object] = {"case": str(case), "ranks": case.mesh.world_size}
-    loss, given = loss_of(named(KINDS.get(case.model, (case.model, {}))[0])), rows_of(case.model, case.tokens, STEPS, ROWS)
+    loss, given = (
+        loss_of(named(KINDS.get(case.model, (case.model, {}))[0])),
+        rows_of(case.model, case.tokens, STEPS, ROWS),
+    )
     try:
         verdict = verify(reading_of(case.model, case.tokens), case.plan(), given, loss=loss)
     except PlanError as refused:  # before it starts, or as it runs
         return {**row, "error": float("inf"), "refused": str(refused)}
     worst = max(verdict.max_errors.values(), default=float("inf"))
-    return {**row, "error": worst} if verdict.passed else {**row, "error": float("inf"), "differs": str(verdict)}
+    return (
+        {**row, "error": worst} if verdict.passed else {**row, "error": float("inf"), "differs": str(verdict)}
+    )

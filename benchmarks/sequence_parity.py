@@ -131,7 +131,9 @@ def result(rows: list[dict[str, object]]) -> Result:
     """The result of all cases: how many are equal; the figures are multiples of what each may be off."""
     limits = [ROUNDINGS if str(row["case"]).endswith("float32") else TOLERANCE for row in rows]
     errors = [float(str(row["error"])) for row in rows]
-    kept = [{**row, "error": error if isfinite(error) else -1.0} for row, error in zip(rows, errors, strict=True)]
+    kept = [
+        {**row, "error": error if isfinite(error) else -1.0} for row, error in zip(rows, errors, strict=True)
+    ]
     shares = [error / limit for error, limit in zip(errors, limits, strict=True)]
     return Result.of_count(NAME, CLAIM, shares, limit=1.0, bar=len(rows), detail={"cases": kept})
 
@@ -150,7 +152,13 @@ def main() -> None:
             found[str(case)] = compared(case)
             kept.add(found[str(case)])
         rows.append(found[str(case)])
-        print(case, rows[-1]["error"], rows[-1].get("refused", rows[-1].get("differs", "")), file=sys.stderr, flush=True)
+        print(
+            case,
+            rows[-1]["error"],
+            rows[-1].get("refused", rows[-1].get("differs", "")),
+            file=sys.stderr,
+            flush=True,
+        )
     if not only:
         print(result(rows).write(NAME))
 

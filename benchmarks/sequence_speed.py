@@ -78,7 +78,8 @@ def times(tokens: int, ranks: int, window: Window) -> Rounds:
     with ExitStack() as opened:
         threads = min(ranks, available_cores())
         sides = [
-            opened.enter_context(Ranks(name, one, 1, preload=HEAVY, tokens=tokens, threads=threads)) for name in ("one", "twin")
+            opened.enter_context(Ranks(name, one, 1, preload=HEAVY, tokens=tokens, threads=threads))
+            for name in ("one", "twin")
         ]
         for how, (_, sizes) in HOW.items():
             if ranks in sizes:
@@ -97,14 +98,17 @@ def main() -> None:
             rounds = times(tokens, ranks, window)
             for how in (how for how, (_, sizes) in HOW.items() if ranks in sizes):
                 cpu, wall = (
-                    compare(rounds, how, base="one", twin="twin", bar=1 / SPEED, figure=figure) for figure in ("cpu_s", "wall_s")
+                    compare(rounds, how, base="one", twin="twin", bar=1 / SPEED, figure=figure)
+                    for figure in ("cpu_s", "wall_s")
                 )
                 name = f"{how}, {ranks} processes, {tokens:,} tokens"
                 if how in SHOWN:
                     shown[name] = {"cpu": cpu.as_dict(), "wall": wall.as_dict()}
                 else:
                     found[name] = rounds, cpu, wall
-                print(f"{name}: cpu {cpu.ratio}, wall {wall.ratio}, A/A {cpu.aa}", file=sys.stderr, flush=True)
+                print(
+                    f"{name}: cpu {cpu.ratio}, wall {wall.ratio}, A/A {cpu.aa}", file=sys.stderr, flush=True
+                )
     if not quick:
         alone = Result.of_comparisons(NAME, CLAIM, found)
         holds = overall(each.holds for _, cpu, wall in found.values() for each in (cpu, wall))

@@ -24,7 +24,10 @@ from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Strategy
 
 VOCABULARY, TOKENS = 256, 8
-SIZES = {"tiny": (64, 172, 3), "small": (256, 688, 6)}  # hidden, intermediate, layers: 0.2 M and 4.9 M parameters
+SIZES = {
+    "tiny": (64, 172, 3),
+    "small": (256, 688, 6),
+}  # hidden, intermediate, layers: 0.2 M and 4.9 M parameters
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,14 @@ class Case:
 
     def plan(self) -> Plan:
         """What its ranks play."""
-        split: tuple[Strategy, ...] = (BatchSplit(), BatchSplit("dp_shard")) if self.replicas > 1 else (BatchSplit("dp_shard"),)
+        split: tuple[Strategy, ...] = (
+            (BatchSplit(), BatchSplit("dp_shard")) if self.replicas > 1 else (BatchSplit("dp_shard"),)
+        )
         job = Job(
-            ModelConfig("llama"), DataConfig("example", sequence=TOKENS), TrainConfig(batch=self.rows), precision=self.precision
+            ModelConfig("llama"),
+            DataConfig("example", sequence=TOKENS),
+            TrainConfig(batch=self.rows),
+            precision=self.precision,
         )
         return make_plan(reading_of(self.model, tied=self.tied), job, self.mesh, (*split, self.zero), 1)
 
@@ -65,7 +73,11 @@ class Case:
 
 def precision_words(precision: PrecisionConfig) -> str:
     """The dtypes of `precision` that differ from its parameters', behind theirs."""
-    said = {key: dtype for key, dtype in vars(precision).items() if isinstance(dtype, str) and dtype != precision.parameters}
+    said = {
+        key: dtype
+        for key, dtype in vars(precision).items()
+        if isinstance(dtype, str) and dtype != precision.parameters
+    }
     return ", ".join([precision.parameters, *(f"{key} {dtype}" for key, dtype in said.items() if dtype)])
 
 
@@ -98,7 +110,10 @@ def reading_of(model: str, *, tied: bool = False) -> AnalyzedModel:
 
 
 def player_of(
-    case: Case, plan: Plan, world: World, extra: Mapping[str, Callable[[Action, RankState], None]] | None = None
+    case: Case,
+    plan: Plan,
+    world: World,
+    extra: Mapping[str, Callable[[Action, RankState], None]] | None = None,
 ) -> Executor:
     """One rank of `plan`, made from `case.plan()`."""
     reading = reading_of(case.model, tied=case.tied)

@@ -57,7 +57,11 @@ class Sleeper(nn.Module):
 
     def __init__(self, words: int, width: int, seconds: float, *, embeds: bool = False) -> None:
         super().__init__()
-        self.weight, self.seconds, self.embeds = nn.Parameter(torch.full((words, width), 0.1)), seconds, embeds
+        self.weight, self.seconds, self.embeds = (
+            nn.Parameter(torch.full((words, width), 0.1)),
+            seconds,
+            embeds,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x` times the weight; of ids, the rows that they name."""
@@ -88,7 +92,9 @@ def chunks_of(schedule: str) -> int:
     return SCHEDULES[schedule].num_virtual_stages or 2
 
 
-def asleep(rank: int, size: int, store: str, schedule: str, micros: int, seconds: float) -> Callable[[], Slept]:
+def asleep(
+    rank: int, size: int, store: str, schedule: str, micros: int, seconds: float
+) -> Callable[[], Slept]:
     """The step of a pipeline of such blocks, one in each part, timed from when all ranks begin."""
     join(rank, size, store)
     torch.set_num_threads(1)
@@ -97,11 +103,16 @@ def asleep(rank: int, size: int, store: str, schedule: str, micros: int, seconds
     batch = {"input_ids": rows, "labels": rows}
     reading = analyze(lambda: Sleepers(blocks, seconds), batch)
     job = Job(
-        ModelConfig("sleepers"), DataConfig("zeros", sequence=TOKENS), TrainConfig(batch=micros), OptimizerConfig("sgd", lr=0.1)
+        ModelConfig("sleepers"),
+        DataConfig("zeros", sequence=TOKENS),
+        TrainConfig(batch=micros),
+        OptimizerConfig("sgd", lr=0.1),
     )
     cuts = (*(f"layers.{number}" for number in range(blocks - 2)), "head")
     pipeline = Pipeline(
-        schedule=schedule, virtual_stages=0 if SCHEDULES[schedule].num_virtual_stages else chunks_of(schedule), split_points=cuts
+        schedule=schedule,
+        virtual_stages=0 if SCHEDULES[schedule].num_virtual_stages else chunks_of(schedule),
+        split_points=cuts,
     )
     plan = make_plan(reading, job, mesh, (pipeline,), 1)
     on_paper = simulate(pipeline.build_schedule(plan.sharding, micros), _costs(blocks, seconds))
@@ -113,7 +124,9 @@ def asleep(rank: int, size: int, store: str, schedule: str, micros: int, seconds
         begin = time.perf_counter()
         engine.step(engine.local_batch(batch))
         seconds = time.perf_counter() - begin
-        return Slept(seconds, 1 - sum(map(on_paper.busy_time, range(size))) / (size * seconds), on_paper.bubble)
+        return Slept(
+            seconds, 1 - sum(map(on_paper.busy_time, range(size))) / (size * seconds), on_paper.bubble
+        )
 
     return step
 

@@ -82,10 +82,14 @@ class Update:
     """What stands round a schedule: the optimizer, the clip by the norm of all ranks, and the loss that all are told."""
 
     def __init__(self, mine: Sequence[Stage]) -> None:
-        named = {f"{number}.{name}": each for number, stage in enumerate(mine) for name, each in stage.named()}
+        named = {
+            f"{number}.{name}": each for number, stage in enumerate(mine) for name, each in stage.named()
+        }
         groups = make_param_groups(OPTIMIZER, named)
         self._parameters = list(named.values())
-        self._optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True)
+        self._optimizer = torch.optim.AdamW(
+            groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True
+        )
 
     def begin(self) -> None:
         """Gradients are gone."""
@@ -114,7 +118,8 @@ def theirs(rank: int, size: int, workload: str, store: str, schedule: str, micro
     chunks, batches = CHUNKS.get(schedule, 1), Batches(WORKLOADS[workload])
     mine = stages(workload, rank, size, chunks)
     made: Any = [
-        PipelineStage(stage, rank + size * number, size * chunks, torch.device("cpu")) for number, stage in enumerate(mine)
+        PipelineStage(stage, rank + size * number, size * chunks, torch.device("cpu"))
+        for number, stage in enumerate(mine)
     ]
     play: Any = THEIRS[schedule](made if chunks > 1 else made[0], micros, loss_of)
     update = Update(mine)
@@ -143,7 +148,9 @@ def by_hand(rank: int, size: int, workload: str, store: str, schedule: str, micr
     def step() -> float:
         batch = batches.next()
         update.begin()
-        losses = _looped(rank, order, mine, batch["input_ids"].chunk(micros), batch["labels"].chunk(micros), shape)
+        losses = _looped(
+            rank, order, mine, batch["input_ids"].chunk(micros), batch["labels"].chunk(micros), shape
+        )
         return update.end(losses, micros)
 
     return step
@@ -235,15 +242,21 @@ def pinged(rank: int, size: int, workload: str, store: str, micros: int) -> Step
     return step
 
 
-def _engine(rank: int, size: int, workload: str, store: str, schedule: str, micros: int) -> tuple[Trainer, Batches]:
+def _engine(
+    rank: int, size: int, workload: str, store: str, schedule: str, micros: int
+) -> tuple[Trainer, Batches]:
     join(rank, size, store)
     torch.set_num_threads(1)
     spec, mesh = WORKLOADS[workload], Mesh(pp=size)
     chunks = CHUNKS.get(schedule, SCHEDULES[schedule].num_virtual_stages)
-    reading = analyze(spec.model, Batches(spec).next())  # an `nn.Module` that is handed over stays in memory beside its parts
+    reading = analyze(
+        spec.model, Batches(spec).next()
+    )  # an `nn.Module` that is handed over stays in memory beside its parts
     data = DataConfig("stdlib", sequence=spec.sequence)
     job = Job(ModelConfig("llama"), data, TrainConfig(batch=spec.batch), OPTIMIZER)
-    pipeline = Pipeline(schedule=schedule, virtual_stages=CHUNKS.get(schedule, 0), split_points=cuts(workload, size, chunks))
+    pipeline = Pipeline(
+        schedule=schedule, virtual_stages=CHUNKS.get(schedule, 0), split_points=cuts(workload, size, chunks)
+    )
     plan = make_plan(reading, job, mesh, (pipeline,), spec.batch // micros)
     return parallelize(reading, plan, world=TorchWorld(mesh, rank, "cpu", shared=False)), Batches(spec)
 
@@ -257,12 +270,16 @@ def _sorted_out(spans: Sequence[ProfilerSpan], part_of: Mapping[str, int]) -> di
         if span.stream != "compute" or span.kind in ("wait", "F") or (action is None and span.kind != "glue"):
             continue
         if span.kind == "glue":  # the model's forward, or the script of it
-            inside = next(each.action for each in spans if each.kind == "F" and each.begin >= span.begin and each.action)
+            inside = next(
+                each.action for each in spans if each.kind == "F" and each.begin >= span.begin and each.action
+            )
             took["F"][part_of[inside.subject]][inside.microbatch] = seconds
         elif action is not None and span.kind in ("B", "LOSS"):
             back = took["B"][part_of.get(action.subject, last)]
             back[action.microbatch] = back.get(action.microbatch, 0.0) + seconds
         else:
             rest += seconds
-    found: dict[str, Any] = {kind: {part: fmean(each.values()) for part, each in parts.items()} for kind, parts in took.items()}
+    found: dict[str, Any] = {
+        kind: {part: fmean(each.values()) for part, each in parts.items()} for kind, parts in took.items()
+    }
     return found | {"rest": rest}

@@ -25,9 +25,7 @@ from meshwright.plan.plan import Plan
 from meshwright.testing.ranks import on_threads
 
 NAME = "tensor_bytes"
-CLAIM = (
-    "bytes sent per rank and layer by divided matrices, 1-D, with a divided sequence, 2-D, 2.5-D and 3-D, are the laws', exactly"
-)
+CLAIM = "bytes sent per rank and layer by divided matrices, 1-D, with a divided sequence, 2-D, 2.5-D and 3-D, are the laws', exactly"
 PARTS = {"F": "streams", "B": "streams", "UNSHARD": "weights", "REDUCE": "weights"}
 
 
@@ -76,7 +74,10 @@ def compared(case: Case) -> dict[str, object]:
     ledgers = on_threads(lambda world: told(world, case, reading, plan), case.mesh, timeout_s=600)
     sources = (planned(plan, case), *ledgers)
     off = max(float(abs(source[part] - law[part]) / law[part]) for source in sources for part in law)
-    rows = {part: {"law": float(law[part]), "found": sorted({float(each[part]) for each in sources})} for part in law}
+    rows = {
+        part: {"law": float(law[part]), "found": sorted({float(each[part]) for each in sources})}
+        for part in law
+    }
     return {"case": str(case), "off": off, **rows}
 
 

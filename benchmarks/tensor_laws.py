@@ -70,9 +70,17 @@ LAYERS = (
     Layer("gpt-neox", "gpt_neox.layers.1", {"num_hidden_layers": 3}, 1, 2, 6 * H),
     Layer("falcon", "transformer.h.1", {"num_hidden_layers": 3}, 1, 2, 6 * H),
     Layer(
-        *("falcon", "transformer.h.1", {"num_hidden_layers": 3, "new_decoder_architecture": False, "multi_query": True}, 1, 1),
+        *(
+            "falcon",
+            "transformer.h.1",
+            {"num_hidden_layers": 3, "new_decoder_architecture": False, "multi_query": True},
+            1,
+            1,
+        ),
         shared=4 * H,
-        whole=(ODD["heads"] + 2) * ODD["head"] * (H + 1),  # one key for all heads: q, k and v lie in one weight, with its bias
+        whole=(ODD["heads"] + 2)
+        * ODD["head"]
+        * (H + 1),  # one key for all heads: q, k and v lie in one weight, with its bias
         kind="7B",
     ),
     Layer("t5", "decoder.block.1", {"num_layers": 3}, 3, 4, 3 * H, alone=1),
@@ -138,11 +146,21 @@ def cases() -> Iterator[Case]:
         for ranks in (2, 3):
             for micros, precision in ((1, PrecisionConfig()), (2, PrecisionConfig()), (1, HALF)):
                 mesh = Mesh(tp=ranks)
-                yield Case(layer, "line", mesh, (TensorParallel(),), {"F": forward, "B": backward}, micros, precision)
+                yield Case(
+                    layer, "line", mesh, (TensorParallel(),), {"F": forward, "B": backward}, micros, precision
+                )
                 for again in (False, True):
                     how = "sequence, gathered again" if again else "sequence"
                     law = {"F": forward_in_slices, "B": backward_again if again else backward_in_slices}
-                    yield Case(layer, how, mesh, (TensorParallel(), SequenceParallel(regather=again)), law, micros, precision)
+                    yield Case(
+                        layer,
+                        how,
+                        mesh,
+                        (TensorParallel(), SequenceParallel(regather=again)),
+                        law,
+                        micros,
+                        precision,
+                    )
         law = {"F_CHECKPOINTED": forward, "RECOMPUTE": forward, "B": backward}
         yield Case(layer, "line, recompute", Mesh(tp=3), (TensorParallel(), ActivationCheckpointing()), law)
     llama = LAYERS[0]
@@ -169,7 +187,11 @@ def forward_in_slices(case: Case) -> Fraction:
 
 def backward_in_slices(case: Case) -> Fraction:
     """Their gradients, the other way round, what is summed whole, and the gradients of norms and of whole biases."""
-    return forward_in_slices(case) + case.layer.alone * _streams(case) + _gradients(case, case.layer.whole + case.layer.shared)
+    return (
+        forward_in_slices(case)
+        + case.layer.alone * _streams(case)
+        + _gradients(case, case.layer.whole + case.layer.shared)
+    )
 
 
 def backward_again(case: Case) -> Fraction:
@@ -209,7 +231,11 @@ def _inputs(case: Case) -> int:
 def _outputs(case: Case) -> int:
     """|Y|: q, k, v, o, gate, up, down."""
     head = EVEN["head"]
-    return case.rows * TOKENS * (head * (EVEN["heads"] + 2 * EVEN["keys"]) + 2 * EVEN["hidden"] + 2 * EVEN["inner"])
+    return (
+        case.rows
+        * TOKENS
+        * (head * (EVEN["heads"] + 2 * EVEN["keys"]) + 2 * EVEN["hidden"] + 2 * EVEN["inner"])
+    )
 
 
 def _weights(ranks: int) -> int:

@@ -64,7 +64,10 @@ SQUARES: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
         Mesh(dp_replicate=2, dp_shard=2, tp=2),
         (TensorParallel25D(), BatchSplit(), BatchSplit("dp_shard"), ZeRO(replicate_axis="dp_replicate")),
     ),
-    "3-D, 2 x 2 x 2": (Mesh(dp_shard=2, tp_depth=2, tp=2), (TensorParallel3D(), BatchSplit("dp_shard"), ZeRO(gather="micro"))),
+    "3-D, 2 x 2 x 2": (
+        Mesh(dp_shard=2, tp_depth=2, tp=2),
+        (TensorParallel3D(), BatchSplit("dp_shard"), ZeRO(gather="micro")),
+    ),
 }
 
 
@@ -109,7 +112,9 @@ def cases() -> Iterator[Case]:
                     divided = (TensorParallel(), SequenceParallel(), *words, *others)
                     yield Case(family, f"{how}, sequence", Mesh(**axes, tp=ranks), divided)
         if family.decoder:
-            yield from (Case(family, how, mesh, strategies, even=True) for how, (mesh, strategies) in SQUARES.items())
+            yield from (
+                Case(family, how, mesh, strategies, even=True) for how, (mesh, strategies) in SQUARES.items()
+            )
 
 
 def compared(case: Case) -> dict[str, object]:
@@ -122,13 +127,17 @@ def compared(case: Case) -> dict[str, object]:
     reading = reading_of(case.family.name, even=case.even)
     verdict = verify(reading, plan, batches(case.family, STEPS, case.rows), loss=loss_of(case.family))
     worst = max(verdict.max_errors.values(), default=float("inf"))
-    return {**row, "error": worst} if verdict.passed else {**row, "error": float("inf"), "differs": str(verdict)}
+    return (
+        {**row, "error": worst} if verdict.passed else {**row, "error": float("inf"), "differs": str(verdict)}
+    )
 
 
 def result(rows: list[dict[str, object]]) -> Result:
     """The result of all cases: how many are equal."""
     errors = [float(str(row["error"])) for row in rows]
-    kept = [{**row, "error": error if isfinite(error) else -1.0} for row, error in zip(rows, errors, strict=True)]
+    kept = [
+        {**row, "error": error if isfinite(error) else -1.0} for row, error in zip(rows, errors, strict=True)
+    ]
     return Result.of_count(NAME, CLAIM, errors, limit=TOLERANCE, bar=len(rows), detail={"cases": kept})
 
 
@@ -146,7 +155,13 @@ def main() -> None:
             found[str(case)] = compared(case)
             kept.add(found[str(case)])
         rows.append(found[str(case)])
-        print(case, rows[-1]["error"], rows[-1].get("refused", rows[-1].get("differs", "")), file=sys.stderr, flush=True)
+        print(
+            case,
+            rows[-1]["error"],
+            rows[-1].get("refused", rows[-1].get("differs", "")),
+            file=sys.stderr,
+            flush=True,
+        )
     if not only:
         print(result(rows).write(NAME))
 

@@ -70,7 +70,9 @@ class Case:
         train = TrainConfig(batch=ROWS)
         job = Job(ModelConfig("llama"), DataConfig("example", sequence=TOKENS), train, precision=precision)
         tiles = (ChunkedLoss(self.tiles, self.mlp),) if self.tiled else ()
-        return make_plan(reading(self.wide), job, self.mesh, (*WAYS[self.way][1], *tiles), ROWS // self.micros)
+        return make_plan(
+            reading(self.wide), job, self.mesh, (*WAYS[self.way][1], *tiles), ROWS // self.micros
+        )
 
     @property
     def tiled(self) -> bool:
@@ -95,7 +97,12 @@ CASES = (
 @cache
 def reading(wide: bool) -> AnalyzedModel:
     """The model on random rows."""
-    sizes = {"hidden_size": 64, "intermediate_size": INNER[wide], "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": INNER[wide],
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = LlamaConfig(vocab_size=WORDS[wide], num_key_value_heads=4, use_cache=False, **sizes)
     return analyze(lambda: LlamaForCausalLM(config), batch(wide))
 
@@ -136,7 +143,10 @@ def rows_of(case: Case, seen: Sequence[Found]) -> list[dict[str, object]]:
     said = [peak_bytes(plan, rank) for rank in range(len(seen))]
     offs = [{"plan_peak": most, "off": found.step / most - 1} for found, most in zip(seen, said, strict=True)]
     named = {"case": str(case), "tiled": case.tiled}
-    return [{**named, "rank": rank, **vars(found), **off} for rank, (found, off) in enumerate(zip(seen, offs, strict=True))]
+    return [
+        {**named, "rank": rank, **vars(found), **off}
+        for rank, (found, off) in enumerate(zip(seen, offs, strict=True))
+    ]
 
 
 def result(rows: Sequence[dict[str, object]]) -> Result:

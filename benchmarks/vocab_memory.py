@@ -62,12 +62,16 @@ class Case:
 
     def plan(self) -> Plan:
         """What its ranks play: pairs and vocabulary divided, AdamW."""
-        job = Job(ModelConfig("llama"), DataConfig("example", sequence=self.tokens), TrainConfig(batch=self.rows))
+        job = Job(
+            ModelConfig("llama"), DataConfig("example", sequence=self.tokens), TrainConfig(batch=self.rows)
+        )
         return make_plan(self.reading(), job, self.mesh)
 
     def batch(self) -> dict[str, torch.Tensor]:
         """Random tokens."""
-        tokens = torch.randint(self.words, (self.rows, self.tokens + 1), generator=torch.Generator().manual_seed(0))
+        tokens = torch.randint(
+            self.words, (self.rows, self.tokens + 1), generator=torch.Generator().manual_seed(0)
+        )
         return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
     def __str__(self) -> str:
@@ -130,10 +134,19 @@ def rows_of(case: Case, seen: Sequence[Found]) -> list[dict[str, object]]:
     for rank, found in enumerate(seen):
         said, states = peak_bytes(plan, rank), state_bytes(plan, rank)
         at_rest = states.total - states.gradients
-        row = {"case": str(case), "rank": rank, "plan_peak": said, "plan_states": states.as_dict(), **vars(found)}
+        row = {
+            "case": str(case),
+            "rank": rank,
+            "plan_peak": said,
+            "plan_states": states.as_dict(),
+            **vars(found),
+        }
         off = {"step": found.step / said - 1, "kept": found.kept / at_rest - 1}
         more = 2 * largest_slice(plan, rank)
-        over = {"made": found.made / (states.parameters + more + SCRATCH) - 1, "resumed": found.resumed / (at_rest + more) - 1}
+        over = {
+            "made": found.made / (states.parameters + more + SCRATCH) - 1,
+            "resumed": found.resumed / (at_rest + more) - 1,
+        }
         rows.append({**row, "off": off | over, "two_slices": more})
     return rows
 

@@ -39,7 +39,11 @@ NAME = "zero_bytes"
 CLAIM = "bytes sent per rank under ZeRO 1, 2, 3 and hybrid, by the ledger, are the law's, exactly"
 KINDS = {"UNSHARD": "weights", "REDUCE": "gradients"}
 MICROS = (1, 4)
-PRECISIONS = (PrecisionConfig(), PrecisionConfig(reduce="bfloat16"), PrecisionConfig("bfloat16", "bfloat16", "bfloat16"))
+PRECISIONS = (
+    PrecisionConfig(),
+    PrecisionConfig(reduce="bfloat16"),
+    PrecisionConfig("bfloat16", "bfloat16", "bfloat16"),
+)
 ZEROS = (ZeRO(stage=1), ZeRO(stage=2), *(ZeRO(gather=gather) for gather in ("use", "micro", "step")))
 
 
@@ -109,7 +113,10 @@ def expected(case: Case) -> dict[str, Fraction]:
     """What each rank of `case` sends in a step, by the law."""
     law, zero = law_of(case), case.zero
     weights = law.weights(zero.stage, zero.gather, case.num_micro)
-    return {"weights": Fraction(weights), "gradients": law.gradients(zero.stage, case.num_micro, case.replicas)}
+    return {
+        "weights": Fraction(weights),
+        "gradients": law.gradients(zero.stage, case.num_micro, case.replicas),
+    }
 
 
 def planned(plan: Plan) -> dict[str, Fraction]:
@@ -151,7 +158,9 @@ def rows_of(several: Sequence[Case], pool: ProcessPool) -> Iterator[dict[str, ob
         for case, ledgers in zip(mine, zip(*by_rank, strict=True), strict=True):
             law, program = expected(case), planned(case.plan())
             off = max(
-                float(abs(Fraction(source[what]) - law[what]) / law[what]) for what in law for source in (*ledgers, program)
+                float(abs(Fraction(source[what]) - law[what]) / law[what])
+                for what in law
+                for source in (*ledgers, program)
             )
             row: dict[str, object] = {"case": str(case), "off": off}
             for what in law:

@@ -68,7 +68,10 @@ class Case:
     @property
     def walls(self) -> dict[str, list[float]]:
         """Seconds of the slowest rank: serial, ours, on paper."""
-        paper = [max(note for note in costs["serial"].notes if isinstance(note, float)) for costs in self.rounds.clean]
+        paper = [
+            max(note for note in costs["serial"].notes if isinstance(note, float))
+            for costs in self.rounds.clean
+        ]
         return {**{name: self.rounds.figures(name, "wall_s") for name in ("serial", "ours")}, "paper": paper}
 
     @property
@@ -86,8 +89,17 @@ class Case:
     def as_dict(self) -> dict[str, object]:
         """The case as a row of a result's detail."""
         walls = {name: median(found) for name, found in self.walls.items()}
-        row = {"share": asdict(self.share), "holds": self.holds, "median_wall_s": walls, "shares": self.shares}
-        return {**row, "discarded": self.rounds.discarded, "outside_cores": [round(each, 3) for each in self.rounds.outside]}
+        row = {
+            "share": asdict(self.share),
+            "holds": self.holds,
+            "median_wall_s": walls,
+            "shares": self.shares,
+        }
+        return {
+            **row,
+            "discarded": self.rounds.discarded,
+            "outside_cores": [round(each, 3) for each in self.rounds.outside],
+        }
 
 
 def step(
@@ -100,7 +112,12 @@ def step(
     mesh, spec, batches = Mesh(dp_shard=size), WORKLOADS["large"], Batches(WORKLOADS["large"])
     world = opened.enter_context(rendezvous(mesh, rank, meeting=meeting, timeout_s=120))
     reading = analyze(spec.model(), Batches(spec).next())
-    job = Job(ModelConfig("llama"), DataConfig("stdlib", sequence=spec.sequence), TrainConfig(batch=spec.batch), OPTIMIZER)
+    job = Job(
+        ModelConfig("llama"),
+        DataConfig("stdlib", sequence=spec.sequence),
+        TrainConfig(batch=spec.batch),
+        OPTIMIZER,
+    )
     plan = make_plan(reading, job, mesh, (SplitBatch(axis="dp_shard"), ZeRO(stage=stage)))
     engine = parallelize(reading, plan, world=world)
     if serial:
@@ -138,7 +155,9 @@ def on_paper(program: Program, spans: Sequence[ProfilerSpan]) -> float:
     seconds = {span.name: span.end - span.begin for span in spans if span.action is not None}
     inside = sum(span.end - span.begin for span in spans if span.kind in (ISSUE, WAIT))
     whole = max(span.end for span in spans) - min(span.begin for span in spans)
-    on_compute = sum(span.end - span.begin for span in spans if span.action is not None and span.stream == "compute")
+    on_compute = sum(
+        span.end - span.begin for span in spans if span.action is not None and span.stream == "compute"
+    )
     glue = max(0.0, whole - on_compute - inside)  # what no act accounts for: it stays on the compute lane
     forwards = [span.name for span in spans if span.action is not None and span.kind == "F"]
     for name in forwards:

@@ -46,7 +46,9 @@ NAME = "zero_states"
 CLAIM = "ZeRO's table of bytes per rank follows from plans, and live bytes on 2 and 4 ranks are the plan's"
 DATA = Path(__file__).parent / "data"
 BLOCKS = {7_500_000_000: 30, 128_000_000_000: 64, 1_000_000_000_000: 125}
-MIXED = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32", gradients="bfloat16", optimizer_states="float32")
+MIXED = PrecisionConfig(
+    "bfloat16", "bfloat16", "bfloat16", master="float32", gradients="bfloat16", optimizer_states="float32"
+)
 FSDP_RANKS, FSDP_GIB, FSDP_UNIT = (8, 128), 14.02, 0.01
 SHARE = 0.01
 
@@ -90,7 +92,9 @@ def paper_plan(anatomy: ModelSpec, stage: int, ranks: int, precision: PrecisionC
 @cache
 def states_of(parameters: int, stage: int, ranks: int) -> StateBytes:
     """What rank 0 of the paper's plan holds."""
-    return state_bytes(paper_plan(even(str(parameters), parameters, BLOCKS[parameters]), stage, ranks, MIXED), 0)
+    return state_bytes(
+        paper_plan(even(str(parameters), parameters, BLOCKS[parameters]), stage, ranks, MIXED), 0
+    )
 
 
 def on_paper(several: Sequence[Cell]) -> Iterator[dict[str, object]]:
@@ -98,19 +102,29 @@ def on_paper(several: Sequence[Cell]) -> Iterator[dict[str, object]]:
     for cell in several:
         held = states_of(cell.parameters, cell.stage, cell.ranks)
         gigabytes = held.states / 1e9
-        row = {"model": cell.model, "stage": cell.stage, "ranks": cell.ranks, "printed": cell.printed, "plan": gigabytes}
+        row = {
+            "model": cell.model,
+            "stage": cell.stage,
+            "ranks": cell.ranks,
+            "printed": cell.printed,
+            "plan": gigabytes,
+        }
         yield {**row, "buffers": held.buffers / 1e9, "off": abs(gigabytes - cell.printed) * 10**cell.digits}
 
 
 def against_fsdp() -> dict[str, object]:
     """Two plans of Llama 3 8B in float32 states, and what was measured between them."""
-    few, many = (state_bytes(paper_plan(llama3_8b(), 3, ranks, PrecisionConfig()), 0).states for ranks in FSDP_RANKS)
+    few, many = (
+        state_bytes(paper_plan(llama3_8b(), 3, ranks, PrecisionConfig()), 0).states for ranks in FSDP_RANKS
+    )
     gib = (few - many) / 2**30
     peaks: dict[str, dict[int, float]] = {}
     with (DATA / "fsdp_memory.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             peaks.setdefault(row["variant"], {})[int(row["ranks"])] = float(row["peak_gib"])
-    measured = {variant: round(found[FSDP_RANKS[0]] - found[FSDP_RANKS[1]], 2) for variant, found in peaks.items()}
+    measured = {
+        variant: round(found[FSDP_RANKS[0]] - found[FSDP_RANKS[1]], 2) for variant, found in peaks.items()
+    }
     law = 16 * llama3_8b().numel * (1 / FSDP_RANKS[0] - 1 / FSDP_RANKS[1]) / 2**30
     figures = {"plan_gib": gib, "law_gib": law, "printed_gib": FSDP_GIB, "torchtitan_gib": measured}
     return {**figures, "off": max(abs(gib - FSDP_GIB), abs(gib - law)) / FSDP_UNIT}
@@ -134,7 +148,12 @@ def held(world: World, case: Case) -> tuple[int, int]:
     plan, seen, looking = probed(case.plan()), [0], [False]
     batch = select_local_batch(rows(case.rows), plan, world.rank)
     before = live_bytes()
-    player = player_of(case, plan, world, {"COMPARE": lambda action, state: seen.append(live_bytes()) if looking[0] else None})
+    player = player_of(
+        case,
+        plan,
+        world,
+        {"COMPARE": lambda action, state: seen.append(live_bytes()) if looking[0] else None},
+    )
     for step in range(3):
         looking[0] = step == 2
         player.step(batch)
@@ -147,7 +166,10 @@ def held(world: World, case: Case) -> tuple[int, int]:
 
 def block_buffer(plan: Plan) -> int:
     """The bytes of the largest block, whole."""
-    return max(arena.numel for arena in plan.sharding.flat_param_specs().values()) * FLOAT_NBYTES[plan.job.precision.parameters]
+    return (
+        max(arena.numel for arena in plan.sharding.flat_param_specs().values())
+        * FLOAT_NBYTES[plan.job.precision.parameters]
+    )
 
 
 def live(pool: ProcessPool, several: Sequence[Case]) -> Iterator[dict[str, object]]:
@@ -161,14 +183,18 @@ def live(pool: ProcessPool, several: Sequence[Case]) -> Iterator[dict[str, objec
             allowed, fullest = SHARE * said.total + extra, said.total + passing
             off = max(off, abs(peak - fullest) / allowed, abs(after - said.total) / allowed)
             ratios.append({"peak": peak / fullest, "after": after / said.total})
-        print(f"{case}: off {off:.3f}, of the plan's {planned[0].total:,} bytes: {ratios[0]}", file=sys.stderr)
+        print(
+            f"{case}: off {off:.3f}, of the plan's {planned[0].total:,} bytes: {ratios[0]}", file=sys.stderr
+        )
         yield {
             "case": str(case),
             "plan": [each.as_dict() for each in planned],
             "live": [{"peak": peak, "after": after} for peak, after in seen],
             "passing": passing,
             "arrivals": _arrivals(plan),
-            "rest": [after - said.total - _arrivals(plan) for said, (_, after) in zip(planned, seen, strict=True)],
+            "rest": [
+                after - said.total - _arrivals(plan) for said, (_, after) in zip(planned, seen, strict=True)
+            ],
             "ratios": ratios,
             "two_block_buffers": extra,
             "off": off,
@@ -181,7 +207,9 @@ def _arrivals(plan: Plan) -> int:
     return NUM_MEMORIES * largest * FLOAT_NBYTES[plan.job.precision.reduce]
 
 
-def result(paper: Sequence[dict[str, object]], fsdp: dict[str, object], seen: Sequence[dict[str, object]]) -> Result:
+def result(
+    paper: Sequence[dict[str, object]], fsdp: dict[str, object], seen: Sequence[dict[str, object]]
+) -> Result:
     """The result: how many cells and ranks are within what is allowed."""
     values = [float(str(row["off"])) for row in (*paper, fsdp, *seen)]
     detail = {"paper": list(paper), "fsdp": fsdp, "live": list(seen)}

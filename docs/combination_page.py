@@ -23,7 +23,14 @@ def combination_page(root: Path) -> dict[str, str]:
     refusals = tomllib.loads((root / REVIEWED).read_text(encoding="utf-8"))["refusals"]
     held, detail = "It holds" if measured["holds"] else "It does NOT hold", measured["detail"]
     lines = [
-        *("# Combinations", "", NOTE.format(origin=f"{SOURCE}, its result and {REVIEWED}"), "", markdown(essay.strip()), ""),
+        *(
+            "# Combinations",
+            "",
+            NOTE.format(origin=f"{SOURCE}, its result and {REVIEWED}"),
+            "",
+            markdown(essay.strip()),
+            "",
+        ),
         f"{held}: of {detail['drawn']} plans under seed {detail['seed']}, {detail['matched']} matched and {detail['refused']} "
         f"were refused; the worst gap is {detail['worst']:.1e}. {measured['date'][:10]}, commit {measured['commit'][:12]}.",
         *("", "## Pairs of techniques", ""),
@@ -32,7 +39,10 @@ def combination_page(root: Path) -> dict[str, str]:
         *("", "| technique | allowed with | refused with | not tried with |", "| --- | --- | --- | --- |"),
         *_rows(detail["pairs"], detail["kinds"]),
         *("", "## Reasons", "", "| reason | plans | why |", "| --- | --- | --- |"),
-        *(f"| {cell(r['reason'])} | {detail['by_reason'].get(r['reason'], 0)} | {cell(r['why'])} |" for r in refusals),
+        *(
+            f"| {cell(r['reason'])} | {detail['by_reason'].get(r['reason'], 0)} | {cell(r['why'])} |"
+            for r in refusals
+        ),
         "",
     ]
     return {PAGE: "\n".join(lines)}

@@ -68,8 +68,14 @@ def _close(lines: list[str]) -> None:
 
 
 def _paragraph(line: str) -> str:
-    return SECTION.sub(lambda found: f"**{found.group(1)}:**", _escaped(line), count=1) if SECTION.match(line) else _escaped(line)
+    return (
+        SECTION.sub(lambda found: f"**{found.group(1)}:**", _escaped(line), count=1)
+        if SECTION.match(line)
+        else _escaped(line)
+    )
 
 
 def _escaped(line: str) -> str:
-    return WORDS.sub(lambda found: found.group() if found.group().startswith("`") else f"\\{found.group()}", line)
+    return WORDS.sub(
+        lambda found: found.group() if found.group().startswith("`") else f"\\{found.group()}", line
+    )

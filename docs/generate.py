@@ -33,7 +33,14 @@ SHARED = (
     *(f"schedules/{name}" for name in ("list_scheduler", "registry", "schedule")),
     *(
         f"context/{name}"
-        for name in ("attention_inputs", "attention_kernel", "head_exchange", "mask_blocks", "memory_model", "ring_attention")
+        for name in (
+            "attention_inputs",
+            "attention_kernel",
+            "head_exchange",
+            "mask_blocks",
+            "memory_model",
+            "ring_attention",
+        )
     ),
     "context/sequence_sharding",
     *(f"tensor/{name}" for name in ("comm_accounting", "comm_overlap", "layer_sharding", "validation")),
@@ -53,8 +60,12 @@ class Kind:
 
 def essays(root: Path = ROOT) -> list[Essay]:
     """Every module of the package, organ by organ; `plan` first, because its words are defined first."""
-    paths = sorted((root / PACKAGE).rglob("*.py"), key=lambda path: ("plan" not in path.parts, path.as_posix()))
-    trees = [(path.relative_to(root).as_posix(), ast.parse(path.read_text(encoding="utf-8"))) for path in paths]
+    paths = sorted(
+        (root / PACKAGE).rglob("*.py"), key=lambda path: ("plan" not in path.parts, path.as_posix())
+    )
+    trees = [
+        (path.relative_to(root).as_posix(), ast.parse(path.read_text(encoding="utf-8"))) for path in paths
+    ]
     # Not cleaned: a module's docstring stands at the margin, and cleaning could move an indented picture there.
     return [Essay(path, tree, (ast.get_docstring(tree, clean=False) or "").strip()) for path, tree in trees]
 
@@ -64,12 +75,18 @@ def techniques(modules: Iterable[Essay]) -> list[Essay]:
 
     Raises ValueError when two families have a technique of one name, because names stand alone in plan files.
     """
-    found = [essay for essay in modules if re.fullmatch(rf"{PACKAGE}/parallel/\w+/(schedules/)?[a-z]\w*\.py", essay.path)]
+    found = [
+        essay
+        for essay in modules
+        if re.fullmatch(rf"{PACKAGE}/parallel/\w+/(schedules/)?[a-z]\w*\.py", essay.path)
+    ]
     found = [essay for essay in found if f"{essay.family}/{essay.name}" not in SHARED]
     names = [essay.name for essay in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"techniques of the same name in two families: {', '.join(twice)}; a plan names them alone: rename one")
+        raise ValueError(
+            f"techniques of the same name in two families: {', '.join(twice)}; a plan names them alone: rename one"
+        )
     return found
 
 
@@ -88,8 +105,12 @@ def _made(tree: ast.Module) -> Iterator[str]:
     for node in sorted(found, key=lambda call: (call.lineno, call.col_offset)):
         if isinstance(node.func, ast.Name) and node.func.id == "Action":
             given = [*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "kind")]
-            yield from (arg.value for arg in given if isinstance(arg, ast.Constant) and isinstance(arg.value, str))
-    for bind in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "bind"):
+            yield from (
+                arg.value for arg in given if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+            )
+    for bind in (
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "bind"
+    ):
         named = (node.value for node in ast.walk(bind) if isinstance(node, ast.Constant))
         yield from (name for name in named if isinstance(name, str) and name.isupper())
 
@@ -102,7 +123,9 @@ def _kind(name: str, making: list[Essay], modules: list[Essay]) -> Kind:
 
 def described(kind: str, text: str) -> str:
     """The meaning of `kind` in an essay: from a column, else from a sentence; empty when it is not described."""
-    column = re.search(rf"^ +(?:.*\S {{3,}})?{re.escape(kind)} {{2,}}(?=[a-z])(.+?)(?: {{3,}}|$)", text, re.MULTILINE)
+    column = re.search(
+        rf"^ +(?:.*\S {{3,}})?{re.escape(kind)} {{2,}}(?=[a-z])(.+?)(?: {{3,}}|$)", text, re.MULTILINE
+    )
     sentence = re.search(rf"\b{re.escape(kind)} \(([^)]+)\)", text)
     found = column or sentence
     return " ".join(found.group(1).split()) if found else ""
@@ -125,7 +148,14 @@ def pages(root: Path = ROOT) -> dict[str, str]:
 
 
 def _technique_page(essay: Essay) -> str:
-    head = [f"# {essay.name}", "", NOTE.format(origin=essay.path), "", f"Family: {essay.family}. Source: `{essay.path}`.", ""]
+    head = [
+        f"# {essay.name}",
+        "",
+        NOTE.format(origin=essay.path),
+        "",
+        f"Family: {essay.family}. Source: `{essay.path}`.",
+        "",
+    ]
     return "\n".join([*head, markdown(essay.text), ""])
 
 
@@ -143,7 +173,14 @@ def _index_page(found: Iterable[Essay]) -> str:
 
 
 def _actions_page(found: Iterable[Kind]) -> str:
-    head = ["# Action kinds", "", NOTE.format(origin=PACKAGE), "", "| kind | owner | meaning |", "| --- | --- | --- |"]
+    head = [
+        "# Action kinds",
+        "",
+        NOTE.format(origin=PACKAGE),
+        "",
+        "| kind | owner | meaning |",
+        "| --- | --- | --- |",
+    ]
     rows = [f"| `{kind.name}` | `{kind.owner}` | {cell(kind.meaning)} |" for kind in found]
     return "\n".join([*head, *rows, ""])
 
@@ -158,8 +195,12 @@ def _collectives_page(essay: Essay) -> str:
 def _models_page(root: Path, modules: Iterable[Essay]) -> str:
     """The essay of the coverage benchmark, its result family by family, and the roles of sockets."""
     measured = json.loads((root / COVERAGE).read_text(encoding="utf-8"))
-    essay = ast.get_docstring(ast.parse((root / COVERAGE_SOURCE).read_text(encoding="utf-8")), clean=False) or ""
-    roles = next(module.text for module in modules if module.path == f"{PACKAGE}/model/tensor_parallel/layer_roles.py")
+    essay = (
+        ast.get_docstring(ast.parse((root / COVERAGE_SOURCE).read_text(encoding="utf-8")), clean=False) or ""
+    )
+    roles = next(
+        module.text for module in modules if module.path == f"{PACKAGE}/model/tensor_parallel/layer_roles.py"
+    )
     held = "It holds" if measured["holds"] else "It does NOT hold"
     when = f"{measured['date'][:10]}, commit {_short(measured['commit'])}, {_versions(measured['versions'])}"
     lines = [
@@ -174,7 +215,10 @@ def _models_page(root: Path, modules: Iterable[Essay]) -> str:
             "",
         ),
         f"Claim: {measured['claim']}. {held}: {measured['median']:.0f} of {len(measured['values'])} families. {when}.",
-        *("", "| family | class | from | blocks in visits | sockets by role | declared | error at 2 | error at 3 | round trip |"),
+        *(
+            "",
+            "| family | class | from | blocks in visits | sockets by role | declared | error at 2 | error at 3 | round trip |",
+        ),
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         *map(_family_row, measured["detail"]["families"]),
         *("", "## Sockets and their roles", "", markdown(roles), ""),
@@ -186,7 +230,11 @@ def _family_row(row: Mapping[str, Any]) -> str:
     errors = [f"{error:.1e}" for error in row["errors"].values()]
     said = (row["family"], f"`{row['class']}`", row["source"], row["blocks"], row["sockets"], row["declared"])
     trip = row["round_trip"]
-    return "| " + " | ".join([*map(cell, said), *errors, f"{trip['difference']:.1e} ({cell(trip['compared'])})"]) + " |"
+    return (
+        "| "
+        + " | ".join([*map(cell, said), *errors, f"{trip['difference']:.1e} ({cell(trip['compared'])})"])
+        + " |"
+    )
 
 
 def _short(commit: str) -> str:
@@ -203,7 +251,9 @@ def stale(root: Path = ROOT) -> list[str]:
     kept = {path.relative_to(root).as_posix() for folder in FOLDERS for path in (root / folder).glob("*.md")}
     said = [f"{path} is missing" for path in made if not (root / path).exists()]
     said += [
-        f"{path} is not up to date" for path, text in made.items() if (root / path).exists() and (root / path).read_text() != text
+        f"{path} is not up to date"
+        for path, text in made.items()
+        if (root / path).exists() and (root / path).read_text() != text
     ]
     return said + [f"{path} describes nothing that is there" for path in sorted(kept - set(made))]
 
@@ -223,7 +273,9 @@ def write(root: Path = ROOT) -> list[str]:
 def main() -> int:
     """Write the pages, or with --check say which are not up to date; returns the exit status."""
     parser = argparse.ArgumentParser(description="Write the documentation pages that follow from the source.")
-    parser.add_argument("--check", action="store_true", help="write nothing, fail when a page is not up to date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing, fail when a page is not up to date"
+    )
     if parser.parse_args().check:
         said = stale()
         print("\n".join([*said, "run: make docs"]) if said else "every page is up to date")

@@ -18,7 +18,9 @@ class Paper:
         visits = tuple(f"layer{i}" for i in range(self.layers))
         weights = [ParamSpec(f"{visit}.weight", (self.numel,), (visit,)) for visit in visits]
         if self.tied:
-            weights[0] = ParamSpec("layer0.weight", (self.numel,), (visits[0], visits[-1]), aliases=(f"{visits[-1]}.weight",))
+            weights[0] = ParamSpec(
+                "layer0.weight", (self.numel,), (visits[0], visits[-1]), aliases=(f"{visits[-1]}.weight",)
+            )
             del weights[-1]
         ones = (1,) * self.layers
         inputs, outputs = (BatchTensor("x", (4,), "float32"),), (BatchTensor("output0", (5,), "float32"),)

@@ -56,7 +56,10 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_each_rank_has_its_share_of_the_values_that_one_device_begins_with(stage: int):
     reading = reading_of(tied=True, frozen=True, spare=True)
-    whole = {name: reading.deferred_init.initial_value(name, torch.float64) for name in reading.deferred_init.logical_params}
+    whole = {
+        name: reading.deferred_init.initial_value(name, torch.float64)
+        for name in reading.deferred_init.logical_params
+    }
     plan = make_plan(reading, tiny_job(), Mesh(dp_shard=3), (SHARD, ZeRO(stage=stage)))
 
     def rank(world: World) -> dict[str, torch.Tensor]:
@@ -64,7 +67,9 @@ def test_each_rank_has_its_share_of_the_values_that_one_device_begins_with(stage
             return {name: value.clone() for name, value in engine.executor.gather_parameters().items()}
 
     for found in on_threads(rank, plan.mesh):
-        assert {name: value.tolist() for name, value in found.items()} == {name: value.tolist() for name, value in whole.items()}
+        assert {name: value.tolist() for name, value in found.items()} == {
+            name: value.tolist() for name, value in whole.items()
+        }
 
 
 @pytest.mark.parametrize(("stage", "most"), [(3, 80), (2, 260)])

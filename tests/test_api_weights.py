@@ -29,16 +29,24 @@ def batch() -> dict[str, torch.Tensor]:
 
 def test_three_ranks_start_from_weights_and_the_first_writes_what_they_trained(tmp_path: Path):
     theirs = published(tmp_path / "in")
-    reading = mw.read(lambda: transformers.LlamaForCausalLM(theirs.config), batch(), weights=str(tmp_path / "in"))
+    reading = mw.read(
+        lambda: transformers.LlamaForCausalLM(theirs.config), batch(), weights=str(tmp_path / "in")
+    )
     plan = mw.make_plan(reading, JOB, mw.Mesh(dp_replicate=3))
     before = {name: value.detach().clone() for name, value in theirs.named_parameters()}
 
     def rank(world: World) -> tuple[bool, object, dict[str, torch.Tensor]]:
         with mw.build(reading, plan, world=world) as engine:
-            started = all(torch.equal(value, before[name]) for name, value in engine.module.named_parameters())
+            started = all(
+                torch.equal(value, before[name]) for name, value in engine.module.named_parameters()
+            )
             engine.step(engine.share(batch()))
             written = engine.export(tmp_path / "out")
-            return started, written, {name: value.detach().clone() for name, value in engine.module.named_parameters()}
+            return (
+                started,
+                written,
+                {name: value.detach().clone() for name, value in engine.module.named_parameters()},
+            )
 
     first, *others = on_threads(rank, plan.mesh)
     assert all(started for started, _, _ in (first, *others))
@@ -49,10 +57,14 @@ def test_three_ranks_start_from_weights_and_the_first_writes_what_they_trained(t
     assert not torch.equal(logits(loaded), logits(theirs))
 
 
-@pytest.mark.parametrize("strategies", [(BatchSplit(), DDP()), (BatchSplit(), ZeRO(axis="dp_replicate", stage=3))])
+@pytest.mark.parametrize(
+    "strategies", [(BatchSplit(), DDP()), (BatchSplit(), ZeRO(axis="dp_replicate", stage=3))]
+)
 def test_what_has_masters_is_written_as_exactly_as_they_are(tmp_path: Path, strategies: tuple[Strategy, ...]):
     theirs = published(tmp_path / "in")
-    reading = mw.read(lambda: transformers.LlamaForCausalLM(theirs.config), batch(), weights=str(tmp_path / "in"))
+    reading = mw.read(
+        lambda: transformers.LlamaForCausalLM(theirs.config), batch(), weights=str(tmp_path / "in")
+    )
     precision = PrecisionConfig("bfloat16", "bfloat16", "float32", master="float32")
     plan = mw.make_plan(reading, replace(JOB, precision=precision), mw.Mesh(dp_replicate=3), strategies)
 
@@ -73,7 +85,9 @@ def test_a_plan_s_hash_names_the_stored_values(tmp_path: Path):
     for seed in (1, 2):
         theirs = published(tmp_path / str(seed), seed=seed)
         reading = mw.read(
-            lambda config=theirs.config: transformers.LlamaForCausalLM(config), batch(), weights=str(tmp_path / str(seed))
+            lambda config=theirs.config: transformers.LlamaForCausalLM(config),
+            batch(),
+            weights=str(tmp_path / str(seed)),
         )
         hashes.add(mw.make_plan(reading, JOB).hash)
     drawn = mw.read(lambda: transformers.LlamaForCausalLM(theirs.config), batch())

@@ -41,9 +41,7 @@ CPU = torch.device("cpu")
 READING = reading_of()
 JOB = tiny_job(optimizer=OptimizerConfig("adamw"))
 SHARD = BatchSplit(axis="dp_shard")
-ALLOCATOR = (
-    "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error"
-)
+ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error"
 
 
 def copies(micro_batch: int = 0) -> Plan:
@@ -88,7 +86,10 @@ def test_the_changes_come_in_the_order_of_what_they_cost_and_each_takes_less():
 def test_shards_of_one_stage_become_those_of_the_next_and_the_last_has_none():
     plan = make_plan(READING, JOB, Mesh(dp_shard=3), (SHARD, ZeRO(stage=2)), 1)
     words = [change.description for change in plan_changes(READING, plan, 0)]
-    assert [word for word in words if "zero" in word] in ([], ['[[strategies]] name = "zero", axis = "dp_shard", stage = 3'])
+    assert [word for word in words if "zero" in word] in (
+        [],
+        ['[[strategies]] name = "zero", axis = "dp_shard", stage = 3'],
+    )
     assert not any("micro_batch" in word for word in words), "it is 1 already"
 
 
@@ -122,10 +123,19 @@ def test_the_tokens_of_a_row_are_dealt_to_the_ranks_that_had_rows_of_their_own(s
 def test_where_tokens_cannot_be_dealt_or_are_nobody_says_so():
     assert not any("cp" in change.description for change in plan_changes(READING, copies(), 0))
     assert "mesh.cp" not in oom_message(
-        MemoryError(), copies(), 0, MemoryUsage(0, 1, None, {}), [], sequence_shardable=can_shard_sequence(READING)
+        MemoryError(),
+        copies(),
+        0,
+        MemoryUsage(0, 1, None, {}),
+        [],
+        sequence_shardable=can_shard_sequence(READING),
     )
     dealt = make_plan(known(), tiny_job(), Mesh(cp=2), (RingAttention(), DDP(axis="cp")))
-    assert not any("cp" in change.description for change in plan_changes(known(), dealt, 0) if "zero" not in change.description)
+    assert not any(
+        "cp" in change.description
+        for change in plan_changes(known(), dealt, 0)
+        if "zero" not in change.description
+    )
 
 
 def test_no_change_is_told_that_would_be_refused_of_the_model(monkeypatch: pytest.MonkeyPatch):
@@ -161,7 +171,11 @@ def test_the_message_says_what_was_planned_what_was_live_and_the_first_change_th
     limit = 1000 + max(fitting.nbytes, 1) + 1  # as if the process took 1,000 bytes before
     smaller = [replace(change, nbytes=planned) if i < 1 else change for i, change in enumerate(found)]
     text = oom_message(
-        RuntimeError(ALLOCATOR), plan, 1, MemoryUsage(1000, 1000, limit, {"parameters": 4096, "gradients": 0}), smaller
+        RuntimeError(ALLOCATOR),
+        plan,
+        1,
+        MemoryUsage(1000, 1000, limit, {"parameters": 4096, "gradients": 0}),
+        smaller,
     )
     lines = text.splitlines()
     assert lines[0].startswith("rank 1 ran out of memory: [enforce fail")
@@ -174,8 +188,12 @@ def test_the_message_says_what_was_planned_what_was_live_and_the_first_change_th
 
 def test_where_nothing_takes_less_or_fits_that_is_said():
     plan, seen = copies(), MemoryUsage(0, 10**9, 10, {})
-    assert "no change of this plan takes less: use more ranks" in oom_message(MemoryError(), plan, 0, seen, [])
-    assert "none of them is sure to fit into 10 B" in oom_message(MemoryError(), plan, 0, seen, [PlanChange("less", plan, 100)])
+    assert "no change of this plan takes less: use more ranks" in oom_message(
+        MemoryError(), plan, 0, seen, []
+    )
+    assert "none of them is sure to fit into 10 B" in oom_message(
+        MemoryError(), plan, 0, seen, [PlanChange("less", plan, 100)]
+    )
 
 
 def test_a_rank_that_cannot_allocate_ends_with_that_message_and_its_own_error_as_the_cause():
@@ -185,7 +203,9 @@ def test_a_rank_that_cannot_allocate_ends_with_that_message_and_its_own_error_as
         with parallelize(READING, plan, world=FakeWorld(plan.mesh, 2)) as engine, engine.oom_advisor:
             torch.empty(1 << 60)
 
-    with pytest.raises(OutOfMemory, match=r"rank 2 ran out of memory(?s:.*)moments(?s:.*)live +\d(?s:.*)stage = 3") as caught:
+    with pytest.raises(
+        OutOfMemory, match=r"rank 2 ran out of memory(?s:.*)moments(?s:.*)live +\d(?s:.*)stage = 3"
+    ) as caught:
         rank()
     assert failure_kind(caught.value) == "own"
     assert is_out_of_memory(caught.value.__cause__)

@@ -43,7 +43,9 @@ class Layer(nn.Module):
 class Tiny(nn.Module):
     """Embedding, layers, head. Options: tied head, dropout, a layer that no forward reaches, frozen embedding."""
 
-    def __init__(self, *, tied: bool = False, p: float = 0.0, spare: bool = False, frozen: bool = False) -> None:
+    def __init__(
+        self, *, tied: bool = False, p: float = 0.0, spare: bool = False, frozen: bool = False
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(Layer(p) for _ in range(3 + spare))
@@ -73,7 +75,11 @@ def rows(count: int = ROWS, *, uneven: bool = True) -> dict[str, torch.Tensor]:
 
 def tiny_job(batch: int = 12, **changes: object) -> Job:
     """A job over `rows`, float64 and SGD as parity has it; `changes` replace its parts."""
-    job = Job(ModelConfig("tiny.py:Tiny"), DataConfig("example", sequence=TOKENS), TrainConfig(steps=20, batch=batch, clip=0.5))
+    job = Job(
+        ModelConfig("tiny.py:Tiny"),
+        DataConfig("example", sequence=TOKENS),
+        TrainConfig(steps=20, batch=batch, clip=0.5),
+    )
     return replace(parity_job(job), **changes)
 
 
@@ -111,12 +117,17 @@ def case_of(
 
 
 def verdict_of(
-    case: ParityCase, steps: int = 3, on_rank: Callable[[ParityCase, World], ParityCase] = lambda case, world: case
+    case: ParityCase,
+    steps: int = 3,
+    on_rank: Callable[[ParityCase, World], ParityCase] = lambda case, world: case,
 ) -> Verdict:
     """The verdict over all ranks, as threads; `on_rank` may change what one rank plays."""
     reference = run_reference(case, steps)
     return make_verdict(
-        case, on_threads(lambda world: compare_rank(on_rank(case, world), world, reference), case.plan.mesh), "threads", {}
+        case,
+        on_threads(lambda world: compare_rank(on_rank(case, world), world, reference), case.plan.mesh),
+        "threads",
+        {},
     )
 
 
@@ -140,5 +151,8 @@ def player_of(reading: AnalyzedModel, plan: Plan, world: World, **more: object) 
     """One rank of `plan`, in the dtype of its parameters."""
     subject = make_trained_module(reading, world.device, getattr(torch, plan.job.precision.parameters))
     return Executor(
-        plan, RankState(subject, world, token_cross_entropy()), stateless_rng=make_stateless_rng(reading, plan), **more
+        plan,
+        RankState(subject, world, token_cross_entropy()),
+        stateless_rng=make_stateless_rng(reading, plan),
+        **more,
     )

@@ -100,7 +100,9 @@ def make_plan(
     return plan
 
 
-def model_spec_for(analyzed: AnalyzedModel, job: Job, mesh: Mesh, strategies: Iterable[Strategy]) -> ModelSpec:
+def model_spec_for(
+    analyzed: AnalyzedModel, job: Job, mesh: Mesh, strategies: Iterable[Strategy]
+) -> ModelSpec:
     """The anatomy of the model, with what is learnt only where somebody needs it.
 
     That is what crosses the borders of parts that the mesh puts on ranks of their own, for strategies that ask, what the model
@@ -117,7 +119,11 @@ def model_spec_for(analyzed: AnalyzedModel, job: Job, mesh: Mesh, strategies: It
         if any(each.needs_sequence_info for each in strategies)
         else anatomy
     )
-    return anatomy if dtype == torch.float64 else replace(anatomy, memory=analyzed.measure_memory(dtype, compute))
+    return (
+        anatomy
+        if dtype == torch.float64
+        else replace(anatomy, memory=analyzed.measure_memory(dtype, compute))
+    )
 
 
 def default_strategies(mesh: Mesh, model_spec: ModelSpec) -> tuple[Strategy, ...]:
@@ -135,7 +141,9 @@ def default_strategies(mesh: Mesh, model_spec: ModelSpec) -> tuple[Strategy, ...
         return (*pairs, SplitBatch(), DDP())
     split = SplitBatch(axis="dp_shard")
     return (
-        (*pairs, SplitBatch(), split, ZeRO(replicate_axis="dp_replicate")) if mesh.dp_replicate > 1 else (*pairs, split, ZeRO())
+        (*pairs, SplitBatch(), split, ZeRO(replicate_axis="dp_replicate"))
+        if mesh.dp_replicate > 1
+        else (*pairs, split, ZeRO())
     )
 
 
@@ -171,16 +179,20 @@ def parallelize(
     check_loss(plan, loss)
     world = world or _joined_world(plan.mesh)
     if world.mesh != plan.mesh:
-        text = (
-            f"the plan is for {plan.mesh} ({plan.mesh.world_size} ranks) and the world is {world.mesh} ({world.mesh.world_size})"
+        text = f"the plan is for {plan.mesh} ({plan.mesh.world_size} ranks) and the world is {world.mesh} ({world.mesh.world_size})"
+        raise PlanError(
+            text, fix=f"start {plan.mesh.world_size} ranks, or make a plan for this world", location="build"
         )
-        raise PlanError(text, fix=f"start {plan.mesh.world_size} ranks, or make a plan for this world", location="build")
     check_dtype_support(plan.job.precision, world.device)
     if world.device.type == "cpu":
         retain_heap()
     with OOMAdvisor(reading, plan, world.rank, world.device) as telling:
-        subject = make_trained_module(reading, world.device, getattr(torch, plan.job.precision.parameters), plan=plan)
-        telling.executor = Executor(plan, RankState(subject, world, loss), optimizer, make_stateless_rng(reading, plan))
+        subject = make_trained_module(
+            reading, world.device, getattr(torch, plan.job.precision.parameters), plan=plan
+        )
+        telling.executor = Executor(
+            plan, RankState(subject, world, loss), optimizer, make_stateless_rng(reading, plan)
+        )
     return Trainer(plan, telling.executor, world, reading, telling)
 
 
@@ -227,7 +239,9 @@ def make_stateless_rng(analyzed: AnalyzedModel, plan: Plan) -> StatelessRNG | No
     return StatelessRNG(plan.job.train.seed, analyzed.draw_sites) if analyzed.model_spec.has_dropout else None
 
 
-def verify(analyzed: AnalyzedModel, plan: Plan, batches: Sequence[Batch], *, loss: Loss | None = None) -> Verdict:
+def verify(
+    analyzed: AnalyzedModel, plan: Plan, batches: Sequence[Batch], *, loss: Loss | None = None
+) -> Verdict:
     """Whether `plan` computes what one device computes on `batches`, global ones, one per step.
 
     All ranks are threads of this process; the comparison runs in float64 with plain SGD, whatever the plan's own optimizer.
@@ -259,18 +273,32 @@ def trace(
     """
     dtype, loss = getattr(torch, plan.job.precision.parameters), loss or token_cross_entropy()
     played, cpu = sample_ranks(plan) if ranks is None else ranks, torch.device("cpu")
-    found = trace_ranks(plan, played, loss, lambda mode: make_trained_module(analyzed, cpu, dtype, mode), steps, fake=fake)
+    found = trace_ranks(
+        plan, played, loss, lambda mode: make_trained_module(analyzed, cpu, dtype, mode), steps, fake=fake
+    )
     return replace(found, versions={"torch": torch.__version__})
 
 
 def parity_case(
-    analyzed: AnalyzedModel, plan: Plan, loss: Loss, read_batch: Callable[[Plan, int], Callable[[int], Batch | None]]
+    analyzed: AnalyzedModel,
+    plan: Plan,
+    loss: Loss,
+    read_batch: Callable[[Plan, int], Callable[[int], Batch | None]],
 ) -> ParityCase:
     """`plan` as parity runs it, and the same job on one device, both on the CPU; `rows` gives each rank its data."""
     check_loss(plan, loss)
     job = parity_job(plan.job)
-    made = job, plan.mesh, model_spec_for(analyzed, job, plan.mesh, plan.strategies), plan.strategies, plan.micro_batch, plan.run
-    exact = Plan.make(*made, alignment_optimizer=plan.job.optimizer)  # SGD, in shards as the plan's own optimizer has them
+    made = (
+        job,
+        plan.mesh,
+        model_spec_for(analyzed, job, plan.mesh, plan.strategies),
+        plan.strategies,
+        plan.micro_batch,
+        plan.run,
+    )
+    exact = Plan.make(
+        *made, alignment_optimizer=plan.job.optimizer
+    )  # SGD, in shards as the plan's own optimizer has them
     one_device = make_plan(analyzed, single_device_job(exact.job), Mesh(), (), 0, plan.run)
     raise_diagnostics(static_checks(exact))
 
@@ -288,10 +316,14 @@ def parity_case(
             analyzed.model_spec.block_calls,
             analyzed.model_spec.params,
         )
-        return exact.with_model_spec(model_spec_for(there, job, plan.mesh, plan.strategies)) if same else exact
+        return (
+            exact.with_model_spec(model_spec_for(there, job, plan.mesh, plan.strategies)) if same else exact
+        )
 
     loss = loss.wrap_total(in_float64)
-    return ParityCase(exact, one_device, loss, wide_subject, lambda: make_stateless_rng(analyzed, exact), wide_rows, on)
+    return ParityCase(
+        exact, one_device, loss, wide_subject, lambda: make_stateless_rng(analyzed, exact), wide_rows, on
+    )
 
 
 def _wide(batch: Batch) -> dict[str, torch.Tensor]:
@@ -302,6 +334,10 @@ def _wide(batch: Batch) -> dict[str, torch.Tensor]:
 def _joined_world(mesh: Mesh) -> World:
     if dist.is_available() and dist.is_initialized():
         rank = dist.get_rank()
-        device = torch.device("cuda", rank % torch.cuda.device_count()) if dist.get_backend() == "nccl" else torch.device("cpu")
+        device = (
+            torch.device("cuda", rank % torch.cuda.device_count())
+            if dist.get_backend() == "nccl"
+            else torch.device("cpu")
+        )
         return TorchWorld(mesh, rank, device)
     return alone(torch.device("cpu"))

@@ -41,11 +41,17 @@ from meshwright.report.timeline.memory_and_bytes import planned_memory
 if sys.platform != "win32":
     import resource
 
-OOM_PATTERN = re.compile(r"out of memory|(can't|cannot|could not) allocate memory|not enough memory", re.IGNORECASE)
+OOM_PATTERN = re.compile(
+    r"out of memory|(can't|cannot|could not) allocate memory|not enough memory", re.IGNORECASE
+)
 REQUEST_PATTERN = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMGT]iB)", re.IGNORECASE)
 SIZE_UNITS = {"BYTES": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 MAX_SHOWN_CHANGES = 4  # changes in a message
-LEANER_SCHEDULES = ("1f1b", "zb_v_half", "zb_v_min")  # schedules, each with less in flight and more bubble than the one before
+LEANER_SCHEDULES = (
+    "1f1b",
+    "zb_v_half",
+    "zb_v_min",
+)  # schedules, each with less in flight and more bubble than the one before
 
 
 class OutOfMemory(RuntimeError):
@@ -84,7 +90,9 @@ def requested_nbytes(message: str) -> int:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` says that memory was asked for and not given on this rank."""
-    if isinstance(error, (CollectiveError, OutOfMemory)):  # the one quotes what another rank has said, the other has told all
+    if isinstance(
+        error, (CollectiveError, OutOfMemory)
+    ):  # the one quotes what another rank has said, the other has told all
         return False
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -94,17 +102,28 @@ def is_out_of_memory(error: BaseException) -> bool:
 def planned_nbytes(plan: Plan, rank: int) -> dict[str, int]:
     """What `rank` of `plan` holds by category, when what the program takes beside the states is largest."""
     states, mine = state_bytes(plan, rank), Program.from_dict({"": plan.for_rank(rank).actions})
-    fullest, _ = planned_memory(mine, {"parameters": states.parameters, "master": states.master, "moments": states.moments})
+    fullest, _ = planned_memory(
+        mine, {"parameters": states.parameters, "master": states.master, "moments": states.moments}
+    )
     return fullest
 
 
 def plan_changes(analyzed: AnalyzedModel, plan: Plan, rank: int) -> Iterator[PlanChange]:
     """The plans of the same job and as many ranks that take less than `plan`, those first that cost least in time."""
     now = sum(planned_nbytes(plan, rank).values())
-    here = [*_shards(plan, (1, 2)), *_fewer_in_flight(plan), *_smaller(plan), *_shards(plan, (3,)), *_again(plan)]
+    here = [
+        *_shards(plan, (1, 2)),
+        *_fewer_in_flight(plan),
+        *_smaller(plan),
+        *_shards(plan, (3,)),
+        *_again(plan),
+    ]
     tried = [(plan.mesh, plan.model_spec, each) for each in here]
     if can_shard_sequence(analyzed):
-        tried += [(mesh, replace(plan.model_spec, sequence_info=analyzed.sequence_info), each) for mesh, each in _dealt(plan)]
+        tried += [
+            (mesh, replace(plan.model_spec, sequence_info=analyzed.sequence_info), each)
+            for mesh, each in _dealt(plan)
+        ]
     for mesh, anatomy, (words, strategies, micro_batch) in tried:
         try:
             other = Plan.make(plan.job, mesh, anatomy, strategies, micro_batch, plan.run)
@@ -140,14 +159,18 @@ class OOMAdvisor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is None or not is_out_of_memory(error):
             return
         live = {} if self.executor is None else self.executor.memory_by_category()
         seen = MemoryUsage(self._before, process_nbytes(self._device), memory_limit(self._device), live)
         others = list(plan_changes(self._reading, self._plan, self._rank))
         deals = self._plan.mesh.cp == 1 and can_shard_sequence(self._reading)
-        raise OutOfMemory(oom_message(error, self._plan, self._rank, seen, others, sequence_shardable=deals)) from error
+        raise OutOfMemory(
+            oom_message(error, self._plan, self._rank, seen, others, sequence_shardable=deals)
+        ) from error
 
 
 def oom_message(
@@ -171,7 +194,11 @@ def oom_message(
     lines.append(
         f"  live       {_parts(usage.live) or 'nothing yet: the model was being made'}; in all {format_nbytes(usage.used)}{within}"
     )
-    fits = None if limit is None else next((each for each in changes if usage.expected_nbytes(each, plan, words) < limit), None)
+    fits = (
+        None
+        if limit is None
+        else next((each for each in changes if usage.expected_nbytes(each, plan, words) < limit), None)
+    )
     shown = changes[:MAX_SHOWN_CHANGES]
     for each in (*shown, *([fits] if fits is not None and fits not in shown else [])):
         word = "this fits: " if each == fits else "takes less:"
@@ -183,7 +210,9 @@ def oom_message(
     if not changes:
         lines.append(f"  no change of this plan takes less: use more ranks ({more}), or a smaller model")
     elif fits is None and limit is not None:
-        lines.append(f"  none of them is sure to fit into {format_nbytes(limit)}: combine them, or use more ranks ({more})")
+        lines.append(
+            f"  none of them is sure to fit into {format_nbytes(limit)}: combine them, or use more ranks ({more})"
+        )
     return "\n".join(lines)
 
 
@@ -224,7 +253,11 @@ def _shards(plan: Plan, stages: Iterable[int]) -> Iterator[CandidateChange]:
             else:
                 continue
             others = tuple(new if strategy == old else strategy for strategy in plan.strategies)
-            yield f'[[strategies]] name = "{new.name}", axis = "{new.axis}", stage = {stage}', others, plan.micro_batch
+            yield (
+                f'[[strategies]] name = "{new.name}", axis = "{new.axis}", stage = {stage}',
+                others,
+                plan.micro_batch,
+            )
 
 
 def _fewer_in_flight(plan: Plan) -> Iterator[CandidateChange]:
@@ -250,7 +283,11 @@ def _dealt(plan: Plan) -> Iterator[tuple[Mesh, CandidateChange]]:
     for axis in split if plan.mesh.cp == 1 else ():
         ranks = plan.mesh.size(axis)
         mesh = replace(plan.mesh, **{axis: 1, CP_AXIS: ranks})
-        others = tuple(_along(old, axis) for old in plan.strategies if not (isinstance(old, BatchSplit) and old.axis == axis))
+        others = tuple(
+            _along(old, axis)
+            for old in plan.strategies
+            if not (isinstance(old, BatchSplit) and old.axis == axis)
+        )
         words = f'mesh.{CP_AXIS} = {ranks} in the place of mesh.{axis}, and [[strategies]] name = "{RingAttention.name}"'
         yield mesh, (words, (*others, RingAttention()), plan.micro_batch)
 

@@ -89,23 +89,35 @@ def resolve_request(request: PlanRequest, world: int | None = None) -> ResolvedR
         if loaded is not None and (source.source or source.mixture) and source.sequence > 0:
             module = loaded.deferred_init.instantiate()
             data = open_dataset(
-                source, loaded.example, token_cache_folder(request.run), lambda codec: _text_faults(module, source, codec)
+                source,
+                loaded.example,
+                token_cache_folder(request.run),
+                lambda codec: _text_faults(module, source, codec),
             )
     except PlanError as error:
         faults += error.diagnostics
     held, more = (
-        (None, []) if loaded is None or data is None else _held(job, data, loaded.example, token_cache_folder(request.run))
+        (None, [])
+        if loaded is None or data is None
+        else _held(job, data, loaded.example, token_cache_folder(request.run))
     )
     raise_diagnostics(dict.fromkeys([*faults, *more]))
     if loaded is None or data is None:
-        raise RuntimeError("a model and data were neither found nor refused; this is a bug: report the config file")
+        raise RuntimeError(
+            "a model and data were neither found nor refused; this is a bug: report the config file"
+        )
     loss = factory_loss(loaded.loss)
     if isinstance(data, ExampleDataset) and not loss.count_weight_and_tokens(data.batch(range(len(data))))[0]:
         raise empty_loss_error(f"of the {len(data)} samples of the example batch")
     reading = read_model(loaded, loaded.example or data.batch([0]), loss.targets, make_loss_spec(loss))
-    strategies = default_strategies(mesh, reading.model_spec) if request.strategies is None else request.strategies
+    strategies = (
+        default_strategies(mesh, reading.model_spec) if request.strategies is None else request.strategies
+    )
     strategies, notes = choose_algorithms(strategies, mesh, request.cluster, Path(request.run.folder))
-    notes = [*notes, *(unsharded_vocab_notes(reading.model_spec) if request.strategies is None and mesh.tp > 1 else ())]
+    notes = [
+        *notes,
+        *(unsharded_vocab_notes(reading.model_spec) if request.strategies is None and mesh.tp > 1 else ()),
+    ]
     plan = make_plan(reading, job, mesh, strategies, request.micro_batch, request.run)
     raise_diagnostics(whole_batch_diagnostics(loss) if job.evaluate.is_enabled else ())
     return ResolvedRun(plan, reading, data, loss, held, factory_callbacks(loaded.callbacks), tuple(notes))
@@ -127,7 +139,9 @@ def factory_callbacks(given: Iterable[object]) -> tuple[Callback, ...]:
     strange = [type(each).__name__ for each in given if not isinstance(each, Callback)]
     if strange:
         fix = "write callbacks=[meshwright.Callback(on_step_end=...)]"
-        raise PlanError(f"a {strange[0]} among the callbacks of the model", fix=fix, location="model.callbacks")
+        raise PlanError(
+            f"a {strange[0]} among the callbacks of the model", fix=fix, location="model.callbacks"
+        )
     return found
 
 
@@ -140,7 +154,10 @@ def _held(
         source = eval_source(job)
         held = None if source is None else open_dataset(source, example, cache)
     except PlanError as error:
-        return None, [replace(fault, location=fault.location.replace("data.", "evaluate.", 1)) for fault in error.diagnostics]
+        return None, [
+            replace(fault, location=fault.location.replace("data.", "evaluate.", 1))
+            for fault in error.diagnostics
+        ]
     if held is None:
         return None, []
     mine, theirs = list(data.batch([0])), list(held.batch([0]))
@@ -167,9 +184,7 @@ def _text_faults(module: nn.Module, source: DataConfig, tokenizer: Tokenizer) ->
             how = f"text is read as bytes, of which there are {tokenizer.vocab_size}"
         fix = f"set model.overrides.vocab_size = {tokenizer.vocab_size}, or choose the tokenizer that belongs to the model: data.tokenizer"
         if limits.vocab_size is None:
-            fix = (
-                f"make its embedding and head at least {tokenizer.vocab_size} large, or choose another tokenizer: data.tokenizer"
-            )
+            fix = f"make its embedding and head at least {tokenizer.vocab_size} large, or choose another tokenizer: data.tokenizer"
         yield Diagnostic(f"the model has {vocabulary} tokens, and {how}", fix, "model.source")
     if limits.max_positions is not None and limits.max_positions < source.sequence:
         text = f"a sample of {source.sequence} tokens; the model takes at most {limits.max_positions} (max_position_embeddings)"

@@ -23,5 +23,7 @@ def test_an_encoder_and_decoder_that_is_run_again_has_a_price():
 def test_models_draw_nothing_so_that_steps_are_alike():
     for family in ("gpt2", "bert", "t5"):
         said = config_of(family)[1].to_dict()
-        assert not any(value for key, value in said.items() if key.endswith(("pdrop", "dropout_rate", "dropout_prob")))
+        assert not any(
+            value for key, value in said.items() if key.endswith(("pdrop", "dropout_rate", "dropout_prob"))
+        )
     assert set(batch_of("t5")) == {"input_ids", "labels", "decoder_input_ids"}

@@ -36,7 +36,9 @@ class Odd(Strategy):
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         if self.how == "sleeps":
             time.sleep(1.0)
-        yield from {"mute": [Diagnostic("bad", "")], "new": [Diagnostic("the moon is full", "wait")]}.get(self.how, [])
+        yield from {"mute": [Diagnostic("bad", "")], "new": [Diagnostic("the moon is full", "wait")]}.get(
+            self.how, []
+        )
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
         if self.how != "breaks":
@@ -49,13 +51,21 @@ def odd(how: str) -> Draw:
 
 
 def row(outcome: str, *techniques: str, reasons: tuple[str, ...] = (), spoilt: str = "") -> Row:
-    return {"outcome": outcome, "techniques": list(techniques), "reasons": list(reasons), "spoilt": spoilt, "case": outcome}
+    return {
+        "outcome": outcome,
+        "techniques": list(techniques),
+        "reasons": list(reasons),
+        "spoilt": spoilt,
+        "case": outcome,
+    }
 
 
 def test_a_plan_follows_from_its_seed_and_number():
     assert [draw(3, number) for number in range(40)] == [draw(3, number) for number in range(40)]
     assert draw(3, 1) != replace(draw(4, 1), seed=3)
-    assert all(1 < draw(3, number).mesh.world_size <= MOST_RANKS or draw(3, number).spoilt for number in range(200))
+    assert all(
+        1 < draw(3, number).mesh.world_size <= MOST_RANKS or draw(3, number).spoilt for number in range(200)
+    )
 
 
 def test_every_technique_is_drawn_but_the_one_that_is_not_exact():
@@ -93,10 +103,14 @@ def test_a_refusal_has_a_reason_that_is_listed():
 
 def test_a_pair_below_its_share_is_told_and_a_spoilt_plan_counts_for_no_share():
     rows = [row("matched", "a", "b"), row("refused", "a", "b", reasons=("why",))]
-    assert list(short_of(of_pairs(rows), WANTED)) == ["a + b: 1 of 2 plans are not refused; needed is a share of 1.0 (why)"]
+    assert list(short_of(of_pairs(rows), WANTED)) == [
+        "a + b: 1 of 2 plans are not refused; needed is a share of 1.0 (why)"
+    ]
     assert list(short_of(of_pairs(rows), replace(WANTED, exceptions={"a + b": 0.5}))) == []
     assert list(short_of(of_pairs([rows[0], {**rows[1], "spoilt": "with c"}]), WANTED)) == []
-    assert list(short_of(of_pairs(rows[:1]), replace(WANTED, pairs=2))) == ["1 pairs of techniques meet; needed are 2"]
+    assert list(short_of(of_pairs(rows[:1]), replace(WANTED, pairs=2))) == [
+        "1 pairs of techniques meet; needed are 2"
+    ]
     assert list(short_of(of_pairs(rows[:1]), replace(WANTED, exceptions={"a + c": 0.5}))) == [
         "a + c: an exception for two that never meet"
     ]

@@ -31,24 +31,48 @@ def drawn(model: str, mesh: Mesh, *strategies: Strategy) -> Draw:
 @pytest.mark.parametrize("cut", ["transformer.h.2", "lm_head"])
 def test_glue_of_a_later_part_that_asks_for_the_width_of_the_stream_hears_of_the_slice(cut: str):
     pipeline = Pipeline(split_points=(cut,))
-    row = tried(drawn("gpt2, even", Mesh(pp=2, dp_shard=2, tp=2), ROWS, TensorParallel2D(), ZeRO(), pipeline), 50.0)
+    row = tried(
+        drawn("gpt2, even", Mesh(pp=2, dp_shard=2, tp=2), ROWS, TensorParallel2D(), ZeRO(), pipeline), 50.0
+    )
     assert row.get("error", 1.0) < TOLERANCE, row
 
 
 def test_a_tied_head_on_another_rank_than_its_table_takes_what_its_width_lies_in():
     pipeline = Pipeline(split_points=("lm_head",))
-    row = tried(drawn("t5, even", Mesh(pp=2, dp_shard=2, tp=2), ROWS, TensorParallel2D(), ZeRO(), pipeline), 50.0)
+    row = tried(
+        drawn("t5, even", Mesh(pp=2, dp_shard=2, tp=2), ROWS, TensorParallel2D(), ZeRO(), pipeline), 50.0
+    )
     assert row.get("error", 1.0) < TOLERANCE, row
 
 
 @pytest.mark.parametrize(
     ("mesh", "strategies", "said"),
     [
-        (SQUARE, (TensorParallel2D(), TensorParallel()), "another strategy divides 28 weights of pairs along tp already"),
-        (SQUARE, (TensorParallel(), TensorParallel2D()), "another strategy divides 28 weights of pairs along tp already"),
-        (CUBE, (TensorParallel3D(), TensorParallel()), "another strategy divides 28 weights of pairs along tp already"),
-        (CUBE, (TensorParallel2D(), TensorParallel3D()), "another strategy divides 28 weights of pairs along tp already"),
-        (SQUARE, (TensorParallel(), TensorParallel(num_overlap_chunks=2)), "line stands twice for tp, with other options"),
+        (
+            SQUARE,
+            (TensorParallel2D(), TensorParallel()),
+            "another strategy divides 28 weights of pairs along tp already",
+        ),
+        (
+            SQUARE,
+            (TensorParallel(), TensorParallel2D()),
+            "another strategy divides 28 weights of pairs along tp already",
+        ),
+        (
+            CUBE,
+            (TensorParallel3D(), TensorParallel()),
+            "another strategy divides 28 weights of pairs along tp already",
+        ),
+        (
+            CUBE,
+            (TensorParallel2D(), TensorParallel3D()),
+            "another strategy divides 28 weights of pairs along tp already",
+        ),
+        (
+            SQUARE,
+            (TensorParallel(), TensorParallel(num_overlap_chunks=2)),
+            "line stands twice for tp, with other options",
+        ),
         (
             SQUARE,
             (TensorParallel(), SequenceParallel(), SequenceParallel(regather=True)),

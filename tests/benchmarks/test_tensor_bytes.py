@@ -17,7 +17,11 @@ LEDGERS = ("llama, sequence, gathered again, 3 ranks, float32", "llama, 2-D, 2 x
 @cache
 def reading_of(family: str, kind: str, even: bool) -> AnalyzedModel:
     """What the model of these cases is made of, read once for all of them."""
-    alike = (case for case in CASES.values() if (case.layer.family, case.layer.kind, case.even) == (family, kind, even))
+    alike = (
+        case
+        for case in CASES.values()
+        if (case.layer.family, case.layer.kind, case.even) == (family, kind, even)
+    )
     return next(alike).reading()
 
 

@@ -34,7 +34,10 @@ def test_programs_send_what_the_law_says(case: Case):
 
 @pytest.mark.parametrize(
     "case",
-    [Case(ZeRO(), 3, 1, 2), Case(ZeRO(stage=2, replicate_axis="dp_replicate"), 2, 2, 2, PrecisionConfig(reduce="bfloat16"))],
+    [
+        Case(ZeRO(), 3, 1, 2),
+        Case(ZeRO(stage=2, replicate_axis="dp_replicate"), 2, 2, 2, PrecisionConfig(reduce="bfloat16")),
+    ],
     ids=str,
 )
 def test_ledgers_tell_what_the_law_says(case: Case):

@@ -6,7 +6,18 @@ import pytest
 
 from benchmarks.live import live_bytes, live_storages, probed
 from benchmarks.shards import Case
-from benchmarks.zero_states import BLOCKS, DATA, against_fsdp, block_buffer, cases, cells, held, on_paper, result, states_of
+from benchmarks.zero_states import (
+    BLOCKS,
+    DATA,
+    against_fsdp,
+    block_buffer,
+    cases,
+    cells,
+    held,
+    on_paper,
+    result,
+    states_of,
+)
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.planner.program_cost.memory import state_bytes
@@ -57,8 +68,12 @@ def test_what_is_measured_has_all_stages_and_replicas():
 def test_a_probe_stands_behind_every_act():
     plan = Case(ZeRO(), 2).plan()
     kinds = [action.kind for action in probed(plan).program.actions(FIRST_ROLE)]
-    assert [kind for kind in kinds if kind != "COMPARE"] == [action.kind for action in plan.program.actions(FIRST_ROLE)]
-    assert all(kinds[i + 1] == "COMPARE" for i, kind in enumerate(kinds) if kind in ("F", "B", "PACK", "STEP"))
+    assert [kind for kind in kinds if kind != "COMPARE"] == [
+        action.kind for action in plan.program.actions(FIRST_ROLE)
+    ]
+    assert all(
+        kinds[i + 1] == "COMPARE" for i, kind in enumerate(kinds) if kind in ("F", "B", "PACK", "STEP")
+    )
 
 
 def test_live_bytes_count_each_storage_once():

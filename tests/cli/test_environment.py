@@ -53,12 +53,21 @@ def test_loopback_is_refused_between_hosts(monkeypatch):
         LOCAL_WORLD_SIZE="2",
         GLOO_SOCKET_IFNAME=loopback_interface(),
     )
-    with pytest.raises(PlanError, match=r"=lo0?, and 4 ranks on several hosts \(2 here\).*\n.*unset GLOO_SOCKET_IFNAME"):
+    with pytest.raises(
+        PlanError, match=r"=lo0?, and 4 ranks on several hosts \(2 here\).*\n.*unset GLOO_SOCKET_IFNAME"
+    ):
         current_rank()
 
 
 def test_what_the_user_said_stays(monkeypatch):
-    start(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="ib0", OMP_NUM_THREADS="7")
+    start(
+        monkeypatch,
+        RANK="1",
+        WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        GLOO_SOCKET_IFNAME="ib0",
+        OMP_NUM_THREADS="7",
+    )
     current_rank()
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["OMP_NUM_THREADS"]) == ("ib0", "7")
 

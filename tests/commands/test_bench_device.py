@@ -49,7 +49,13 @@ def test_what_is_measured_is_written_shown_and_the_threads_are_given_back(
     made = profile()
     slices = (0.004, 0.005) * 32
     found = DeviceTimings(
-        made.matmuls, made.attention, made.memory_ops, made.elementwise_ops, slices, made.call_s, made.call_backward_s
+        made.matmuls,
+        made.attention,
+        made.memory_ops,
+        made.elementwise_ops,
+        slices,
+        made.call_s,
+        made.call_backward_s,
     )
     threads: list[int] = []
 
@@ -61,7 +67,9 @@ def test_what_is_measured_is_written_shown_and_the_threads_are_given_back(
     refuse_to_start(monkeypatch)
     monkeypatch.setattr(verb, "rated", rated)
     before = torch.get_num_threads()
-    code, out, err = said(capsys, "bench", "device", "--device", "cpu", "--threads", "1", "--out", tmp_path / "device.toml")
+    code, out, err = said(
+        capsys, "bench", "device", "--device", "cpu", "--threads", "1", "--out", tmp_path / "device.toml"
+    )
     assert (code, err) == (0, "")
     assert threads == [1]
     assert torch.get_num_threads() == before
@@ -71,10 +79,14 @@ def test_what_is_measured_is_written_shown_and_the_threads_are_given_back(
     assert replace(read, matmuls=()).memory > 1 << 28
     assert len(read.matmuls) == len(made.matmuls)
     assert read.elementwise_ops == made.elementwise_ops
-    assert read.straggler_seconds(0.0045, 2) == pytest.approx(0.00025, rel=0.05)  # half of the pairs are 0.001 apart
+    assert read.straggler_seconds(0.0045, 2) == pytest.approx(
+        0.00025, rel=0.05
+    )  # half of the pairs are 0.001 apart
 
 
-def test_refusals_reach_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_refusals_reach_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     forget_ranks(monkeypatch)
     refuse_to_start(monkeypatch)
     code, out, err = said(capsys, "bench", "device", "--device", "gpu")
@@ -94,7 +106,9 @@ def test_refusals_reach_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.timeout(240)
 def test_two_processes_measure_at_once(tmp_path: Path, forks: Forks):
     out = tmp_path / "device.toml"
-    code, printed, err = forks("bench", "device", "--device", "cpu", "--quick", "--threads", 1, "--ranks", 2, "--out", out)
+    code, printed, err = forks(
+        "bench", "device", "--device", "cpu", "--quick", "--threads", 1, "--ranks", 2, "--out", out
+    )
     assert (code, err) == (0, ""), err
     found = read_profile(out)
     assert (found.ranks, found.threads) == (2, 1)

@@ -63,7 +63,9 @@ def test_refusals_reach_the_command_line(capsys: pytest.CaptureFixture[str], mon
     assert "repair:" in err
 
 
-def test_a_launcher_decides_how_many_ranks_there_are(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_a_launcher_decides_how_many_ranks_there_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     forget_ranks(monkeypatch)
     for key, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(key, value)
@@ -72,12 +74,18 @@ def test_a_launcher_decides_how_many_ranks_there_are(capsys: pytest.CaptureFixtu
     assert "--ranks 3, and a launcher has started 2 ranks" in err
 
 
-@pytest.mark.parametrize(("rank", "local_rank", "world", "local_world"), [(0, 0, 1, 1), (1, 0, 4, 2), (2, 2, 5, 3)])
-def test_ranks_alone_or_not_host_by_host_are_refused(rank: int, local_rank: int, world: int, local_world: int, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "world", "local_world"), [(0, 0, 1, 1), (1, 0, 4, 2), (2, 2, 5, 3)]
+)
+def test_ranks_alone_or_not_host_by_host_are_refused(
+    rank: int, local_rank: int, world: int, local_world: int, tmp_path: Path
+):
     place = LauncherEnv("SLURM", rank, world, local_rank, local_world, "host", "127.0.0.1")
     with pytest.raises(PlanError) as raised:
         bench_job(
-            RankEnv(rank, world, local_rank, launcher_env=place), parse_request("2", "", quick=True), tmp_path / "cluster.toml"
+            RankEnv(rank, world, local_rank, launcher_env=place),
+            parse_request("2", "", quick=True),
+            tmp_path / "cluster.toml",
         )
     assert raised.value.diagnostics[0].location == "bench comm"
 
@@ -85,7 +93,9 @@ def test_ranks_alone_or_not_host_by_host_are_refused(rank: int, local_rank: int,
 @pytest.mark.timeout(240)
 def test_three_ranks_measure_write_and_show_every_algorithm(tmp_path: Path, forks: Forks):
     out = tmp_path / "cluster.toml"
-    code, printed, err = forks("bench", "comm", "--quick", "--ranks", 3, "--sizes", "64,4KiB,64KiB", "--out", out, "--lesson")
+    code, printed, err = forks(
+        "bench", "comm", "--quick", "--ranks", 3, "--sizes", "64,4KiB,64KiB", "--out", out, "--lesson"
+    )
     assert (code, err) == (0, ""), err
     cluster = read_cluster(out)
     assert (cluster.ranks, cluster.sizes, cluster.ranks_per_host) == ((3,), (64, 4096, 1 << 16), 0)
@@ -102,7 +112,17 @@ def test_three_ranks_measure_write_and_show_every_algorithm(tmp_path: Path, fork
 def test_under_torchrun_the_ranks_there_are_measure_together(tmp_path: Path):
     out = tmp_path / "cluster.toml"
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "meshwright")
-    words = ("bench", "comm", "--quick", "--sizes", "64,4KiB,64KiB", "--out", out, "--html", tmp_path / "plot.html")
+    words = (
+        "bench",
+        "comm",
+        "--quick",
+        "--sizes",
+        "64,4KiB,64KiB",
+        "--out",
+        out,
+        "--html",
+        tmp_path / "plot.html",
+    )
     code, printed, err = command(*words, launcher=launcher)
     assert code == 0, err
     assert printed.count("auto chose '") == 1
@@ -116,7 +136,9 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_anything_is_measure
     forget_ranks(monkeypatch)
     refuse_to_start(monkeypatch)
     (tmp_path / "file").write_text("")
-    code, _, err = said(capsys, "bench", "comm", "--out", tmp_path / "file" / "cluster.toml", "--html", tmp_path)
+    code, _, err = said(
+        capsys, "bench", "comm", "--out", tmp_path / "file" / "cluster.toml", "--html", tmp_path
+    )
     assert code == 2
     assert "its folder cannot be made" in err
     assert "this is a folder; needed is a file" in err

@@ -43,4 +43,7 @@ def test_what_another_host_found_counts_and_carries_its_name():
 def test_processes_that_do_not_end_well_are_a_finding():
     outcome = LaunchResult(1, FirstFailure(1, "rank 1 failed\nRuntimeError: planted"))
     (finding,) = doctor._try_here(lambda argv, world, folder: outcome)
-    assert (finding.level, finding.text) == ("failure", "two local processes did not end well: RuntimeError: planted")
+    assert (finding.level, finding.text) == (
+        "failure",
+        "two local processes did not end well: RuntimeError: planted",
+    )

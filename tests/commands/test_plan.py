@@ -12,7 +12,12 @@ from meshwright.plan.job.errors import PlanError
 
 LLAMA = {
     **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, "hidden_size": 16},
-    **{"intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32},
+    **{
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 32,
+    },
 }
 NEEDY = """
 from torch import nn
@@ -49,7 +54,12 @@ def config(tmp_path: Path) -> Path:
 def test_data_that_is_not_there_and_a_mesh_that_does_not_fit_do_not_matter(config: Path):
     explained = explain_model(config, [])
     found = explained.report
-    assert [row.first_block_call for row in found.blocks] == ["model.embed_tokens", "model.layers.0", "model.norm", "lm_head"]
+    assert [row.first_block_call for row in found.blocks] == [
+        "model.embed_tokens",
+        "model.layers.0",
+        "model.norm",
+        "lm_head",
+    ]
     assert (explained.diagnostics, explained.param_itemsize) == ((), 4)
     assert found.blocks[0].output_numel == 32 * 16  # data.sequence = 256 by default; the model takes 32
 
@@ -65,7 +75,9 @@ def test_a_model_that_is_not_there_is_refused(config: Path):
 
 
 def test_the_command_shows_the_model_and_writes_json(config: Path, tmp_path: Path):
-    done = CliRunner().invoke(app, ["plan", str(config), "--explain-model", "--json", str(tmp_path / "found.json")])
+    done = CliRunner().invoke(
+        app, ["plan", str(config), "--explain-model", "--json", str(tmp_path / "found.json")]
+    )
     assert done.exit_code == 0, done.output
     assert "blocks, in the order of their visits" in done.output
     assert json.loads((tmp_path / "found.json").read_text())["kind"] == "LlamaForCausalLM"
@@ -114,7 +126,9 @@ def test_without_one_it_shows_what_could_be_divided(config: Path):
 
 
 def test_what_keeps_it_from_being_divided_is_said_behind_the_tables(config: Path):
-    done = CliRunner().invoke(app, ["plan", str(config), "--explain-model", "--mesh.tp", "48"], env={"COLUMNS": "200"})
+    done = CliRunner().invoke(
+        app, ["plan", str(config), "--explain-model", "--mesh.tp", "48"], env={"COLUMNS": "200"}
+    )
     assert done.exit_code == 2
     assert "parameters over tp 48" in done.output
     assert "set mesh.tp to at most 32" in " ".join((done.output + done.stderr).split())
@@ -134,6 +148,8 @@ def test_parts_of_a_model_are_explained_one_by_one(config: Path, tmp_path: Path)
 
 
 def test_more_parts_than_blocks_are_said_behind_the_tables(config: Path):
-    done = CliRunner().invoke(app, ["plan", str(config), "--explain-model", "--mesh.pp", "48"], env={"COLUMNS": "200"})
+    done = CliRunner().invoke(
+        app, ["plan", str(config), "--explain-model", "--mesh.pp", "48"], env={"COLUMNS": "200"}
+    )
     assert done.exit_code == 2
     assert "48 ranks for a model that can be cut into" in " ".join((done.output + done.stderr).split())

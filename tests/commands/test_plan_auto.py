@@ -8,14 +8,24 @@ import pytest
 
 from meshwright.commands.plan import resolve_config, write_plan
 from meshwright.parallel import STRATEGIES
-from meshwright.plan.hardware.network_model import VERSION, AllReduceSeries, Cluster, FitError, LinkCost, NetworkModel, SizeBand
+from meshwright.plan.hardware.network_model import (
+    VERSION,
+    AllReduceSeries,
+    Cluster,
+    FitError,
+    LinkCost,
+    NetworkModel,
+    SizeBand,
+)
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.config.config_file import read_request
 from meshwright.run.measure.network_profile import describe_machine, write_cluster
 from tests.command_line import forget_ranks, lay_out, said
 
 SERIES = AllReduceSeries("ring", 3, (1024, 1 << 20, 64 << 20), (1e-3, 1e-2, 1e-1), (0.0, 0.0, 0.0))
-LATENT, SLOW = (NetworkModel(inter_host=LinkCost((SizeBand(0, *figures),))) for figures in ((1e-2, 1e12), (1e-9, 1e6)))
+LATENT, SLOW = (
+    NetworkModel(inter_host=LinkCost((SizeBand(0, *figures),))) for figures in ((1e-2, 1e12), (1e-9, 1e6))
+)
 AUTO = [{"name": "batch"}, {"name": "replicate", "algorithm": "auto"}]
 
 
@@ -44,7 +54,10 @@ def test_the_written_plan_holds_the_rule_and_needs_no_cluster_any_more(config: P
 
 def test_other_links_give_another_plan(config: Path, tmp_path: Path):
     measured(tmp_path / "slow.toml", SLOW)
-    first, other = resolve_config(config, [], None), resolve_config(config, ["--cluster", str(tmp_path / "slow.toml")], None)
+    first, other = (
+        resolve_config(config, [], None),
+        resolve_config(config, ["--cluster", str(tmp_path / "slow.toml")], None),
+    )
     assert other[0].strategies is not None
     assert first[1].plan.hash != other[1].plan.hash
     assert "parallel" not in other[0].strategies[1].as_dict()["algorithm"]
@@ -69,7 +82,9 @@ def test_without_a_cluster_the_plan_is_refused_with_the_command_that_measures_on
     assert "meshwright bench comm" in raised.value.diagnostics[0].fix
 
 
-def test_plan_says_what_was_chosen_and_why(config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_plan_says_what_was_chosen_and_why(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     forget_ranks(monkeypatch)
     code, out, _ = said(capsys, "plan", config)
     assert code == 0

@@ -71,7 +71,9 @@ def test_samples_held_out_elsewhere_are_evaluated_and_all_others_trained_on(tmp_
 
 
 def test_evaluations_without_samples_are_refused(tmp_path):
-    with pytest.raises(Exception, match=r"the plan asks for evaluations, and no samples were passed") as caught:
+    with pytest.raises(
+        Exception, match=r"the plan asks for evaluations, and no samples were passed"
+    ) as caught:
         played(plan_in(tmp_path, EvalConfig("val.txt")))
     assert isinstance(caught.value, PlanError) or isinstance(caught.value.__cause__, PlanError)
 

@@ -42,7 +42,9 @@ def trained(tmp_path_factory, forks) -> Path:
     """A folder with published weights, and with a run of two steps from them, so small that nothing changed."""
     folder = tmp_path_factory.mktemp("trained")
     published(folder / "published", vocab_size=256)
-    code, _, err = forks("train", config_of(folder, "../published"), "--optimizer.lr", "1e-30", "--optimizer.weight_decay", "0")
+    code, _, err = forks(
+        "train", config_of(folder, "../published"), "--optimizer.lr", "1e-30", "--optimizer.weight_decay", "0"
+    )
     assert (code, err) == (0, "")
     return folder
 
@@ -56,7 +58,9 @@ def folder(tmp_path: Path) -> Path:
 
 def config_of(tmp_path: Path, weights: str, **model: object) -> Path:
     table = {"source": "", "weights": weights, **model}
-    return lay_out(tmp_path / "job", model=table, mesh={"dp_replicate": 1}, train={"steps": 2}, run={"save_every": 0})
+    return lay_out(
+        tmp_path / "job", model=table, mesh={"dp_replicate": 1}, train={"steps": 2}, run={"save_every": 0}
+    )
 
 
 def test_a_run_starts_from_its_weights_and_leaves_as_a_folder(tmp_path: Path, trained: Path, say):
@@ -70,7 +74,9 @@ def test_a_run_starts_from_its_weights_and_leaves_as_a_folder(tmp_path: Path, tr
     assert all(torch.equal(back.get_parameter(name), value) for name, value in given.items())
 
 
-def test_a_plan_says_where_weights_come_from_and_its_hash_follows_their_values(tmp_path: Path, folder: Path, say):
+def test_a_plan_says_where_weights_come_from_and_its_hash_follows_their_values(
+    tmp_path: Path, folder: Path, say
+):
     config = config_of(tmp_path, str(folder))
     code, out, err = say("plan", config, "--out", tmp_path / "plan.toml")
     assert (code, err) == (0, "")
@@ -101,8 +107,12 @@ def test_a_plan_holds_the_commit_of_a_hub_id(tmp_path: Path, say, monkeypatch):
     snapshot = tmp_path / COMMIT
     published(snapshot, vocab_size=256)
     asked = []
-    monkeypatch.setattr(hub, "snapshot_download", lambda name, **given: asked.append(given["revision"]) or str(snapshot))
-    code, out, err = say("plan", config_of(tmp_path, "org/name", revision="main"), "--out", tmp_path / "plan.toml")
+    monkeypatch.setattr(
+        hub, "snapshot_download", lambda name, **given: asked.append(given["revision"]) or str(snapshot)
+    )
+    code, out, err = say(
+        "plan", config_of(tmp_path, "org/name", revision="main"), "--out", tmp_path / "plan.toml"
+    )
     assert (code, err) == (0, "")
     model = tomllib.loads((tmp_path / "plan.toml").read_text())["model"]
     assert (model["source"], model["weights"], model["revision"]) == ("org/name", "org/name", COMMIT)
@@ -120,7 +130,9 @@ def test_import_compares_and_shows_the_table(folder: Path, say):
 
 
 def test_an_export_that_differs_is_no_export(tmp_path: Path, trained: Path, say, monkeypatch):
-    monkeypatch.setattr(export_module, "compare_logits", lambda *given: RoundTripResult("planted outputs", 0.5, 1e-6))
+    monkeypatch.setattr(
+        export_module, "compare_logits", lambda *given: RoundTripResult("planted outputs", 0.5, 1e-6)
+    )
     code, out, err = say("export", trained / "job" / "run", tmp_path / "out")
     assert (code, out) == (1, "")
     assert "not exported: planted outputs differ by 0.5" in err

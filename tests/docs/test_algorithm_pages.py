@@ -45,7 +45,10 @@ def test_a_page_is_stale_after_a_change_and_gone_with_its_algorithm(root: Path):
     write(root)
     source = root / "src/meshwright/comm/algorithms/swap.py"
     source.write_text(SWAP.replace("a + S/B", "2 a"))
-    assert stale(root) == ["docs/algorithms/swap.md is not up to date", "docs/algorithms/README.md is not up to date"]
+    assert stale(root) == [
+        "docs/algorithms/swap.md is not up to date",
+        "docs/algorithms/README.md is not up to date",
+    ]
     source.unlink()
     assert "docs/algorithms/swap.md describes nothing that is there" in stale(root)
     write(root)

@@ -18,13 +18,22 @@ KINDS = {"zero 1": "zero", "zero 3": "zero", "grid": "grid", "ring": "ring"}
 def root(tmp_path: Path) -> Path:
     (tmp_path / "benchmarks/results").mkdir(parents=True)
     (tmp_path / SOURCE).write_text('"""Plans by chance."""\n')
-    (tmp_path / REVIEWED).write_text('[[refusals]]\nreason = "all tokens"\nsays = "x"\nwhy = "a grid wants them"\n')
+    (tmp_path / REVIEWED).write_text(
+        '[[refusals]]\nreason = "all tokens"\nsays = "x"\nwhy = "a grid wants them"\n'
+    )
     return tmp_path
 
 
 def test_a_pair_is_allowed_refused_with_its_reason_or_not_tried(root: Path):
     assert combination_page(root) == {}
-    detail = {"seed": 8, "drawn": 6, "matched": 3, "refused": 3, "by_reason": {"all tokens": 2}, "worst": 1e-15}
+    detail = {
+        "seed": 8,
+        "drawn": 6,
+        "matched": 3,
+        "refused": 3,
+        "by_reason": {"all tokens": 2},
+        "worst": 1e-15,
+    }
     said = {
         "holds": True,
         "date": "2026-11-22T15:00:00",
@@ -34,7 +43,9 @@ def test_a_pair_is_allowed_refused_with_its_reason_or_not_tried(root: Path):
     (root / RESULT).write_text(json.dumps(said))
     page = combination_page(root)[PAGE]
     assert "Plans by chance." in page
-    assert "It holds: of 6 plans under seed 8, 3 matched and 3 were refused; the worst gap is 1.0e-15." in page
+    assert (
+        "It holds: of 6 plans under seed 8, 3 matched and 3 were refused; the worst gap is 1.0e-15." in page
+    )
     assert "| ring | zero 3 | grid (all tokens) | zero 1 |" in page
     assert "| zero 1 |  |  | grid, ring |" in page
     assert "| all tokens | 2 | a grid wants them |" in page

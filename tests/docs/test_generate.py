@@ -47,7 +47,12 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_every_technique_has_a_page_and_a_row_of_the_index(root: Path):
-    assert write(root) == ["docs/actions.md", "docs/techniques/README.md", "docs/techniques/alpha.md", "docs/techniques/beta.md"]
+    assert write(root) == [
+        "docs/actions.md",
+        "docs/techniques/README.md",
+        "docs/techniques/alpha.md",
+        "docs/techniques/beta.md",
+    ]
     assert "The first idea." in (root / "docs/techniques/alpha.md").read_text()
     assert "| [beta](beta.md) | data | The second idea. |" in (root / "docs/techniques/README.md").read_text()
 
@@ -78,7 +83,10 @@ def test_pages_are_up_to_date_once_written_and_not_after_a_change(root: Path):
     assert stale(root) == []
     source = root / "src/meshwright/parallel/data/alpha.py"
     source.write_text(source.read_text().replace("first", "very first"))
-    assert stale(root) == ["docs/techniques/alpha.md is not up to date", "docs/techniques/README.md is not up to date"]
+    assert stale(root) == [
+        "docs/techniques/alpha.md is not up to date",
+        "docs/techniques/README.md is not up to date",
+    ]
 
 
 def test_the_page_of_a_technique_that_is_gone_is_stale_and_then_removed(root: Path):
@@ -90,10 +98,23 @@ def test_the_page_of_a_technique_that_is_gone_is_stale_and_then_removed(root: Pa
 
 
 def measured(error: float, *, holds: bool) -> str:
-    row = {"family": "gpt_2", "class": "Net", "source": "config.json", "blocks": "5", "sockets": "2 rows", "declared": "nothing"}
+    row = {
+        "family": "gpt_2",
+        "class": "Net",
+        "source": "config.json",
+        "blocks": "5",
+        "sockets": "2 rows",
+        "declared": "nothing",
+    }
     row["round_trip"] = {"compared": "the outputs", "difference": 1e-8}
     versions = {"torch": "2.13", "python": "3.11"}
-    found = {"claim": "many models train", "holds": holds, "median": 1.0, "values": [error], "date": "2026-11-20T18:00:00+00:00"}
+    found = {
+        "claim": "many models train",
+        "holds": holds,
+        "median": 1.0,
+        "values": [error],
+        "date": "2026-11-20T18:00:00+00:00",
+    }
     found |= {
         "commit": f"{'a' * 40}-dirty",
         "versions": versions,
@@ -115,7 +136,10 @@ def test_the_page_of_models_is_made_from_the_result_of_its_benchmark(root: Path)
     page = (root / "docs/models.md").read_text()
     assert "Which models train." in page
     assert "Where weights split." in page
-    assert "| gpt\\_2 | `Net` | config.json | 5 | 2 rows | nothing | 2.5e-16 | 0.0e+00 | 1.0e-08 (the outputs) |" in page
+    assert (
+        "| gpt\\_2 | `Net` | config.json | 5 | 2 rows | nothing | 2.5e-16 | 0.0e+00 | 1.0e-08 (the outputs) |"
+        in page
+    )
     assert "It holds: 1 of 1 families. 2026-11-20, commit aaaaaaaaaaaa-dirty, torch 2.13." in page
     result.write_text(measured(1.0, holds=False))
     assert "docs/models.md is not up to date" in stale(root)
@@ -127,7 +151,9 @@ def test_the_page_of_collectives_is_what_stands_at_the_group(root: Path):
     assert "docs/collectives.md" not in write(root)
     (root / "src/meshwright/comm").mkdir()
     source = root / "src/meshwright/comm/collectives/group.py"
-    source.write_text('class Group:\n    """The ranks.\n\n        call    sent\n        send    S\n\n    In place.\n    """\n')
+    source.write_text(
+        'class Group:\n    """The ranks.\n\n        call    sent\n        send    S\n\n    In place.\n    """\n'
+    )
     assert "docs/collectives.md is missing" in stale(root)
     write(root)
     page = (root / "docs/collectives.md").read_text()
@@ -139,7 +165,9 @@ def test_the_page_of_collectives_is_what_stands_at_the_group(root: Path):
 def test_two_techniques_of_one_name_are_refused(root: Path):
     other = root / "src/meshwright/parallel/wire"
     shutil.copytree(root / "src/meshwright/parallel/data", other)
-    with pytest.raises(ValueError, match=r"techniques of the same name in two families: alpha, beta; .* rename one"):
+    with pytest.raises(
+        ValueError, match=r"techniques of the same name in two families: alpha, beta; .* rename one"
+    ):
         techniques(essays(root))
 
 

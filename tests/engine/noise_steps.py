@@ -12,7 +12,9 @@ from tests.engine.step.test_gradient_noise import READING, noisy
 from tests.tiny_model import Tiny, player_of, rows, tiny_job
 
 
-def played(mesh: Mesh, strategies: tuple[Strategy, ...], micro_batch: int = 2) -> tuple[list[list[Metrics]], list[Tiny]]:
+def played(
+    mesh: Mesh, strategies: tuple[Strategy, ...], micro_batch: int = 2
+) -> tuple[list[list[Metrics]], list[Tiny]]:
     """Each rank's metrics of three steps, and the model as it was before each."""
     plan = make_plan(READING, noisy(tiny_job()), mesh, strategies, micro_batch)
     assert static_checks(plan) == []

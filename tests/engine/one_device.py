@@ -23,8 +23,12 @@ Batch = dict[str, torch.Tensor]
 
 def job_of(batch: int = 12, steps: int = 20, clip: float = 0.0, **parts: Any) -> Job:
     """A job in float64 with SGD at 0.1; `parts` replace its parts."""
-    job = Job(ModelConfig("tiny.py:Tiny"), DataConfig("example", sequence=TOKENS), TrainConfig(steps, batch, clip))
-    return replace(job, **{"precision": FLOAT64, "optimizer": OptimizerConfig("sgd", lr=0.1, weight_decay=0.0), **parts})
+    job = Job(
+        ModelConfig("tiny.py:Tiny"), DataConfig("example", sequence=TOKENS), TrainConfig(steps, batch, clip)
+    )
+    return replace(
+        job, **{"precision": FLOAT64, "optimizer": OptimizerConfig("sgd", lr=0.1, weight_decay=0.0), **parts}
+    )
 
 
 @dataclass
@@ -45,7 +49,9 @@ class Pair:
         inputs = {key: value for key, value in batch.items() if key not in self.loss.targets}
         return self.loss.total(self.model(**inputs), batch) / max(float(self.loss.count(batch)), 1.0)
 
-    def step_alone(self, optimizer: torch.optim.Optimizer, batch: Batch, clip: float = 0.0) -> tuple[float, float]:
+    def step_alone(
+        self, optimizer: torch.optim.Optimizer, batch: Batch, clip: float = 0.0
+    ) -> tuple[float, float]:
         """One ordinary step of the copy; returns loss and gradient norm."""
         optimizer.zero_grad()
         loss = self.loss_alone(batch)
@@ -77,7 +83,12 @@ def pair(
     subject = make_trained_module(reading, torch.device("cpu"), getattr(torch, job.precision.parameters))
     model = copy.deepcopy(subject.module)
     return Pair(
-        Executor(plan, RankState(subject, alone(torch.device("cpu")), loss), optimizer, make_stateless_rng(reading, plan)),
+        Executor(
+            plan,
+            RankState(subject, alone(torch.device("cpu")), loss),
+            optimizer,
+            make_stateless_rng(reading, plan),
+        ),
         model,
         loss,
     )
@@ -85,7 +96,10 @@ def pair(
 
 def bits(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     """The exact content of every tensor, to compare bitwise."""
-    return {name: value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, value in tensors.items()}
+    return {
+        name: value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for name, value in tensors.items()
+    }
 
 
 def part(batch: Batch, start: int, stop: int) -> Batch:

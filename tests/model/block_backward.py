@@ -34,7 +34,12 @@ class Driven:
         scale = max(t.abs().max().item() for t in self.truth.values() if t is not None)
         zero = torch.zeros(())
         pairs = [(self.gradients[name], truth) for name, truth in self.truth.items()]
-        return max(((zero if a is None else a) - (zero if b is None else b)).abs().max().item() for a, b in pairs) / scale
+        return (
+            max(
+                ((zero if a is None else a) - (zero if b is None else b)).abs().max().item() for a, b in pairs
+            )
+            / scale
+        )
 
     @property
     def in_glue(self) -> list[str]:
@@ -77,7 +82,9 @@ def both_ways(
     if refused:
         with pytest.raises(PlanError, match=refused):
             _driven(reading, inputs, total, expected, lean=True)
-        return Driven(reading, visits, gradients, {name: parameter.grad for name, parameter in alone.named_parameters()})
+        return Driven(
+            reading, visits, gradients, {name: parameter.grad for name, parameter in alone.named_parameters()}
+        )
     lean = _driven(reading, inputs, total, expected, lean=True)[1]
     assert all(_same(lean[name], gradient) for name, gradient in gradients.items())
     truth = {name: parameter.grad for name, parameter in alone.named_parameters()}

@@ -17,7 +17,9 @@ Found = tuple[dict[str, torch.Tensor], float]
 
 def crosses(reading: AnalyzedModel, saved: Plan, taken: Plan, folder: Path) -> None:
     """Train under `saved`, save, take it up under `taken`: the same parameters to the bit, and the same losses afterwards."""
-    (parameters, losses), *_ = on_threads(lambda world: _played(world, reading, saved, None, folder), saved.mesh)
+    (parameters, losses), *_ = on_threads(
+        lambda world: _played(world, reading, saved, None, folder), saved.mesh
+    )
     into = next(path for path in sorted(folder.iterdir()) if path.is_dir())
     for found, loss in on_threads(lambda world: _played(world, reading, taken, into, None), taken.mesh):
         for name, value in parameters.items():
@@ -25,7 +27,9 @@ def crosses(reading: AnalyzedModel, saved: Plan, taken: Plan, folder: Path) -> N
         assert loss == pytest.approx(losses, rel=1e-5)
 
 
-def _played(world: World, reading: AnalyzedModel, plan: Plan, folder: Path | None, into: Path | None) -> Found:
+def _played(
+    world: World, reading: AnalyzedModel, plan: Plan, folder: Path | None, into: Path | None
+) -> Found:
     """The parameters after what is in `folder`, or after two steps, saved into `into` then; and two more losses."""
     with parallelize(reading, plan, world=world) as engine:
         if folder is not None:
@@ -37,4 +41,6 @@ def _played(world: World, reading: AnalyzedModel, plan: Plan, folder: Path | Non
             engine.save(into)
         found = {name: value.clone() for name, value in engine.executor.gather_parameters().items()}
         first = engine.step(engine.local_batch(batches(3)[2])).loss
-        return found, first + engine.step(engine.local_batch(batches(1)[0])).loss  # the second shows the moments
+        return found, first + engine.step(
+            engine.local_batch(batches(1)[0])
+        ).loss  # the second shows the moments

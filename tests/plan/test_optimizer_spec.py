@@ -48,17 +48,26 @@ def test_a_group_that_names_a_rule_decides_but_no_vector_becomes_a_matrix():
     forced = replace(MUON, groups=(ParamGroupConfig("*", 0.5, name="muon", momentum=0.8),))
     assert param_optimizer(forced, EMBED) == ParamOptimizer("muon", 0.8, 0.25, 0.1)
     assert param_optimizer(forced, BIAS).optimizer == "adamw"
-    other = replace(MUON, groups=(ParamGroupConfig("layer.*", name="adamw_8bit"), ParamGroupConfig("embed.*", 2.0, 0.0)))
+    other = replace(
+        MUON, groups=(ParamGroupConfig("layer.*", name="adamw_8bit"), ParamGroupConfig("embed.*", 2.0, 0.0))
+    )
     assert param_optimizer(other, HIDDEN).optimizer == param_optimizer(other, BIAS).optimizer == "adamw_8bit"
     assert param_optimizer(other, EMBED) == ParamOptimizer("adamw", 0.0, 1.0, 0.0)
 
 
 def test_grains_follow_from_rules_weight_by_weight():
-    assert [shard_alignment_of(MUON, weight) for weight in (HIDDEN, EMBED, BIAS)] == ["matrix", "element", "element"]
-    assert {shard_alignment_of(OptimizerConfig("adafactor"), weight) for weight in (HIDDEN, EMBED, BIAS)} == {"matrix"}
+    assert [shard_alignment_of(MUON, weight) for weight in (HIDDEN, EMBED, BIAS)] == [
+        "matrix",
+        "element",
+        "element",
+    ]
+    assert {shard_alignment_of(OptimizerConfig("adafactor"), weight) for weight in (HIDDEN, EMBED, BIAS)} == {
+        "matrix"
+    }
     assert shard_alignment_of(OptimizerConfig("adamw_8bit"), BIAS) == "block"
     assert {
-        shard_alignment_of(OptimizerConfig(name), HIDDEN) for name in ("sgd", "adamw", "adamw_bf16", "lion", "lion_bf16")
+        shard_alignment_of(OptimizerConfig(name), HIDDEN)
+        for name in ("sgd", "adamw", "adamw_bf16", "lion", "lion_bf16")
     } == {"element"}
 
 
@@ -86,7 +95,9 @@ def test_the_bytes_of_other_shapes_and_widths():
     assert optimizer_state_nbytes("adafactor", (2, 3, 5), itemsize=8) == 8 * (6 + 10)
     assert optimizer_state_nbytes("adamw_8bit", (257,)) == 2 * 257 + 8 * 2
     assert optimizer_state_nbytes("adamw", (10,), itemsize=2) == 40
-    assert optimizer_state_nbytes("adafactor", (10,), itemsize=2) == 40, "factors are never narrower than float32"
+    assert optimizer_state_nbytes("adafactor", (10,), itemsize=2) == 40, (
+        "factors are never narrower than float32"
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,9 +109,21 @@ def test_the_bytes_of_other_shapes_and_widths():
             "optimizer.momentum",
             "momentum = 0.9 with lion, which has none: its first beta is 0.9",
         ),
-        (OptimizerConfig("adafactor", momentum=0.9), "optimizer.momentum", "momentum = 0.9 with adafactor, which has none"),
-        (OptimizerConfig("adamw_bf16", betas=(0.9, 0.999)), "optimizer.betas", "betas of (0.9, 0.999) with adamw_bf16: rounding"),
-        (OptimizerConfig("lion_bf16", betas=(0.9, 0.999)), "optimizer.betas", "betas of (0.9, 0.999) with lion_bf16: rounding"),
+        (
+            OptimizerConfig("adafactor", momentum=0.9),
+            "optimizer.momentum",
+            "momentum = 0.9 with adafactor, which has none",
+        ),
+        (
+            OptimizerConfig("adamw_bf16", betas=(0.9, 0.999)),
+            "optimizer.betas",
+            "betas of (0.9, 0.999) with adamw_bf16: rounding",
+        ),
+        (
+            OptimizerConfig("lion_bf16", betas=(0.9, 0.999)),
+            "optimizer.betas",
+            "betas of (0.9, 0.999) with lion_bf16: rounding",
+        ),
         (
             OptimizerConfig(betas=(0.9, 0.999), groups=(ParamGroupConfig("*", name="adamw_bf16"),)),
             "optimizer.betas",
@@ -150,7 +173,9 @@ class Rows(Strategy):
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         cut = lambda home: replace(
-            home, layout=home.layout.with_placement("tp", S(0)), grad_layout=home.grad_layout.with_placement("tp", S(0))
+            home,
+            layout=home.layout.with_placement("tp", S(0)),
+            grad_layout=home.grad_layout.with_placement("tp", S(0)),
         )  # noqa: E731
         return sharding.map_param_shardings(cut)
 
@@ -169,7 +194,9 @@ def test_a_weight_that_is_cut_along_a_dim_is_stepped_whole_by_one_rank():
 
 def test_what_a_weight_is_counts_in_the_hash_where_rules_depend_on_it():
     anatomy = Paper(layers=1).anatomy
-    other = replace(anatomy, params=tuple(replace(weight, is_hidden_matrix=True) for weight in anatomy.params))
+    other = replace(
+        anatomy, params=tuple(replace(weight, is_hidden_matrix=True) for weight in anatomy.params)
+    )
 
     def hashes(spec: OptimizerConfig) -> set[str]:
         return {Plan.make(tiny_job(optimizer=spec), Mesh(), each).hash for each in (anatomy, other)}
@@ -179,7 +206,9 @@ def test_what_a_weight_is_counts_in_the_hash_where_rules_depend_on_it():
 
 
 def test_homes_know_their_grain_and_bundles_are_cut_by_it():
-    weights = tuple(replace(weight, shape=(10, 10), is_hidden_matrix=True) for weight in Paper(layers=2).anatomy.params)
+    weights = tuple(
+        replace(weight, shape=(10, 10), is_hidden_matrix=True) for weight in Paper(layers=2).anatomy.params
+    )
     anatomy = replace(Paper(layers=2).anatomy, params=weights)
     space = Plan.make(tiny_job(optimizer=MUON), Mesh(), anatomy).sharding
     assert [home.shard_alignment for home in space.param_shardings] == ["matrix", "matrix"]

@@ -12,7 +12,14 @@ from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.ddp_naive import NaiveDDP
 from meshwright.plan.job.data_source import DataConfig, MixturePart, ModelConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Job, OptimizerConfig, ParamGroupConfig, PrecisionConfig, ScheduleConfig, TrainConfig
+from meshwright.plan.job.job import (
+    Job,
+    OptimizerConfig,
+    ParamGroupConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 from meshwright.plan.job.run_options import RunConfig, WaitLimits
 from meshwright.plan.model_spec.model_spec import ParamSpec
 from meshwright.plan.plan import Plan
@@ -98,10 +105,14 @@ class Keep(Strategy):
     phase: ClassVar[StrategyPhase] = "store"
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        return sharding.map_param_shardings(lambda home: ParamSharding(home.param, home.layout.with_placement("tp", S(0))))
+        return sharding.map_param_shardings(
+            lambda home: ParamSharding(home.param, home.layout.with_placement("tp", S(0)))
+        )
 
 
-def plan(job: Job = JOB, mesh: Mesh | None = None, strategies: tuple[Strategy, ...] = PAIR, micro_batch: int = 0) -> Plan:
+def plan(
+    job: Job = JOB, mesh: Mesh | None = None, strategies: tuple[Strategy, ...] = PAIR, micro_batch: int = 0
+) -> Plan:
     return Plan.make(job, mesh or Mesh(dp_replicate=3), MODEL, strategies, micro_batch)
 
 
@@ -167,8 +178,12 @@ def test_a_whole_number_hashes_as_the_same_number_with_a_point():
 
 
 def test_what_surrounds_the_run_does_not_count():
-    other = RunConfig("elsewhere", save_every=7, keep=9, keep_best=False, sample_prompt="class ", sample_tokens=5)
-    other = replace(other, workers=3, cache="tokens", trackers=("wandb",), tracker_project="another", trace_steps=2)
+    other = RunConfig(
+        "elsewhere", save_every=7, keep=9, keep_best=False, sample_prompt="class ", sample_tokens=5
+    )
+    other = replace(
+        other, workers=3, cache="tokens", trackers=("wandb",), tracker_project="another", trace_steps=2
+    )
     other = replace(other, limits=WaitLimits(step_s=5), check_collectives=True, shared_memory=False)
     other = replace(other, hardware="h100", cluster="cluster.toml")
     assert all(vars(other)[item.name] != vars(RunConfig())[item.name] for item in fields(RunConfig))
@@ -177,7 +192,9 @@ def test_what_surrounds_the_run_does_not_count():
 
 def test_the_hash_is_the_same_in_another_process():
     code = "from tests.plan.test_plan import plan; print(plan().hash)"
-    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, check=True
+    )
     assert done.stdout.decode().strip() == plan().hash
 
 
@@ -195,7 +212,10 @@ def test_the_samples_are_shared_over_all_data_axes_and_no_others():
 
 
 def test_a_plan_is_refused_with_every_fault_at_once():
-    found = refused(job=Job(train=TrainConfig(steps=0, batch=13)), strategies=(BatchSplit(), DDP("dp_shard"), Order(), Order(1)))
+    found = refused(
+        job=Job(train=TrainConfig(steps=0, batch=13)),
+        strategies=(BatchSplit(), DDP("dp_shard"), Order(), Order(1)),
+    )
     heads = [fault.split("\n")[0] for fault in found]
     assert heads == [
         "model.source: no model is named",
@@ -236,7 +256,10 @@ def test_a_plan_is_refused_with_every_fault_at_once():
             {"strategies": (*PAIR, NaiveDDP())},
             "replicate and naive both decide how weights are stored along dp_replicate",
         ),
-        ({"micro_batch": -1}, "micro_batch: micro_batch = -1\n  repair: write the samples per micro-batch and rank, or 0"),
+        (
+            {"micro_batch": -1},
+            "micro_batch: micro_batch = -1\n  repair: write the samples per micro-batch and rank, or 0",
+        ),
         (
             {"micro_batch": 3},
             "a rank (12 over 3 ranks) do not divide by micro_batch = 3\n  repair: choose micro_batch from 1, 2, 4",
@@ -249,7 +272,10 @@ def test_a_plan_is_refused_with_every_fault_at_once():
             {"job": replace(JOB, train=TrainConfig(batch=14))},
             "does not divide by 3 data-parallel ranks\n  repair: set train.batch to 12 or 15, or change the mesh",
         ),
-        ({"job": replace(JOB, train=TrainConfig(batch=12, clip=-1.0))}, "train.clip: a gradient norm of -1.0"),
+        (
+            {"job": replace(JOB, train=TrainConfig(batch=12, clip=-1.0))},
+            "train.clip: a gradient norm of -1.0",
+        ),
     ],
 )
 def test_one_fault_is_said_once_with_its_repair(changes: dict[str, object], said: str):
@@ -278,9 +304,23 @@ def test_a_hundred_thousand_ranks_are_planned_as_cheaply_as_three():
 
 
 def test_core_is_imported_without_torch():
-    names = ["anatomy", "clock", "errors", "job", "layout", "mesh", "plan", "program", "space", "steps", "strategy"]
+    names = [
+        "anatomy",
+        "clock",
+        "errors",
+        "job",
+        "layout",
+        "mesh",
+        "plan",
+        "program",
+        "space",
+        "steps",
+        "strategy",
+    ]
     code = f"import sys; {'; '.join(f'import meshwright.plan.{name}' for name in names)}; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, check=True
+    )
     assert done.stdout == b"False\n"
 
 

@@ -22,7 +22,12 @@ READING = reading_of()
 
 
 def course(
-    folder: Path, ranks: int = 3, steps: int = 6, lr: float = 0.01, trace_steps: int = 2, algorithm: str = "backend"
+    folder: Path,
+    ranks: int = 3,
+    steps: int = 6,
+    lr: float = 0.01,
+    trace_steps: int = 2,
+    algorithm: str = "backend",
 ) -> Path:
     """A run in `folder` of `steps` steps on `ranks` threads; returns the folder."""
     job = tiny_job()

@@ -22,7 +22,10 @@ from tests.parallel.tensor.odd_llama import ROWS, TOKENS, batches, llama, planne
 LENGTHS = (TOKENS, 6, 12)  # by step
 PLANS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     "parts": (Mesh(pp=2), (Pipeline(),)),
-    "parts of slices": (Mesh(pp=2, tp=3), (Pipeline(schedule="zb_h1"), TensorParallel(), VocabParallel(), SequenceParallel())),
+    "parts of slices": (
+        Mesh(pp=2, tp=3),
+        (Pipeline(schedule="zb_h1"), TensorParallel(), VocabParallel(), SequenceParallel()),
+    ),
     "a ring": (Mesh(cp=3), (RingAttention(), DDP(axis="cp"))),
 }
 
@@ -33,7 +36,10 @@ def compared(mesh: Mesh, strategies: tuple[Strategy, ...]) -> tuple[ParityCase, 
     steps[-1] = {key: value[:3] for key, value in steps[-1].items()}
     reading, plan = planned(llama(), mesh, strategies, micro=2)
     case = parity_case(
-        reading, plan, token_cross_entropy(), lambda plan, rank: lambda step: select_local_batch(steps[step], plan, rank)
+        reading,
+        plan,
+        token_cross_entropy(),
+        lambda plan, rank: lambda step: select_local_batch(steps[step], plan, rank),
     )
     reference = run_reference(case, len(steps))
     return case, on_threads(lambda world: compare_rank(case, world, reference), mesh)
@@ -50,15 +56,26 @@ def test_what_rows_of_another_length_send_does_not_pass_for_these():
     case, reports = compared(*PLANS["parts"])
     for other in (reports[0].microbatch_shapes[0], ()):  # those of the first step; as planned
         false = [
-            replace(report, microbatch_shapes=[report.microbatch_shapes[0], other, report.microbatch_shapes[2]])
+            replace(
+                report, microbatch_shapes=[report.microbatch_shapes[0], other, report.microbatch_shapes[2]]
+            )
             for report in reports
         ]
         verdict = make_verdict(case, false, "threads", {})
-        assert (verdict.first_difference.step, verdict.first_difference.quantity, verdict.num_other_differences) == (
+        assert (
+            verdict.first_difference.step,
+            verdict.first_difference.quantity,
+            verdict.num_other_differences,
+        ) == (
             1,
             "ledger",
             1,
         )
         assert "SEND" in verdict.first_difference.name
-    shorter = [replace(entry, nbytes=entry.nbytes - 8) if "SEND" in entry.action else entry for entry in reports[0].sent_entries]
-    assert not make_verdict(case, [replace(reports[0], sent_entries=shorter), reports[1]], "threads", {}).passed
+    shorter = [
+        replace(entry, nbytes=entry.nbytes - 8) if "SEND" in entry.action else entry
+        for entry in reports[0].sent_entries
+    ]
+    assert not make_verdict(
+        case, [replace(reports[0], sent_entries=shorter), reports[1]], "threads", {}
+    ).passed

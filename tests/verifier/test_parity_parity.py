@@ -13,7 +13,14 @@ from pydantic import TypeAdapter
 from meshwright.comm.collectives.group import Entry, World
 from meshwright.engine.runtime.loss import Loss, token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
-from meshwright.plan.job.job import Job, LossGuard, OptimizerConfig, ParamGroupConfig, PrecisionConfig, ScheduleConfig
+from meshwright.plan.job.job import (
+    Job,
+    LossGuard,
+    OptimizerConfig,
+    ParamGroupConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+)
 from meshwright.plan.step.action import Action, Transfer
 from meshwright.testing.ranks import on_threads
 from meshwright.verifier.parity import (
@@ -51,7 +58,9 @@ def reports(case: ParityCase) -> list[RankReport]:
 def held_against(case: ParityCase, change: Change, steps: int = 2) -> Verdict:
     """The verdict when one device is said to have computed something else."""
     reference = change(run_reference(case, steps))
-    return make_verdict(case, on_threads(lambda world: compare_rank(case, world, reference), case.plan.mesh), "threads", {})
+    return make_verdict(
+        case, on_threads(lambda world: compare_rank(case, world, reference), case.plan.mesh), "threads", {}
+    )
 
 
 def nudged(table: str, name: str, share: float, step: int = 1) -> Change:
@@ -60,7 +69,11 @@ def nudged(table: str, name: str, share: float, step: int = 1) -> Change:
     def change(reference: Reference) -> Reference:
         values = reference.initial_values if table == "initial" else vars(reference.steps[step])[table]
         block = reference.block_of[name]
-        scale = max(tensor.abs().max().item() for other, tensor in values.items() if reference.block_of[other] == block)
+        scale = max(
+            tensor.abs().max().item()
+            for other, tensor in values.items()
+            if reference.block_of[other] == block
+        )
         values[name].view(-1)[0] += share * scale
         return reference
 
@@ -70,9 +83,19 @@ def nudged(table: str, name: str, share: float, step: int = 1) -> Change:
 def test_a_sound_plan_passes_with_everything_compared(case: ParityCase, reports: list[RankReport]):
     verdict = make_verdict(case, reports, "threads", {"torch": torch.__version__})
     assert verdict.passed, str(verdict)
-    assert (verdict.first_difference, verdict.not_compared, verdict.cause, verdict.num_other_differences) == (None, (), "", 0)
+    assert (verdict.first_difference, verdict.not_compared, verdict.cause, verdict.num_other_differences) == (
+        None,
+        (),
+        "",
+        0,
+    )
     assert set(verdict.max_errors) == set(COMPARED_QUANTITIES)
-    assert (verdict.plan, verdict.mesh, verdict.model, verdict.num_steps) == (case.plan.hash, "dp_replicate 3", "model", 3)
+    assert (verdict.plan, verdict.mesh, verdict.model, verdict.num_steps) == (
+        case.plan.hash,
+        "dp_replicate 3",
+        "model",
+        3,
+    )
     assert verdict.versions == {"torch": torch.__version__}
     assert verdict.planned_nbytes["REDUCE(0)"] == case.plan.model_spec.numel * 8
 
@@ -85,7 +108,9 @@ def test_a_sound_plan_passes_with_everything_compared(case: ParityCase, reports:
         ("parameters", "head.bias", "parameter"),
     ],
 )
-@pytest.mark.parametrize(("share", "passes"), [(0.9 * TOLERANCE, True), (1.1 * TOLERANCE, False), (-1.1 * TOLERANCE, False)])
+@pytest.mark.parametrize(
+    ("share", "passes"), [(0.9 * TOLERANCE, True), (1.1 * TOLERANCE, False), (-1.1 * TOLERANCE, False)]
+)
 def test_an_element_may_be_off_by_the_tolerance_of_its_block(
     case: ParityCase, table: str, name: str, quantity: str, share: float, passes: bool
 ):
@@ -100,7 +125,9 @@ def test_an_element_may_be_off_by_the_tolerance_of_its_block(
 
 
 @pytest.mark.parametrize("field", ["loss", "grad_norm"])
-@pytest.mark.parametrize(("share", "passes"), [(0.9 * TOLERANCE, True), (1.1 * TOLERANCE, False), (nan, False), (inf, False)])
+@pytest.mark.parametrize(
+    ("share", "passes"), [(0.9 * TOLERANCE, True), (1.1 * TOLERANCE, False), (nan, False), (inf, False)]
+)
 def test_loss_and_norm_may_be_off_by_the_tolerance(case: ParityCase, field: str, share: float, passes: bool):
     def change(reference: Reference) -> Reference:
         truth = reference.steps[1]
@@ -152,30 +179,42 @@ def test_an_empty_reference_does_not_pass(case: ParityCase):
 
 def test_gradients_that_nobody_looked_at_do_not_pass(case: ParityCase):
     """Without CLIP there is no place for the probe."""
-    without = replace(case, plan=edited(case.plan, lambda actions: [a for a in actions if a.kind not in ("CLIP", "STEP")]))
+    without = replace(
+        case, plan=edited(case.plan, lambda actions: [a for a in actions if a.kind not in ("CLIP", "STEP")])
+    )
     verdict = verdict_of(without, steps=1)
     assert not verdict.passed
     assert "rank 0 compared no gradient" in verdict.not_compared
 
 
 @pytest.mark.parametrize("quantity", COMPARED_QUANTITIES)
-def test_a_quantity_that_one_rank_did_not_compare_does_not_pass(case: ParityCase, reports: list[RankReport], quantity: str):
+def test_a_quantity_that_one_rank_did_not_compare_does_not_pass(
+    case: ParityCase, reports: list[RankReport], quantity: str
+):
     worst = {key: value for key, value in reports[1].max_errors.items() if key != quantity}
-    verdict = make_verdict(case, [reports[0], replace(reports[1], max_errors=worst), reports[2]], "threads", {})
+    verdict = make_verdict(
+        case, [reports[0], replace(reports[1], max_errors=worst), reports[2]], "threads", {}
+    )
     assert not verdict.passed
     assert verdict.not_compared == (f"rank 1 compared no {quantity}",)
 
 
 @pytest.mark.parametrize("kept", [[], [0], [0, 1], [1, 2]])
-def test_a_rank_that_did_not_report_does_not_pass(case: ParityCase, reports: list[RankReport], kept: list[int]):
+def test_a_rank_that_did_not_report_does_not_pass(
+    case: ParityCase, reports: list[RankReport], kept: list[int]
+):
     verdict = make_verdict(case, [reports[rank] for rank in kept], "processes", {})
     assert not verdict.passed
-    assert verdict.not_compared == tuple(f"rank {rank} did not report" for rank in range(3) if rank not in kept)
+    assert verdict.not_compared == tuple(
+        f"rank {rank} did not report" for rank in range(3) if rank not in kept
+    )
 
 
 def test_a_rank_that_compared_fewer_steps_does_not_pass(case: ParityCase, reports: list[RankReport]):
     sent = reports[2].sent_entries[: len(reports[2].sent_entries) * 2 // 3]
-    verdict = make_verdict(case, [*reports[:2], replace(reports[2], num_steps=2, sent_entries=sent)], "threads", {})
+    verdict = make_verdict(
+        case, [*reports[:2], replace(reports[2], num_steps=2, sent_entries=sent)], "threads", {}
+    )
     assert not verdict.passed
     assert verdict.not_compared == ("rank 2 compared 2 steps and rank 0 3",)
     assert verdict.num_steps == 2
@@ -183,7 +222,9 @@ def test_a_rank_that_compared_fewer_steps_does_not_pass(case: ParityCase, report
 
 def test_replicas_that_differ_in_a_bit_do_not_pass(case: ParityCase, reports: list[RankReport]):
     digests = {**reports[1].digests, "layers.0.norm.bias": "other"}
-    verdict = make_verdict(case, [reports[0], replace(reports[1], digests=digests), reports[2]], "threads", {})
+    verdict = make_verdict(
+        case, [reports[0], replace(reports[1], digests=digests), reports[2]], "threads", {}
+    )
     assert not verdict.passed
     assert str(verdict.first_difference) == "step 2: the replica of layers.0.norm.bias differs on rank 1"
     assert verdict.cause == "technique"
@@ -192,7 +233,10 @@ def test_replicas_that_differ_in_a_bit_do_not_pass(case: ParityCase, reports: li
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda sent: sent[:-1], "step 2: the ledger of no collective where the program states ('LOSS_SUM()'"),
+        (
+            lambda sent: sent[:-1],
+            "step 2: the ledger of no collective where the program states ('LOSS_SUM()'",
+        ),
         (lambda sent: [*sent, sent[-1]], "step 3: the ledger of ('LOSS_SUM()', 'all_reduce'"),
         (
             lambda sent: [replace(sent[0], nbytes=25), *sent[1:]],
@@ -203,7 +247,10 @@ def test_replicas_that_differ_in_a_bit_do_not_pass(case: ParityCase, reports: li
             lambda sent: [replace(sent[0], axes=("tp",)), *sent[1:]],
             "step 0: the ledger of ('TOKEN_COUNT()', 'all_reduce', ('tp',)",
         ),
-        (lambda sent: [replace(sent[0], algorithm="ring"), *sent[1:]], "step 0: the ledger of ('TOKEN_COUNT()'"),
+        (
+            lambda sent: [replace(sent[0], algorithm="ring"), *sent[1:]],
+            "step 0: the ledger of ('TOKEN_COUNT()'",
+        ),
         (
             lambda sent: [replace(sent[0], collective="broadcast"), *sent[1:]],
             "step 0: the ledger of ('TOKEN_COUNT()', 'broadcast'",
@@ -214,7 +261,9 @@ def test_replicas_that_differ_in_a_bit_do_not_pass(case: ParityCase, reports: li
 def test_messages_that_the_program_does_not_state_do_not_pass(
     case: ParityCase, reports: list[RankReport], change: Callable[[list[Entry]], list[Entry]], said: str
 ):
-    verdict = make_verdict(case, [*reports[:2], replace(reports[2], sent_entries=change(reports[2].sent_entries))], "threads", {})
+    verdict = make_verdict(
+        case, [*reports[:2], replace(reports[2], sent_entries=change(reports[2].sent_entries))], "threads", {}
+    )
     assert not verdict.passed
     assert str(verdict.first_difference).startswith(said)
     assert str(verdict.first_difference).endswith("on rank 2")
@@ -225,7 +274,9 @@ def test_a_message_that_is_issued_and_not_stated_is_found_by_running(reading: An
     plan = plan_of(reading, 3)
 
     def lie(actions: list[Action]) -> list[Action]:
-        return [replace(a, transfer=replace(a.transfer, nbytes=8)) if a.kind == "REDUCE" else a for a in actions]
+        return [
+            replace(a, transfer=replace(a.transfer, nbytes=8)) if a.kind == "REDUCE" else a for a in actions
+        ]
 
     verdict = verdict_of(case_of(reading, edited(plan, lie)), steps=1)
     assert verdict.first_difference.quantity == "ledger"
@@ -233,7 +284,10 @@ def test_a_message_that_is_issued_and_not_stated_is_found_by_running(reading: An
 
 
 def test_axes_are_compared_in_the_order_of_the_mesh(case: ParityCase):
-    plan = edited(case.plan, lambda actions: [Action("X", transfer=Transfer("all_reduce", ("tp", "dp_shard"), 8)), *actions])
+    plan = edited(
+        case.plan,
+        lambda actions: [Action("X", transfer=Transfer("all_reduce", ("tp", "dp_shard"), 8)), *actions],
+    )
     assert planned_messages(plan)[0] == ("X()", "all_reduce", ("dp_shard", "tp"), 8, "backend")
 
 
@@ -272,7 +326,11 @@ def test_parity_runs_in_float64_and_with_sgd_because_adam_hides_a_wrong_scale():
     exact = parity_job(job)
     assert exact.guard.action == "off", "the reference leaves no step out"
     assert exact.precision == PrecisionConfig("float64", "float64", "float64")
-    assert (exact.optimizer.name, exact.optimizer.weight_decay, exact.optimizer.groups) == ("sgd", 0.3, groups)
+    assert (exact.optimizer.name, exact.optimizer.weight_decay, exact.optimizer.groups) == (
+        "sgd",
+        0.3,
+        groups,
+    )
     assert exact.schedule == ScheduleConfig()
     assert (exact.model, exact.data, exact.train) == (job.model, job.data, job.train)
     assert list(exact.optimizer.diagnostics()) == []
@@ -285,7 +343,9 @@ def test_the_module_has_its_own_forwards_back_after_a_failure(case: ParityCase):
         subject = case.make_trained_module()
         made.append(subject)
         faulty = replace(
-            case, make_trained_module=lambda: subject, batch_reader=lambda plan, rank: lambda step: {"labels": torch.zeros(99, 1)}
+            case,
+            make_trained_module=lambda: subject,
+            batch_reader=lambda plan, rank: lambda step: {"labels": torch.zeros(99, 1)},
         )
         compare_rank(faulty, world, run_reference(case, 1))
 

@@ -41,7 +41,10 @@ def plan(reading: AnalyzedModel) -> Plan:
 def without(*names: str) -> Callable[[list[Action]], list[Action]]:
     def change(actions: list[Action]) -> list[Action]:
         kept = [action for action in actions if action.name not in names]
-        return [replace(action, waits=tuple(wait for wait in action.waits if wait not in names)) for action in kept]
+        return [
+            replace(action, waits=tuple(wait for wait in action.waits if wait not in names))
+            for action in kept
+        ]
 
     return change
 
@@ -78,7 +81,9 @@ def test_a_bundle_that_is_reduced_twice(reading: AnalyzedModel, plan: Plan):
     ]
     verdict = verdict_of(case_of(reading, faulty))
     assert first_of(verdict) == (0, "gradient", "embed.weight", "embed")
-    assert verdict.first_difference.error == pytest.approx(2.0), "three times the gradient is off by twice its scale"
+    assert verdict.first_difference.error == pytest.approx(2.0), (
+        "three times the gradient is off by twice its scale"
+    )
     assert verdict.cause == "technique"
 
 
@@ -91,7 +96,8 @@ def test_a_bundle_that_is_reduced_before_its_last_backward(reading: AnalyzedMode
 
     faulty = edited(plan, early)
     assert [fault.problem for fault in static_checks(faulty)] == [
-        f"REDUCE(0) moves the gradient of head.{name} before B(head, 1) has added to it" for name in ("weight", "bias")
+        f"REDUCE(0) moves the gradient of head.{name} before B(head, 1) has added to it"
+        for name in ("weight", "bias")
     ]
     verdict = verdict_of(case_of(reading, faulty))
     assert first_of(verdict)[:2] == (0, "gradient")
@@ -104,7 +110,9 @@ def test_a_rank_that_reads_shifted_samples(reading: AnalyzedModel, plan: Plan, r
     def shifted(case: ParityCase, world: World) -> ParityCase:
         if world.rank != rank:
             return case
-        return replace(case, batch_reader=lambda plan, rank: lambda step: case.batch_reader(plan, rank)(step + 1))
+        return replace(
+            case, batch_reader=lambda plan, rank: lambda step: case.batch_reader(plan, rank)(step + 1)
+        )
 
     verdict = verdict_of(case_of(reading, plan), on_rank=shifted)
     assert first_of(verdict)[:2] == (0, "samples")
@@ -195,7 +203,11 @@ def test_a_bug_of_a_later_step_is_named_by_its_step(reading: AnalyzedModel, plan
         def rows_of(plan: Plan, rank: int, step: int) -> dict[str, torch.Tensor] | None:
             return case.batch_reader(plan, rank)(step if step < 2 else 0)
 
-        return replace(case, batch_reader=lambda plan, rank: partial(rows_of, plan, rank)) if world.rank == 1 else case
+        return (
+            replace(case, batch_reader=lambda plan, rank: partial(rows_of, plan, rank))
+            if world.rank == 1
+            else case
+        )
 
     verdict = verdict_of(case_of(reading, plan), steps=4, on_rank=late)
     assert first_of(verdict)[:2] == (2, "samples")

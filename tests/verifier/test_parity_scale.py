@@ -19,7 +19,17 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.testing.ranks import on_threads
-from tests.tiny_model import case_of, edited, first_of, plan_of, player_of, reading_of, rows, tiny_job, verdict_of
+from tests.tiny_model import (
+    case_of,
+    edited,
+    first_of,
+    plan_of,
+    player_of,
+    reading_of,
+    rows,
+    tiny_job,
+    verdict_of,
+)
 
 LAYERS = (BatchSplit(), DDP(bucket_mb=300 / 2**20))
 
@@ -94,7 +104,9 @@ def test_a_loss_that_is_scaled_by_the_number_of_micro_batches(reading: AnalyzedM
 
 def test_adam_would_have_hidden_the_scale(reading: AnalyzedModel, plan: Plan):
     """Why parity uses SGD: under Adam, gradients three times too small train to the same parameters."""
-    job = tiny_job(optimizer=OptimizerConfig("adamw", lr=0.01, eps=0.0), train=replace(plan.job.train, clip=0.0))
+    job = tiny_job(
+        optimizer=OptimizerConfig("adamw", lr=0.01, eps=0.0), train=replace(plan.job.train, clip=0.0)
+    )
     after = []
     for strategies in (LAYERS, (BatchSplit(), Averaging(bucket_mb=300 / 2**20))):
         adam = plan_of(reading, 3, strategies, 2, job)
@@ -132,7 +144,9 @@ def build():
 """
 
 
-def test_the_command_ends_with_code_one_and_a_verdict_that_failed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+def test_the_command_ends_with_code_one_and_a_verdict_that_failed(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "tiny_model.py").write_text(FACTORY)
     config = tmp_path / "plan.toml"
     config.write_text(CONFIG.format(source=tmp_path / "tiny_model.py:build", folder=tmp_path / "run"))

@@ -31,8 +31,16 @@ def by_hand(
         logits = module(batch["input_ids"])
         kept = batch["labels"] != IGNORE_INDEX
         loss = nn.functional.cross_entropy(logits[kept], batch["labels"][kept], reduction="sum") / kept.sum()
-        grads = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values()), allow_unused=True), strict=True))
-        grads = {name: torch.zeros_like(parameters[name]) if grad is None else grad for name, grad in grads.items()}
+        grads = dict(
+            zip(
+                parameters,
+                torch.autograd.grad(loss, list(parameters.values()), allow_unused=True),
+                strict=True,
+            )
+        )
+        grads = {
+            name: torch.zeros_like(parameters[name]) if grad is None else grad for name, grad in grads.items()
+        }
         norm = sum((grad**2).sum() for grad in grads.values()).sqrt().item()
         for name, parameter in parameters.items():
             shrunk = grads[name] * min(1.0, clip / (norm + 1e-6)) if clip else grads[name]
@@ -74,20 +82,26 @@ def test_it_needs_no_engine(monkeypatch: pytest.MonkeyPatch):
 
 def test_it_does_not_import_what_it_judges():
     code = "import sys, meshwright.verifier.reference; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, check=True
+    )
     loaded = set(done.stdout.decode().split())
     judged = ("engine.acts", "engine.player", "strategies.data.replicate", "comm.threads", "comm.distributed")
     assert not loaded & {f"meshwright.{name}" for name in judged}
 
 
-def reference_of(data: dict[str, torch.Tensor] | None = None, steps: int = 3, **options: float | bool) -> Reference:
+def reference_of(
+    data: dict[str, torch.Tensor] | None = None, steps: int = 3, **options: float | bool
+) -> Reference:
     reading = reading_of(**options)
     return run_reference(case_of(reading, plan_of(reading, 3), data), steps)
 
 
 def test_every_step_is_kept_apart_from_the_next():
     truths = reference_of().steps
-    assert [truths[i].parameters["head.bias"].equal(truths[i + 1].parameters["head.bias"]) for i in range(2)] == [False, False]
+    assert [
+        truths[i].parameters["head.bias"].equal(truths[i + 1].parameters["head.bias"]) for i in range(2)
+    ] == [False, False]
     assert not reference_of().initial_values["head.bias"].equal(truths[0].parameters["head.bias"])
 
 
@@ -116,7 +130,10 @@ def test_a_step_in_which_nothing_counts_leaves_the_parameters_as_they_were():
     data["labels"][:] = IGNORE_INDEX
     reference = reference_of(data, steps=2)
     assert [truth.loss for truth in reference.steps] == [0.0, 0.0]
-    assert all(tensor.equal(reference.initial_values[name]) for name, tensor in reference.steps[-1].parameters.items())
+    assert all(
+        tensor.equal(reference.initial_values[name])
+        for name, tensor in reference.steps[-1].parameters.items()
+    )
 
 
 def test_it_ends_with_the_data():

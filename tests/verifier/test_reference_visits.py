@@ -36,7 +36,11 @@ class Sharing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.shared, self.head = nn.Embedding(VOCABULARY, WIDTH), Inner(), nn.Linear(WIDTH, VOCABULARY)
+        self.embed, self.shared, self.head = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            Inner(),
+            nn.Linear(WIDTH, VOCABULARY),
+        )
         self.layers = nn.ModuleList(Outer(self.shared) for _ in range(2))
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:

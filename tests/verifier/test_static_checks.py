@@ -21,14 +21,21 @@ def message(kind: str, subject: str, peer: int, *waits: str) -> Action:
 def test_two_ranks_that_wait_for_their_sends_before_they_receive_are_noticed():
     def listed(mine: str, theirs: str, peer: int) -> list[Action]:
         receive = message("RECV", theirs, peer, f"stage{peer}/SEND({theirs})")
-        return [message("SEND", mine, peer), Action("F", waits=(f"SEND({mine})",)), receive, Action("B", waits=(receive.name,))]
+        return [
+            message("SEND", mine, peer),
+            Action("F", waits=(f"SEND({mine})",)),
+            receive,
+            Action("B", waits=(receive.name,)),
+        ]
 
     stuck = Program.from_dict({"stage0": listed("x", "y", 1), "stage1": listed("y", "x", 0)})
     assert [fault.split(",")[0] for fault in find_unbuffered_deadlocks(stuck)] == [
         "stage0 stands at F() and waits for ever for stage0/SEND(x)",
         "stage1 stands at F() and waits for ever for stage1/SEND(y)",
     ]
-    free = stuck.edit(lambda actions: [replace(action, waits=()) if action.kind == "F" else action for action in actions])
+    free = stuck.edit(
+        lambda actions: [replace(action, waits=()) if action.kind == "F" else action for action in actions]
+    )
     assert list(find_unbuffered_deadlocks(free)) == []
 
 
@@ -43,7 +50,10 @@ def test_a_forward_that_waits_for_what_it_has_sent_is_noticed():
 
     def waiting(actions: list[Action]) -> list[Action]:
         sent = [action.name for action in actions if action.kind == "SEND_GRAD"]
-        return [with_waits(action, sent[-1:]) if action.kind == "B" and action.microbatch == 0 else action for action in actions]
+        return [
+            with_waits(action, sent[-1:]) if action.kind == "B" and action.microbatch == 0 else action
+            for action in actions
+        ]
 
     spoilt = replace(plan, program=plan.program.edit(waiting))
     assert any("whose other side does not begin" in fault.problem for fault in static_checks(spoilt))

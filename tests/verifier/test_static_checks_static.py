@@ -22,7 +22,9 @@ STAYS = "the gradient of layer1.weight stays a pending sum over dp_replicate: no
 JOB = Job(ModelConfig("model.json"), DataConfig("text.txt"), TrainConfig(batch=6))
 
 
-def plan_of(paper: Paper | ModelSpec | None = None, store: NaiveDDP | DDP | None = None, micro_batch: int = 1) -> Plan:
+def plan_of(
+    paper: Paper | ModelSpec | None = None, store: NaiveDDP | DDP | None = None, micro_batch: int = 1
+) -> Plan:
     anatomy = paper if isinstance(paper, ModelSpec) else (paper or Paper()).anatomy
     strategies = (BatchSplit(), store or DDP(bucket_mb=1e-9))
     return Plan.make(JOB, Mesh(dp_replicate=3), anatomy, strategies, micro_batch)
@@ -41,13 +43,18 @@ def without(*names: str) -> Edit:
 
     def edit(actions: list[Action]) -> list[Action]:
         kept = [action for action in actions if action.name not in names]
-        return [replace(action, waits=tuple(wait for wait in action.waits if wait not in names)) for action in kept]
+        return [
+            replace(action, waits=tuple(wait for wait in action.waits if wait not in names))
+            for action in kept
+        ]
 
     return edit
 
 
 def changed(name: str, **fields: object) -> Edit:
-    return lambda actions: [replace(action, **fields) if action.name == name else action for action in actions]
+    return lambda actions: [
+        replace(action, **fields) if action.name == name else action for action in actions
+    ]
 
 
 def moved(name: str, before: str) -> Edit:
@@ -62,7 +69,9 @@ def moved(name: str, before: str) -> Edit:
     return edit
 
 
-@pytest.mark.parametrize("store", [NaiveDDP(), DDP(), DDP(bucket_mb=1e-9)], ids=["naive", "one bucket", "many"])
+@pytest.mark.parametrize(
+    "store", [NaiveDDP(), DDP(), DDP(bucket_mb=1e-9)], ids=["naive", "one bucket", "many"]
+)
 @pytest.mark.parametrize("paper", [Paper(), Paper(tied=True), Paper(layers=1)], ids=str)
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_a_sound_program_has_no_fault(paper: Paper, store: NaiveDDP | DDP, micro_batch: int):
@@ -74,7 +83,11 @@ def test_parameters_of_the_root_are_reduced_after_the_last_backward():
     anatomy = replace(Paper().anatomy, params=(*Paper().anatomy.params, glue))
     plan = plan_of(anatomy)
     assert static_checks(plan) == []
-    reduce = next(action for action in plan.program.actions("stage0") if action.kind == "REDUCE" and "scale" in action.tensors)
+    reduce = next(
+        action
+        for action in plan.program.actions("stage0")
+        if action.kind == "REDUCE" and "scale" in action.tensors
+    )
     early = broken(moved(reduce.name, "B(layer0, 1)"), plan)
     assert f"{reduce.name} moves the gradient of scale before B(layer0, 1) has added to it" in early
 
@@ -103,7 +116,9 @@ def test_a_gradient_that_is_moved_twice_is_named():
         return [*actions[: place + 1], replace(actions[place], subject="again"), *actions[place + 1 :]]
 
     said = broken(twice)
-    assert said == ["the gradient of layer1.weight is moved 2 times over dp_replicate: REDUCE(1), REDUCE(again)"]
+    assert said == [
+        "the gradient of layer1.weight is moved 2 times over dp_replicate: REDUCE(1), REDUCE(again)"
+    ]
 
 
 def test_a_gradient_that_is_moved_too_early_is_named():
@@ -113,7 +128,9 @@ def test_a_gradient_that_is_moved_too_early_is_named():
 
 def test_a_tied_gradient_that_is_moved_between_its_two_users_is_named():
     plan = plan_of(Paper(tied=True))
-    tied = next(a.name for a in plan.program.actions("stage0") if a.kind == "REDUCE" and "layer0.weight" in a.tensors)
+    tied = next(
+        a.name for a in plan.program.actions("stage0") if a.kind == "REDUCE" and "layer0.weight" in a.tensors
+    )
     said = broken(moved(tied, "B(layer1, 1)"), plan)
     assert said == [f"{tied} moves the gradient of layer0.weight before B(layer0, 1) has added to it"]
 
@@ -162,7 +179,9 @@ def test_a_name_that_stands_twice_is_named():
 def test_a_wait_for_what_nobody_plays_is_named_and_shown():
     said = broken(changed("LOSS_SUM()", waits=("LOSS(9)",)))
     assert "LOSS_SUM() waits for LOSS(9), which nobody plays" in said
-    assert any(text.startswith("nobody can go on:") and "LOSS_SUM()  <-- waits for LOSS(9)" in text for text in said)
+    assert any(
+        text.startswith("nobody can go on:") and "LOSS_SUM()  <-- waits for LOSS(9)" in text for text in said
+    )
 
 
 @pytest.mark.parametrize("name", ["TOKEN_COUNT()", "F(layer0, 0)"])
@@ -175,8 +194,13 @@ def test_a_wait_for_what_stands_later_is_named_and_shown(name: str):
 def test_roles_that_wait_for_each_other_are_shown():
     plan = plan_of()
     listed = list(plan.program.actions("stage0"))
-    first, second = ([replace(listed[0], waits=(f"{other}/TOKEN_COUNT()",)), *listed[1:]] for other in ("b", "a"))
-    said = [fault.problem for fault in static_checks(replace(plan, program=Program.from_dict({"a": first, "b": second})))]
+    first, second = (
+        [replace(listed[0], waits=(f"{other}/TOKEN_COUNT()",)), *listed[1:]] for other in ("b", "a")
+    )
+    said = [
+        fault.problem
+        for fault in static_checks(replace(plan, program=Program.from_dict({"a": first, "b": second})))
+    ]
     assert len(said) == 1
     assert "a: action 0 of" in said[0]
     assert "b: action 0 of" in said[0]
@@ -208,7 +232,11 @@ def test_all_faults_are_reported_at_once():
 @pytest.mark.timeout(20)
 def test_a_model_of_a_thousand_weights_is_proved_soon():
     plan = Plan.make(
-        replace(JOB, train=TrainConfig(batch=48)), Mesh(dp_replicate=3), Paper(layers=1000).anatomy, (BatchSplit(), DDP()), 1
+        replace(JOB, train=TrainConfig(batch=48)),
+        Mesh(dp_replicate=3),
+        Paper(layers=1000).anatomy,
+        (BatchSplit(), DDP()),
+        1,
     )
     assert len(plan.program.actions("stage0")) > 32_000
     assert static_checks(plan) == []
@@ -217,6 +245,11 @@ def test_a_model_of_a_thousand_weights_is_proved_soon():
 def test_a_step_that_does_not_wait_for_the_count_is_found():
     plan = plan_of()
     changed = plan.program.edit(
-        lambda actions: [replace(each, waits=tuple(name for name in each.waits if name != "TOKEN_COUNT()")) for each in actions]
+        lambda actions: [
+            replace(each, waits=tuple(name for name in each.waits if name != "TOKEN_COUNT()"))
+            for each in actions
+        ]
     )
-    assert "STEP does not wait for TOKEN_COUNT" in [fault.problem for fault in static_checks(replace(plan, program=changed))]
+    assert "STEP does not wait for TOKEN_COUNT" in [
+        fault.problem for fault in static_checks(replace(plan, program=changed))
+    ]

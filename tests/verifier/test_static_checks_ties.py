@@ -39,7 +39,9 @@ def test_nothing_is_wrong_with_what_is_planned():
 
 
 def test_a_sum_that_nobody_starts_is_named():
-    found = said(plan_of(), lambda action: replace(action, transfer=None) if action.kind == "REDUCE_TIED" else action)
+    found = said(
+        plan_of(), lambda action: replace(action, transfer=None) if action.kind == "REDUCE_TIED" else action
+    )
     assert "the gradient of embed.weight stays a pending sum over pp: no all_reduce moves it" in found
     assert any(text.startswith("it meets stage2 along pp in unlike sums: nothing and") for text in found)
 
@@ -60,14 +62,22 @@ def test_a_sum_over_other_ranks_than_use_the_weight_is_named():
 
 def test_a_sum_that_begins_before_the_one_over_samples_has_ended_is_named():
     found = said(
-        plan_of(), lambda action: replace(action, waits=action.waits[:1]) if action.subject == f"{NAME}, tied" else action
+        plan_of(),
+        lambda action: (
+            replace(action, waits=action.waits[:1]) if action.subject == f"{NAME}, tied" else action
+        ),
     )
-    assert f"REDUCE_TIED({NAME}) does not wait for REDUCE({NAME}), which changes the gradient of embed.weight" in found
+    assert (
+        f"REDUCE_TIED({NAME}) does not wait for REDUCE({NAME}), which changes the gradient of embed.weight"
+        in found
+    )
 
 
 def test_who_reads_gradients_must_wait_for_it():
     def hasty(action: Action) -> Action:
-        return replace(action, waits=tuple(wait for wait in action.waits if not wait.startswith("REDUCE_TIED")))
+        return replace(
+            action, waits=tuple(wait for wait in action.waits if not wait.startswith("REDUCE_TIED"))
+        )
 
     found = said(plan_of(), lambda action: hasty(action) if action.kind in ("LOCAL_NORM", "CLIP") else action)
     assert f"CLIP does not wait for REDUCE_TIED({NAME}), which moves the gradient of embed.weight" in found
@@ -83,7 +93,9 @@ def test_ranks_that_come_to_their_sums_in_unlike_orders_are_named(role: str):
         actions[at[0]], actions[at[1]] = actions[at[1]], actions[at[0]]
         return actions
 
-    lists = {name: swapped(list(actions)) if name == role else actions for name, actions in plan.program.roles}
+    lists = {
+        name: swapped(list(actions)) if name == role else actions for name, actions in plan.program.roles
+    }
     found = [fault.problem for fault in static_checks(replace(plan, program=Program.from_dict(lists)))]
     first, second = (ties[1], ties[0]) if role == "stage0" else (ties[0], ties[1])
     assert f"it meets stage1 along pp in unlike sums: {first} and {second} come at the same place" in found

@@ -62,11 +62,18 @@ def test_a_sound_plan_issues_what_it_states(reading: mw.Reading, micro_batch: in
     job = tiny_job(precision=PrecisionConfig("float64", "float64", reduce))
     plan = plan_of(reading, 3, (BatchSplit(), DDP(bucket_mb=BUCKET_MB)), micro_batch=micro_batch, job=job)
     found = mw.trace(reading, plan)
-    assert (found.passed, found.ranks, found.tensors, found.plan) == (True, sample_ranks(plan), "fake", plan.hash)
+    assert (found.passed, found.ranks, found.tensors, found.plan) == (
+        True,
+        sample_ranks(plan),
+        "fake",
+        plan.hash,
+    )
     assert found.messages == len(planned_collectives(plan)) > 4
     numel = plan.model_spec.numel
     assert found.sent == pytest.approx((numel * {"float64": 8, "float32": 4}[reduce] + 32 + 8) * 2 * 2 / 3)
-    assert str(found).endswith(f"issued the {found.messages} collectives that the program states, in each of 2 steps")
+    assert str(found).endswith(
+        f"issued the {found.messages} collectives that the program states, in each of 2 steps"
+    )
 
 
 def test_a_rank_of_a_large_mesh_is_played_alone(reading: mw.Reading):
@@ -113,7 +120,9 @@ def test_an_action_that_sends_twice_is_named(reading: mw.Reading):
 
 
 def test_an_action_that_forgets_its_collective_is_named(reading: mw.Reading):
-    found = told(reading, lambda runtime, action: runtime.start(action) if action.name != "REDUCE(3)" else None)
+    found = told(
+        reading, lambda runtime, action: runtime.start(action) if action.name != "REDUCE(3)" else None
+    )
     assert len(found) == 1
     assert found[0].startswith("REDUCE(3) issued nothing, and the program states: all_reduce of")
 
@@ -124,7 +133,10 @@ def test_an_action_that_sends_more_is_named(reading: mw.Reading):
         group.all_reduce(torch.zeros(92, dtype=torch.float64), action=action.name)
 
     found = told(
-        reading, lambda runtime, action: (longer if action.name == "REDUCE(0)" else type(runtime).start)(runtime, action)
+        reading,
+        lambda runtime, action: (longer if action.name == "REDUCE(0)" else type(runtime).start)(
+            runtime, action
+        ),
     )
     assert len(found) == 1
     assert found[0].startswith("REDUCE(0) issued: all_reduce of 736 bytes float64")
@@ -150,11 +162,15 @@ def test_a_collective_that_no_action_states_is_named(reading: mw.Reading):
     def more(runtime, action: Action) -> None:
         runtime.start(action)
         if action.name == "REDUCE(2)":
-            runtime.state.world.group(("dp_replicate",)).all_gather(torch.zeros(6), torch.zeros(2), action="PEEK")
+            runtime.state.world.group(("dp_replicate",)).all_gather(
+                torch.zeros(6), torch.zeros(2), action="PEEK"
+            )
 
     found = told(reading, more)
     assert len(found) == 1
-    assert found[0].startswith("PEEK issued: all_gather of 8 bytes float32 over dp_replicate (3 ranks, backend), and the program")
+    assert found[0].startswith(
+        "PEEK issued: all_gather of 8 bytes float32 over dp_replicate (3 ranks, backend), and the program"
+    )
 
 
 def test_a_second_step_that_differs_from_the_first_is_named_once(reading: mw.Reading):
@@ -179,7 +195,9 @@ def test_a_second_step_that_differs_from_the_first_is_named_once(reading: mw.Rea
         ({"collective": "all_gather"}, "all_gather"),
     ],
 )
-def test_a_program_that_states_something_else_than_what_is_done_is_named(reading: mw.Reading, changes: dict, word: str):
+def test_a_program_that_states_something_else_than_what_is_done_is_named(
+    reading: mw.Reading, changes: dict, word: str
+):
     found = broken(reading, "REDUCE(0)", **changes)
     assert len(found) == 1
     assert found[0].startswith("REDUCE(0) issued: all_reduce of 728 bytes float64")
@@ -200,7 +218,9 @@ class Looks(Tiny):
 def test_a_model_that_looks_at_values_is_played_on_real_tensors_only():
     reading = mw.read(Looks, rows(2))
     plan = plan_of(reading, 3)
-    with pytest.raises(NeedsRealTensorsError, match="the model looks at values, which fake tensors lack") as refused:
+    with pytest.raises(
+        NeedsRealTensorsError, match="the model looks at values, which fake tensors lack"
+    ) as refused:
         mw.trace(reading, plan)
     assert "fake=False" in refused.value.diagnostics[0].fix
     found = mw.trace(reading, plan, [1], fake=False)
@@ -254,5 +274,7 @@ def test_many_faults_are_counted_not_listed(reading: mw.Reading):
     plan = plan_of(reading, 3, (BatchSplit(), odd(lambda runtime, action: None)))
     found = mw.trace(reading, plan, [0, 1])
     assert len(found.faults) == 10
-    assert str(found).startswith("ranks 0, 1 of dp_replicate 3 did NOT issue what the program states\n  REDUCE(0): ")
+    assert str(found).startswith(
+        "ranks 0, 1 of dp_replicate 3 did NOT issue what the program states\n  REDUCE(0): "
+    )
     assert str(found).endswith("\n  and 5 more")

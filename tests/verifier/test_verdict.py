@@ -11,7 +11,15 @@ from pydantic import TypeAdapter
 from meshwright.verifier.verdict import COMPARED_QUANTITIES, QUANTITIES, Difference, Verdict, diagnose_cause
 
 PASSED = Verdict(
-    "abc", "dp_replicate 3", "llama", "threads", 3, 1e-10, True, dict.fromkeys(COMPARED_QUANTITIES, 1e-15), {"REDUCE(0)": 40}
+    "abc",
+    "dp_replicate 3",
+    "llama",
+    "threads",
+    3,
+    1e-10,
+    True,
+    dict.fromkeys(COMPARED_QUANTITIES, 1e-15),
+    {"REDUCE(0)": 40},
 )
 GRADIENT = Difference(0, "gradient", "head.weight", "head", 2.0, 1, 3.0)
 FAILED = replace(PASSED, passed=False, cause="loss scale", first_difference=GRADIENT, num_other_differences=4)
@@ -22,11 +30,15 @@ def difference(quantity: str, step: int = 0, factor: float | None = None) -> Dif
 
 
 @pytest.mark.parametrize("error", [2.0, nan, inf, None])
-@pytest.mark.parametrize("verdict", [PASSED, FAILED, replace(PASSED, passed=False, not_compared=("rank 1 did not report",))])
+@pytest.mark.parametrize(
+    "verdict", [PASSED, FAILED, replace(PASSED, passed=False, not_compared=("rank 1 did not report",))]
+)
 def test_a_verdict_survives_the_way_to_a_file_and_back(verdict: Verdict, error: float | None, tmp_path: Path):
     if verdict.first_difference is not None:
         verdict = replace(
-            verdict, first_difference=replace(verdict.first_difference, error=error), max_errors={"gradient": error or 0.0}
+            verdict,
+            first_difference=replace(verdict.first_difference, error=error),
+            max_errors={"gradient": error or 0.0},
         )
     path = tmp_path / "deep" / "verdict.json"
     verdict.write(path)
@@ -50,7 +62,9 @@ def test_the_file_is_json_that_every_reader_takes(tmp_path: Path):
 
 
 def test_a_pass_says_what_is_allowed_and_how_close_it_came():
-    assert str(PASSED).startswith("dp_replicate 3 equals one device after 3 steps (largest relative errors: initial value 1e-15")
+    assert str(PASSED).startswith(
+        "dp_replicate 3 equals one device after 3 steps (largest relative errors: initial value 1e-15"
+    )
     assert str(PASSED).endswith("allowed 1e-10)")
 
 
@@ -63,7 +77,11 @@ def test_a_failure_names_the_first_difference_and_its_cause():
 
 
 def test_a_comparison_that_was_not_made_does_not_read_as_one():
-    text = str(replace(PASSED, passed=False, num_steps=0, cause="incomplete", not_compared=("rank 0 compared no step",)))
+    text = str(
+        replace(
+            PASSED, passed=False, num_steps=0, cause="incomplete", not_compared=("rank 0 compared no step",)
+        )
+    )
     assert text == "dp_replicate 3 was NOT compared with one device: rank 0 compared no step"
 
 
@@ -72,7 +90,10 @@ def test_a_comparison_that_was_not_made_does_not_read_as_one():
     [
         (Difference(2, "loss", "", "", 0.5, 0), "step 2: the loss differs by 0.5 on rank 0"),
         (Difference(0, "samples", "labels", "", None, 2), "step 0: the samples of labels differs on rank 2"),
-        (Difference(1, "gradient", "w", "b", nan, 0), "step 1: the gradient of w in block b differs by nan of the block's scale"),
+        (
+            Difference(1, "gradient", "w", "b", nan, 0),
+            "step 1: the gradient of w in block b differs by nan of the block's scale",
+        ),
     ],
 )
 def test_a_difference_says_where_and_by_how_much(given: Difference, said: str):
@@ -85,7 +106,10 @@ def test_a_difference_says_where_and_by_how_much(given: Difference, said: str):
         ([], ""),
         ([difference("initial value"), difference("samples"), difference("gradient", factor=3.0)], "init"),
         ([difference("gradient", factor=3.0), difference("samples")], "data order"),
-        ([difference("gradient", factor=3.0), difference("gradient", factor=3.0), difference("loss")], "loss scale"),
+        (
+            [difference("gradient", factor=3.0), difference("gradient", factor=3.0), difference("loss")],
+            "loss scale",
+        ),
         ([difference("gradient", factor=3.0), difference("gradient")], "technique"),
         ([difference("gradient", factor=3.0), difference("gradient", factor=2.0)], "technique"),
         ([difference("gradient"), difference("loss")], "technique"),
@@ -105,7 +129,10 @@ def test_the_cause_is_that_of_the_earliest_differences(differences: list[Differe
 
 def test_causes_come_before_their_effects():
     assert QUANTITIES[: len(COMPARED_QUANTITIES)] == COMPARED_QUANTITIES
-    order = [QUANTITIES.index(quantity) for quantity in ("initial value", "samples", "gradient", "grad norm", "parameter")]
+    order = [
+        QUANTITIES.index(quantity)
+        for quantity in ("initial value", "samples", "gradient", "grad norm", "parameter")
+    ]
     assert order == sorted(order)
 
 

@@ -22,15 +22,23 @@ KEPT_VARIABLES = (
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A run's folder (its newest good checkpoint), or the folder of one step.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A run's folder (its newest good checkpoint), or the folder of one step.")
+    ],
     out: Annotated[Path, typer.Argument(help="The folder to write, new or empty.")],
-    dtype: Annotated[str, typer.Option(help="Store weights as float32, bfloat16, float16 (default: as trained).")] = "",
+    dtype: Annotated[
+        str, typer.Option(help="Store weights as float32, bfloat16, float16 (default: as trained).")
+    ] = "",
     max_shard_size: Annotated[str, typer.Option(help="No file is larger, unless one tensor is.")] = "5GB",
-    merge: Annotated[bool, typer.Option("--merge", help="Of an adapted model: the whole model, not the adapter.")] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of an adapted model: the whole model, not the adapter.")
+    ] = False,
 ) -> None:
     """Write a checkpoint as a folder that transformers loads, and compare its logits with the checkpoint's."""
     with exit_on_error():
-        found, written = import_command("weights").export_checkpoint(checkpoint, out, dtype, max_shard_size, merge=merge)
+        found, written = import_command("weights").export_checkpoint(
+            checkpoint, out, dtype, max_shard_size, merge=merge
+        )
         trip = written.round_trip
         if not trip.passed:
             errors.print(f"[bold red]error[/] not exported: {trip}", soft_wrap=True)
@@ -41,7 +49,9 @@ def export(
 
 
 def import_(
-    source: Annotated[str, typer.Argument(help="A folder with config.json and safetensors, or a hub id (ORG/NAME).")],
+    source: Annotated[
+        str, typer.Argument(help="A folder with config.json and safetensors, or a hub id (ORG/NAME).")
+    ],
     revision: Annotated[str, typer.Option(help="A branch, tag or commit of a hub id.")] = "",
 ) -> None:
     """Check that weights are loaded as transformers loads them, and show the table `model` that trains them."""
@@ -51,7 +61,11 @@ def import_(
             errors.print(f"[bold red]error[/] loaded otherwise than by transformers: {trip}", soft_wrap=True)
             raise typer.Exit(1)
         console.print(f"round trip  {trip}; {numel:,} parameters", markup=False, soft_wrap=True)
-        lines = {"source": model.source, "weights": model.weights, **({"revision": model.revision} if model.revision else {})}
+        lines = {
+            "source": model.source,
+            "weights": model.weights,
+            **({"revision": model.revision} if model.revision else {}),
+        }
         table = "\n".join(["[model]", *(f'{key} = "{value}"' for key, value in lines.items())])
         console.print(table, markup=False, soft_wrap=True)
 
@@ -77,8 +91,12 @@ def register_weights(app: typer.Typer) -> None:
 
 def report(
     run: Annotated[Path, typer.Argument(help="The folder of a run: its run.folder.")],
-    other: Annotated[Path | None, typer.Argument(metavar="[RUN2]", help="Another run, to be shown beside it.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the page here (default: report.html in the run's folder).")] = None,
+    other: Annotated[
+        Path | None, typer.Argument(metavar="[RUN2]", help="Another run, to be shown beside it.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the page here (default: report.html in the run's folder).")
+    ] = None,
 ) -> None:
     """Write one HTML file, for any browser and without a network: curves, a step on its lanes, time, memory, bytes, the plan."""
     with exit_on_error(("--out",)):

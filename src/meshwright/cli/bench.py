@@ -10,16 +10,26 @@ from meshwright.cli.error_output import console, exit_on_error, show_failure
 from meshwright.cli.lazy_import import import_command
 from meshwright.plan.job.errors import PlanError
 
-ResultFolder = Annotated[Path | None, typer.Option(hidden=True, help="Where local ranks leave what they measured.")]
+ResultFolder = Annotated[
+    Path | None, typer.Option(hidden=True, help="Where local ranks leave what they measured.")
+]
 
 
 def network(
-    ranks: Annotated[str, typer.Option(help="Numbers of local ranks, one after the other (default: 2,3,4).")] = "",
-    sizes: Annotated[str, typer.Option(help="Bytes of a message: 1KiB..64MiB (doubling), or 1KiB,64KiB,4MiB.")] = "",
+    ranks: Annotated[
+        str, typer.Option(help="Numbers of local ranks, one after the other (default: 2,3,4).")
+    ] = "",
+    sizes: Annotated[
+        str, typer.Option(help="Bytes of a message: 1KiB..64MiB (doubling), or 1KiB,64KiB,4MiB.")
+    ] = "",
     out: Annotated[Path, typer.Option(help="Write what was measured here.")] = Path("cluster.toml"),
     html: Annotated[Path | None, typer.Option(help="Write the plot here (default: beside --out).")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Few sizes and few samples: seconds, not a minute.")] = False,
-    lesson: Annotated[bool, typer.Option("--lesson", help="Show the lecture's table of algorithms, with these times.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few sizes and few samples: seconds, not a minute.")
+    ] = False,
+    lesson: Annotated[
+        bool, typer.Option("--lesson", help="Show the lecture's table of algorithms, with these times.")
+    ] = False,
     result_folder: ResultFolder = None,
 ) -> None:
     """Measure what an all-reduce costs here by every algorithm, and write cluster.toml, from which algorithm = "auto" chooses.
@@ -39,7 +49,11 @@ def network(
         if rank is None or rank.rank == 0:
             verb.refuse_unwritable((out, page))
         try:
-            cluster = verb.bench(wish, out, local_launcher(), console) if rank is None else verb.bench_job(rank, wish, out)
+            cluster = (
+                verb.bench(wish, out, local_launcher(), console)
+                if rank is None
+                else verb.bench_job(rank, wish, out)
+            )
         except verb.RanksFailed as error:
             show_failure(error.result)
             raise typer.Exit(error.result.exit_code) from None
@@ -49,16 +63,26 @@ def network(
         verb.write_page(cluster, page)
         console.print(f"\ncluster     {out}\nplot        {page}", markup=False, soft_wrap=True)
         console.print(
-            f'use it      in a config: cluster = "{out}", and algorithm = "auto" in its strategy', markup=False, soft_wrap=True
+            f'use it      in a config: cluster = "{out}", and algorithm = "auto" in its strategy',
+            markup=False,
+            soft_wrap=True,
         )
 
 
 def device(
-    kind: Annotated[str, typer.Option("--device", help="cpu or cuda (default: cuda where there is one).")] = "",
-    threads: Annotated[int, typer.Option(help="Threads of a process (default: its share of the cores).", min=0)] = 0,
-    ranks: Annotated[int, typer.Option(help="Processes that measure at once, as the ranks of a CPU would.")] = 1,
+    kind: Annotated[
+        str, typer.Option("--device", help="cpu or cuda (default: cuda where there is one).")
+    ] = "",
+    threads: Annotated[
+        int, typer.Option(help="Threads of a process (default: its share of the cores).", min=0)
+    ] = 0,
+    ranks: Annotated[
+        int, typer.Option(help="Processes that measure at once, as the ranks of a CPU would.")
+    ] = 1,
     out: Annotated[Path, typer.Option(help="Write what was measured here.")] = Path("device.toml"),
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and samples: seconds, not a minute.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer sizes and samples: seconds, not a minute.")
+    ] = False,
     result_folder: ResultFolder = None,
 ) -> None:
     """Measure what this device does per second, by size of product, attention and memory, and write device.toml.
@@ -69,7 +93,11 @@ def device(
         rank, verb = current_rank(), import_command("bench_device")
         if rank is not None and result_folder is None:
             text = f"a launcher has started {rank.world} ranks, and one device is measured by processes of its own"
-            raise PlanError(text, fix="run it without the launcher; --ranks 2 measures two at once", location="bench device")
+            raise PlanError(
+                text,
+                fix="run it without the launcher; --ranks 2 measures two at once",
+                location="bench device",
+            )
         wish = verb.wanted(kind, threads, ranks, quick=quick)
         if rank is not None and result_folder is not None:
             verb.measure_rank(rank, wish, result_folder)

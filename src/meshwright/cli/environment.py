@@ -36,10 +36,14 @@ def current_rank() -> RankEnv | None:
     place, said = current_launcher_env(), os.environ
     if place is not None:
         told, master = gloo_interface(), resolve_host(place.master_addr or "localhost")
-        if told == loopback_interface() and not (place.is_single_host or master is None or master.is_loopback):
+        if told == loopback_interface() and not (
+            place.is_single_host or master is None or master.is_loopback
+        ):
             given = f"GLOO_SOCKET_IFNAME={told}, and {place.world} ranks on several hosts ({place.local_world} here)"
             fix = "unset GLOO_SOCKET_IFNAME: the interface towards the master is then found"
-            raise PlanError(f"{given}: nobody reaches another host over the loopback", fix=fix, location="environment")
+            raise PlanError(
+                f"{given}: nobody reaches another host over the loopback", fix=fix, location="environment"
+            )
         for key, value in _missing(place).items():
             said.setdefault(key, value)
         return RankEnv(place.rank, place.world, place.local_rank, launcher_env=place)
@@ -59,7 +63,9 @@ def _missing(place: LauncherEnv) -> dict[str, str]:
         found |= {} if name is None else {"GLOO_SOCKET_IFNAME": name}
     if "SLURM_CPUS_PER_TASK" in os.environ and place.launcher == "SLURM":
         found["OMP_NUM_THREADS"] = os.environ["SLURM_CPUS_PER_TASK"]
-    elif sys.platform == "linux" and len(os.sched_getaffinity(0)) == os.cpu_count():  # else it is bound to its share already
+    elif (
+        sys.platform == "linux" and len(os.sched_getaffinity(0)) == os.cpu_count()
+    ):  # else it is bound to its share already
         found["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // place.local_world))
     return found
 
@@ -72,7 +78,9 @@ def gloo_interface() -> str | None:
 def cache_folder() -> Path:
     """Where downloaded models and data are kept."""
     said = os.environ
-    return Path(said.get("HF_HOME") or Path(said.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface")
+    return Path(
+        said.get("HF_HOME") or Path(said.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+    )
 
 
 def local_launcher() -> "LocalLauncher":
@@ -93,7 +101,9 @@ def stop_flag(received: list[int]) -> Iterator[Callable[[], bool]]:
         received.append(signal.SIGTERM if number == signal.SIGUSR1 else number)
 
     raise_if_interrupted()
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    before = {
+        number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    }
     try:
         yield lambda: bool(received)
     finally:

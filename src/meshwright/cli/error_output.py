@@ -30,7 +30,9 @@ def exit_on_error(own_options: Sequence[str] = ()) -> Iterator[None]:
         for fault in error.diagnostics:
             unknown = fault.problem.startswith("there is no key") and fault.location.startswith("--")
             words = f" (options of the command itself: {', '.join(own_options)})" if unknown else ""
-            _show_fault(f"{fault.location}: {fault.problem}" if fault.location else fault.problem, fault.fix + words)
+            _show_fault(
+                f"{fault.location}: {fault.problem}" if fault.location else fault.problem, fault.fix + words
+            )
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(128 + signal.SIGINT) from None

@@ -11,7 +11,17 @@ from meshwright.cli.error_output import console, exit_on_error
 from meshwright.cli.lazy_import import import_command
 from meshwright.cli.plan_verify_train import EXTRA_ARGS, ConfigArgument
 
-LAUNCH_OPTIONS = ("--print", "--hosts", "--per-host", "--out", "--cpu", "--name", "--image", "--volume", "--time")
+LAUNCH_OPTIONS = (
+    "--print",
+    "--hosts",
+    "--per-host",
+    "--out",
+    "--cpu",
+    "--name",
+    "--image",
+    "--volume",
+    "--time",
+)
 
 
 def launch(
@@ -24,7 +34,9 @@ def launch(
     cpu: Annotated[bool, typer.Option("--cpu", help="Ask for no GPUs.")] = False,
     name: Annotated[str, typer.Option(help="The name of the job (default: meshwright-CONFIG).")] = "",
     image: Annotated[str, typer.Option(help="k8s: the container image.")] = "",
-    volume: Annotated[str, typer.Option(help="k8s: CLAIM:PATH, mounted by every pod; the command runs in PATH.")] = "",
+    volume: Annotated[
+        str, typer.Option(help="k8s: CLAIM:PATH, mounted by every pod; the command runs in PATH.")
+    ] = "",
     time: Annotated[str, typer.Option(help="slurm: the time limit.")] = "24:00:00",
 ) -> None:
     """Print the job file that trains a plan under SLURM, Kubernetes or torchrun."""
@@ -40,7 +52,9 @@ def launch(
 
 
 def doctor(
-    folder: Annotated[Path, typer.Option(help="Where runs are written: its disk is looked at.")] = Path("runs"),
+    folder: Annotated[Path, typer.Option(help="Where runs are written: its disk is looked at.")] = Path(
+        "runs"
+    ),
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Say whether this host is fit to train, in under 20 s. Under a launcher, all ranks try a collective together."""

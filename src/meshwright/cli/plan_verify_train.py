@@ -15,7 +15,18 @@ from meshwright.cli.lazy_import import import_command
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 
 EXTRA_ARGS = {"allow_extra_args": True, "ignore_unknown_options": True}
-OWN_OPTIONS = ("--out", "--world", "--all", "--steps", "--on", "--rank", "--shrink", "--json", "--from-step", "--explain-model")
+OWN_OPTIONS = (
+    "--out",
+    "--world",
+    "--all",
+    "--steps",
+    "--on",
+    "--rank",
+    "--shrink",
+    "--json",
+    "--from-step",
+    "--explain-model",
+)
 SEARCH_OPTIONS = (
     "--out",
     "--json",
@@ -35,7 +46,8 @@ OWN_OPTIONS += SEARCH_OPTIONS[2:]
 
 WorldOption = Annotated[int | None, typer.Option(help="The number of ranks, for a mesh axis of -1.", min=1)]
 ConfigArgument = Annotated[
-    Path, typer.Argument(help="A config or plan file (TOML); keys behind it (--train.steps 100) replace its own.")
+    Path,
+    typer.Argument(help="A config or plan file (TOML); keys behind it (--train.steps 100) replace its own."),
 ]
 
 
@@ -45,19 +57,35 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="Write the resolved plan here.")] = None,
     world: WorldOption = None,
     every: Annotated[bool, typer.Option("--all", help="One row per action.")] = False,
-    explain: Annotated[bool, typer.Option("--explain-model", help="Show what the model is made of; no plan.")] = False,
-    as_json: Annotated[Path | None, typer.Option("--json", help="Write the explanation here too, or what is predicted.")] = None,
-    devices: Annotated[int, typer.Option(help="Choose a plan: CONFIG is then a model, for so many devices.", min=0)] = 0,
-    hardware: Annotated[str, typer.Option(help="Of what kind: h100, a100, or a file: my.toml, device.toml.")] = "",
+    explain: Annotated[
+        bool, typer.Option("--explain-model", help="Show what the model is made of; no plan.")
+    ] = False,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", help="Write the explanation here too, or what is predicted.")
+    ] = None,
+    devices: Annotated[
+        int, typer.Option(help="Choose a plan: CONFIG is then a model, for so many devices.", min=0)
+    ] = 0,
+    hardware: Annotated[
+        str, typer.Option(help="Of what kind: h100, a100, or a file: my.toml, device.toml.")
+    ] = "",
     batch: Annotated[int, typer.Option(help="Rows of a step.", min=0)] = 0,
     sequence: Annotated[int, typer.Option(help="Tokens of a row (default: as the model says).", min=0)] = 0,
-    fix: Annotated[list[str] | None, typer.Option(help="What is given: tp=8, zero=3, schedule=zb_v, method=ring ...")] = None,
+    fix: Annotated[
+        list[str] | None, typer.Option(help="What is given: tp=8, zero=3, schedule=zb_v, method=ring ...")
+    ] = None,
     tokens: Annotated[float, typer.Option(help="Days for so many tokens.", min=0)] = 0.0,
     price: Annotated[float, typer.Option(help="Of a device and hour.", min=0)] = 0.0,
     cluster: Annotated[str, typer.Option(help="What `bench comm` measured of the links: cluster.toml.")] = "",
-    fit: Annotated[str, typer.Option(help="Find a limit: the largest batch, sequence or layers, the fewest devices.")] = "",
-    plot: Annotated[Path | None, typer.Option(help="Draw step time against memory, and the winner's turns: FILE.html.")] = None,
-    learn: Annotated[str, typer.Option("--calibrate-from", help="The folder of a run, to learn from its steps.")] = "",
+    fit: Annotated[
+        str, typer.Option(help="Find a limit: the largest batch, sequence or layers, the fewest devices.")
+    ] = "",
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw step time against memory, and the winner's turns: FILE.html.")
+    ] = None,
+    learn: Annotated[
+        str, typer.Option("--calibrate-from", help="The folder of a run, to learn from its steps.")
+    ] = "",
 ) -> None:
     """Resolve a config into a plan, refuse what cannot work, and show what will happen.
 
@@ -70,9 +98,27 @@ def plan(
             _refuse_idle(context.args, {"--world": world, "--all": every, "--explain-model": explain})
             told = partial(import_command("search.search").Asked, cluster=cluster, run=learn, fit=fit)
             files = {"out": out, "as_json": as_json, "plot": plot}
-            _choose(told, str(config), devices, hardware, batch, sequence, fix or (), tokens, price, fit=fit, **files)
+            _choose(
+                told,
+                str(config),
+                devices,
+                hardware,
+                batch,
+                sequence,
+                fix or (),
+                tokens,
+                price,
+                fit=fit,
+                **files,
+            )
             return
-        searching = {"--batch": batch, "--sequence": sequence, "--fix": fix, "--tokens": tokens, "--price": price}
+        searching = {
+            "--batch": batch,
+            "--sequence": sequence,
+            "--fix": fix,
+            "--tokens": tokens,
+            "--price": price,
+        }
         _refuse_unheard({**searching, "--fit": fit, "--plot": plot, "--calibrate-from": learn})
         verb = import_command("plan")
         if explain:
@@ -93,7 +139,9 @@ def _refuse_unheard(words: Mapping[str, object]) -> None:
     given = [word for word, value in words.items() if value]
     if given:
         text = f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} for a plan that is to be chosen, and this one is there"
-        raise PlanError(text, fix="say also --devices and --hardware, for a MODEL; or leave it out", location="plan")
+        raise PlanError(
+            text, fix="say also --devices and --hardware, for a MODEL; or leave it out", location="plan"
+        )
 
 
 def _refuse_idle(words: Sequence[str], flags: Mapping[str, object]) -> None:
@@ -102,7 +150,11 @@ def _refuse_idle(words: Sequence[str], flags: Mapping[str, object]) -> None:
     unknown += [flag for flag, value in flags.items() if value]
     fix = "leave it out: keys of a config are said when the plan that --out writes is used"
     raise_diagnostics(
-        Diagnostic("a plan that is to be chosen does not hear this", f"{suggest_name(word, SEARCH_OPTIONS)} Or {fix}", word)
+        Diagnostic(
+            "a plan that is to be chosen does not hear this",
+            f"{suggest_name(word, SEARCH_OPTIONS)} Or {fix}",
+            word,
+        )
         for word in unknown
     )
 
@@ -131,9 +183,17 @@ def _choose(
         text = f"a plan is to be chosen, and {' and '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not said"
         raise PlanError(text, fix="say all three: --devices 64 --hardware h100 --batch 1024", location="plan")
     if inf in (tokens, price):
-        raise PlanError("no end of tokens, or of their price", fix="say how many: --tokens 1e12 --price 2.5", location="plan")
+        raise PlanError(
+            "no end of tokens, or of their price",
+            fix="say how many: --tokens 1e12 --price 2.5",
+            location="plan",
+        )
     if price and not tokens:
-        raise PlanError(f"--price {price:g}, and no tokens to pay for", fix="say how many: --tokens 1e12", location="--price")
+        raise PlanError(
+            f"--price {price:g}, and no tokens to pay for",
+            fix="say how many: --tokens 1e12",
+            location="--price",
+        )
     verb = import_command("search.search")
     budget = verb.Budget(tokens, price)
     chosen = verb.choose(run(model, devices, hardware, batch, sequence, tuple(fix), budget=budget))
@@ -152,10 +212,18 @@ def verify(
     context: typer.Context,
     config: ConfigArgument,
     steps: Annotated[int, typer.Option(help="Global steps to compare.", min=1)] = 3,
-    on: Annotated[str, typer.Option(help="Where ranks live: threads, processes; or trace: single ranks, alone.")] = "threads",
-    rank: Annotated[int | None, typer.Option(help="The rank to trace (default: first, last, one between).", min=0)] = None,
-    shrink: Annotated[bool, typer.Option("--shrink", help="Compare a scaled-down copy of the model.")] = False,
-    out: Annotated[Path | None, typer.Option("--json", help="Write the verdict here (default: in run.folder).")] = None,
+    on: Annotated[
+        str, typer.Option(help="Where ranks live: threads, processes; or trace: single ranks, alone.")
+    ] = "threads",
+    rank: Annotated[
+        int | None, typer.Option(help="The rank to trace (default: first, last, one between).", min=0)
+    ] = None,
+    shrink: Annotated[
+        bool, typer.Option("--shrink", help="Compare a scaled-down copy of the model.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--json", help="Write the verdict here (default: in run.folder).")
+    ] = None,
     world: WorldOption = None,
 ) -> None:
     """Prove that a plan computes what one device computes: loss, gradients, norm and parameters.
@@ -168,9 +236,17 @@ def verify(
             verb.verify_rank(ranked, config, context.args, steps, shrink=shrink)
             return
         if on not in ("threads", "processes", "trace"):
-            raise PlanError(f"ranks cannot live on '{on}'", fix="--on threads, --on processes, or --on trace", location="--on")
+            raise PlanError(
+                f"ranks cannot live on '{on}'",
+                fix="--on threads, --on processes, or --on trace",
+                location="--on",
+            )
         if rank is not None and on != "trace":
-            raise PlanError(f"{on} compare all ranks, and --rank {rank} names one", fix="add --on trace", location="--rank")
+            raise PlanError(
+                f"{on} compare all ranks, and --rank {rank} names one",
+                fix="add --on trace",
+                location="--rank",
+            )
         starter = local_launcher() if on == "processes" else None
         judge = partial(verb.trace, rank=rank) if on == "trace" else partial(verb.verify, launcher=starter)
         try:
@@ -186,7 +262,9 @@ def verify(
 def train(
     context: typer.Context,
     config: ConfigArgument,
-    from_step: Annotated[int | None, typer.Option(help="Go on from the checkpoint of this step, not from the newest.")] = None,
+    from_step: Annotated[
+        int | None, typer.Option(help="Go on from the checkpoint of this step, not from the newest.")
+    ] = None,
     world: WorldOption = None,
 ) -> None:
     """Train, saving checkpoints; the same command goes on from the newest good one."""
@@ -194,7 +272,9 @@ def train(
         rank, verb = current_rank(), import_command("train")
         if rank is not None:
             received: list[int] = []
-            ended = verb.train_rank(rank, config, context.args, from_step, partial(stop_flag, received), console)
+            ended = verb.train_rank(
+                rank, config, context.args, from_step, partial(stop_flag, received), console
+            )
             raise typer.Exit(128 + (received[0] if received else signal.SIGTERM) if ended.stopped else 0)
         outcome = verb.train(config, context.args, world, from_step, local_launcher(), console)
         show_failure(outcome)

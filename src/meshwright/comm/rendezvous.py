@@ -81,10 +81,14 @@ def meet(meeting: Meeting, rank: int, world: int, timeout_s: float) -> dist.Stor
         word = _gather(hall, world, patience) if rank == 0 else _come(hall, rank, patience)
     except RuntimeError as error:
         text = f"rank {rank} lost the store at {meeting} while the ranks met ({error})"
-        raise CollectiveError(f"{text}. Look for the rank that failed first, then start all of them again") from error
+        raise CollectiveError(
+            f"{text}. Look for the rank that failed first, then start all of them again"
+        ) from error
     except TimeoutError as error:
         text = f"rank {rank} waited {timeout_s:g} s at {meeting} for {error}"
-        raise CollectiveError(f"{text}. Look for a rank that failed or was not started, then start all of them again") from error
+        raise CollectiveError(
+            f"{text}. Look for a rank that failed or was not started, then start all of them again"
+        ) from error
     return dist.PrefixStore(word, store)
 
 

@@ -89,7 +89,9 @@ class TorchWorld(World):
             if joined is None:
                 self._groups[key] = FakeGroup(along, ranks, 0, self.ledger)
             else:
-                self._groups[key] = self._nearest(TorchGroup(along, ranks, joined, self, self.lookout), joined)
+                self._groups[key] = self._nearest(
+                    TorchGroup(along, ranks, joined, self, self.lookout), joined
+                )
             self._groups[key].among = key[1]
         return self._groups[key]
 
@@ -135,7 +137,9 @@ class TorchWorld(World):
             self._told.add(text)
             logger.log(level, "%s", text)
 
-    def _join(self, axes: tuple[str, ...], among: tuple[int, ...], ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def _join(
+        self, axes: tuple[str, ...], among: tuple[int, ...], ranks: tuple[int, ...]
+    ) -> dist.ProcessGroup | None:
         everyone = dist.group.WORLD
         if everyone is not None and len(ranks) == self.mesh.world_size > 1 and not (self.directed and among):
             return everyone
@@ -183,7 +187,9 @@ def rendezvous(
         _assemble(store, rank, mesh.world_size, timeout_s)
     else:
         given = "neither" if meeting is None else "both"
-        raise ValueError(f"store_path and meeting: {given} given; one is needed. Pass a file on one host, an address otherwise")
+        raise ValueError(
+            f"store_path and meeting: {given} given; one is needed. Pass a file on one host, an address otherwise"
+        )
     try:
         dist.init_process_group(
             backend,
@@ -196,10 +202,14 @@ def rendezvous(
     except RuntimeError as error:
         raise _unmet(rank, mesh.world_size, timeout_s, f" ({error})") from error
     try:
-        world = TorchWorld(mesh, rank, device, store=store, limits=limits, check_collectives=check_collectives, shared=shared)
+        world = TorchWorld(
+            mesh, rank, device, store=store, limits=limits, check_collectives=check_collectives, shared=shared
+        )
         try:
             yield world
-            world.group(AXES).barrier(action="leave")  # who closes sockets early can take data with it that a peer has not read
+            world.group(AXES).barrier(
+                action="leave"
+            )  # who closes sockets early can take data with it that a peer has not read
         except BaseException as error:
             world.fail(error)
             if rank == 0 and meeting is not None and not meeting.served:
@@ -223,7 +233,9 @@ def _assemble(store: dist.Store, rank: int, world: int, timeout_s: float) -> Non
 
 def _unmet(rank: int, world: int, timeout_s: float, why: str) -> CollectiveError:
     text = f"rank {rank} did not meet the other {world - 1} ranks within {timeout_s:g} s{why}"
-    return CollectiveError(f"{text}. Look for a rank that failed or was not started, then start all of them again")
+    return CollectiveError(
+        f"{text}. Look for a rank that failed or was not started, then start all of them again"
+    )
 
 
 def _default_store() -> dist.Store | None:

@@ -34,7 +34,14 @@ DEVICE_KINDS = ("cpu", "cuda")
 MIN_FREE_NBYTES = 1 << 30  # bytes that the largest operands take
 RESULT_FILE = "rated-{}.json"
 
-__all__ = ["RanksFailed", "check_writable", "measure_device", "measure_rank", "parse_request", "print_profile"]
+__all__ = [
+    "RanksFailed",
+    "check_writable",
+    "measure_device",
+    "measure_rank",
+    "parse_request",
+    "print_profile",
+]
 
 
 @dataclass(frozen=True)
@@ -53,12 +60,22 @@ def parse_request(kind: str, threads: int, ranks: int, *, quick: bool) -> Device
     there = torch.cuda.is_available()
     chosen = kind or ("cuda" if there else "cpu")
     if chosen not in DEVICE_KINDS:
-        faults.append(Diagnostic(f"there is no device '{kind}' to measure", suggest_name(kind, DEVICE_KINDS), "--device"))
+        faults.append(
+            Diagnostic(
+                f"there is no device '{kind}' to measure", suggest_name(kind, DEVICE_KINDS), "--device"
+            )
+        )
     elif chosen == "cuda" and not there:
-        faults.append(Diagnostic("cuda, and no GPU is visible", "--device cpu, or run it where a GPU is", "--device"))
+        faults.append(
+            Diagnostic("cuda, and no GPU is visible", "--device cpu, or run it where a GPU is", "--device")
+        )
     if chosen == "cuda" and ranks > 1:
         faults.append(
-            Diagnostic(f"{ranks} processes on one GPU", "leave --ranks out: every rank has a GPU of its own", "--ranks")
+            Diagnostic(
+                f"{ranks} processes on one GPU",
+                "leave --ranks out: every rank has a GPU of its own",
+                "--ranks",
+            )
         )
     count = available_cores()
     if ranks < 1 or ranks > 64:
@@ -66,13 +83,19 @@ def parse_request(kind: str, threads: int, ranks: int, *, quick: bool) -> Device
     elif threads * ranks > max(count, ranks):
         given = f"{threads} threads in each of {ranks} processes" if ranks > 1 else f"{threads} threads"
         faults.append(
-            Diagnostic(f"{given}, and this machine has {count} cores", f"--threads {max(1, count // ranks)}", "--threads")
+            Diagnostic(
+                f"{given}, and this machine has {count} cores",
+                f"--threads {max(1, count // ranks)}",
+                "--threads",
+            )
         )
     raise_diagnostics(faults)
     return DeviceBenchRequest(chosen, threads or max(1, count // ranks), ranks, quick)
 
 
-def measure_device(request: DeviceBenchRequest, out: Path, launcher: LocalLauncher, console: Console) -> DeviceProfile:
+def measure_device(
+    request: DeviceBenchRequest, out: Path, launcher: LocalLauncher, console: Console
+) -> DeviceProfile:
     """Measure what is wished for; returns what is written to `out`.
 
     Raises RanksFailed when one of several processes did not end well.
@@ -80,7 +103,9 @@ def measure_device(request: DeviceBenchRequest, out: Path, launcher: LocalLaunch
     free, needed = psutil.virtual_memory().available, MIN_FREE_NBYTES * request.num_ranks
     if free < needed:
         fix = "end what else runs here, or measure with fewer --ranks"
-        raise PlanError(f"measuring takes about {needed} bytes, and {free} are free", fix=fix, location="bench device")
+        raise PlanError(
+            f"measuring takes about {needed} bytes, and {free} are free", fix=fix, location="bench device"
+        )
     about = "some seconds" if request.quick else "about a minute"
     by = (
         f"{request.num_ranks} processes of {request.num_threads} threads at once"
@@ -104,7 +129,9 @@ def measure_device(request: DeviceBenchRequest, out: Path, launcher: LocalLaunch
             "--into",
             private,
         ]
-        outcome = launcher(["bench", "device", *words, *(["--quick"] if request.quick else [])], request.num_ranks, folder)
+        outcome = launcher(
+            ["bench", "device", *words, *(["--quick"] if request.quick else [])], request.num_ranks, folder
+        )
         if outcome.exit_code:
             raise RanksFailed(outcome)
         left = [(folder / RESULT_FILE.format(rank)).read_bytes() for rank in range(request.num_ranks)]
@@ -136,7 +163,10 @@ def _rated(request: DeviceBenchRequest, barrier: Callable[[], None] = lambda: No
     if request.kind == "cpu":
         retain_heap()  # as ranks do
     return time_device(
-        torch.device(request.kind), bench_sizes(request.kind, quick=request.quick), quick=request.quick, barrier=barrier
+        torch.device(request.kind),
+        bench_sizes(request.kind, quick=request.quick),
+        quick=request.quick,
+        barrier=barrier,
     )
 
 
@@ -152,7 +182,9 @@ def _profile(request: DeviceBenchRequest, found: Sequence[DeviceTimings]) -> Dev
         torch=torch.__version__,
         threads=request.num_threads,
         ranks=request.num_ranks,
-        memory=torch.cuda.get_device_properties(0).total_memory if cuda else psutil.virtual_memory().total // request.num_ranks,
+        memory=torch.cuda.get_device_properties(0).total_memory
+        if cuda
+        else psutil.virtual_memory().total // request.num_ranks,
         lag_samples=timing_windows([each.slices for each in found]),
         **figures,
     )

@@ -79,18 +79,28 @@ def check_writable(paths: Iterable[Path]) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            faults.append(Diagnostic(f"its folder cannot be made: {error.strerror}", "name another file", str(path)))
+            faults.append(
+                Diagnostic(f"its folder cannot be made: {error.strerror}", "name another file", str(path))
+            )
             continue
         if path.is_dir():
             faults.append(
-                Diagnostic("this is a folder; needed is a file", f"name a file in it: {path / 'cluster.toml'}", str(path))
+                Diagnostic(
+                    "this is a folder; needed is a file",
+                    f"name a file in it: {path / 'cluster.toml'}",
+                    str(path),
+                )
             )
         elif not os.access(path.parent, os.W_OK):
-            faults.append(Diagnostic("its folder cannot be written to", "name a file in another folder", str(path)))
+            faults.append(
+                Diagnostic("its folder cannot be written to", "name a file in another folder", str(path))
+            )
     raise_diagnostics(faults)
 
 
-def bench_local_ranks(request: NetworkBenchRequest, out: Path, launcher: LocalLauncher, console: Console) -> Cluster:
+def bench_local_ranks(
+    request: NetworkBenchRequest, out: Path, launcher: LocalLauncher, console: Console
+) -> Cluster:
     """Measure with local ranks, one number of them after the other; returns what is written to `out`.
 
     Raises RanksFailed when a rank did not end well.
@@ -120,7 +130,9 @@ def bench_rank(rank_env: RankEnv, request: NetworkBenchRequest, result_folder: P
     with record_failure(rank_env.rank, result_folder, rank_env.lifeline_fd):
         timings, transport = _measured(rank_env, request, 0)
         if rank_env.rank == 0:
-            (result_folder / "timings.json").write_text(json.dumps(asdict(_RankTimings(transport, tuple(timings)))))
+            (result_folder / "timings.json").write_text(
+                json.dumps(asdict(_RankTimings(transport, tuple(timings))))
+            )
 
 
 def bench_job(rank_env: RankEnv, request: NetworkBenchRequest, out: Path) -> Cluster | None:
@@ -131,7 +143,11 @@ def bench_job(rank_env: RankEnv, request: NetworkBenchRequest, out: Path) -> Clu
     place = rank_env.launcher_env
     if place is None or rank_env.world < 2:
         text = "the launcher started one rank, and nothing can be measured alone"
-        raise PlanError(text, fix="start at least 2 ranks, or run it without a launcher: --ranks 2,3,4", location="bench comm")
+        raise PlanError(
+            text,
+            fix="start at least 2 ranks, or run it without a launcher: --ranks 2,3,4",
+            location="bench comm",
+        )
     if place.rank % place.local_world != place.local_rank or place.world % place.local_world:
         text = f"rank {place.rank} is number {place.local_rank} of {place.local_world} on its host: ranks do not lie host by host"
         fix = "start as many ranks on every host, neighbours on one host (srun --distribution=block)"
@@ -159,19 +175,31 @@ def write_page(cluster: Cluster, path: Path) -> None:
         raise PlanError(text, fix="name another file: --html", location=str(path)) from error
 
 
-def _measured(rank_env: RankEnv, request: NetworkBenchRequest, per_host: int) -> tuple[list[AllReduceTiming], str]:
+def _measured(
+    rank_env: RankEnv, request: NetworkBenchRequest, per_host: int
+) -> tuple[list[AllReduceTiming], str]:
     names = [str(each) for each in PLAIN if each.refusal(rank_env.world) is None]
     if per_host and Hierarchical(per_host).refusal(rank_env.world) is None:
         names.append(str(Hierarchical(per_host)))
     with join_world(rank_env, Mesh(dp_replicate=rank_env.world)) as world:
         least = 2 if request.quick else 3
-        return measure(world, names, request.sizes, request.budget_s, least=least), world.group(AXES).transport
+        return measure(world, names, request.sizes, request.budget_s, least=least), world.group(
+            AXES
+        ).transport
 
 
 def _cluster(timings: Sequence[AllReduceTiming], transport: str, per_host: int) -> Cluster:
     date = datetime.now(UTC).isoformat(timespec="seconds")
     empty = Cluster(
-        VERSION, date, describe_machine(), torch.__version__, transport, per_host, FitError(0.0, 0.0), NetworkModel(), ()
+        VERSION,
+        date,
+        describe_machine(),
+        torch.__version__,
+        transport,
+        per_host,
+        FitError(0.0, 0.0),
+        NetworkModel(),
+        (),
     )
     return with_errors(empty, timings)
 
@@ -179,7 +207,9 @@ def _cluster(timings: Sequence[AllReduceTiming], transport: str, per_host: int) 
 def _ranks(text: str, diagnostics: list[Diagnostic]) -> tuple[int, ...]:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     words = (
-        text.split(",") if text else [str(each) for each in sorted({2, 3, 4, gpus}) if each > 1 and (not gpus or each <= gpus)]
+        text.split(",")
+        if text
+        else [str(each) for each in sorted({2, 3, 4, gpus}) if each > 1 and (not gpus or each <= gpus)]
     )
     found = [int(word) for word in words if word.strip().isdecimal()]
     if len(found) < len(words) or not found or not all(1 < each <= MAX_RANKS for each in found):
@@ -194,9 +224,19 @@ def _sizes(text: str, diagnostics: list[Diagnostic]) -> tuple[int, ...]:
     found: list[int] = []
     for word in text.split(","):
         ends = [_nbytes(end) for end in word.split("..")]
-        if None in ends or len(ends) > 2 or min(_known(ends)) < 4 or max(_known(ends)) % 4 or min(_known(ends)) % 4:
+        if (
+            None in ends
+            or len(ends) > 2
+            or min(_known(ends)) < 4
+            or max(_known(ends)) % 4
+            or min(_known(ends)) % 4
+        ):
             diagnostics.append(
-                Diagnostic(f"'{word.strip()}' is no size in whole float32 (4 bytes)", "--sizes 1KiB..64MiB", "--sizes")
+                Diagnostic(
+                    f"'{word.strip()}' is no size in whole float32 (4 bytes)",
+                    "--sizes 1KiB..64MiB",
+                    "--sizes",
+                )
             )
             return (4,)
         low, high = _known(ends)[0], _known(ends)[-1]
@@ -205,7 +245,9 @@ def _sizes(text: str, diagnostics: list[Diagnostic]) -> tuple[int, ...]:
             low *= 2
     if len(set(found)) < 3:
         text = f"{len(set(found))} sizes: latency and rate cannot be told apart, and no size is left to judge the model by"
-        diagnostics.append(Diagnostic(text, "name at least 3: --sizes 1KiB,64KiB,4MiB; or a range: 1KiB..64MiB", "--sizes"))
+        diagnostics.append(
+            Diagnostic(text, "name at least 3: --sizes 1KiB,64KiB,4MiB; or a range: 1KiB..64MiB", "--sizes")
+        )
     return tuple(sorted(set(found)))
 
 

@@ -18,7 +18,12 @@ from meshwright.plan.job.errors import CollectiveError
 from meshwright.plan.job.run_options import WaitLimits
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.launch.cluster_env import RankEnv
-from meshwright.run.launch.gpu_checks import collective_findings, failed_collective, gather_findings, gpu_findings
+from meshwright.run.launch.gpu_checks import (
+    collective_findings,
+    failed_collective,
+    gather_findings,
+    gpu_findings,
+)
 from meshwright.run.launch.host_checks import Finding, host_findings
 from meshwright.run.launch.join import join_world
 from meshwright.run.launch.network import interface_to
@@ -64,7 +69,9 @@ def examine_host(
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         findings.insert(0, Finding("launcher", "ok", str(place)))
         try:
-            with join_world(rank_env, Mesh(dp_replicate=rank_env.world), WaitLimits.uniform(JOIN_TIMEOUT_S)) as world:
+            with join_world(
+                rank_env, Mesh(dp_replicate=rank_env.world), WaitLimits.uniform(JOIN_TIMEOUT_S)
+            ) as world:
                 findings += collective_findings(world, backend)
                 others = gather_findings(world, host, findings)
         except CollectiveError as error:
@@ -86,9 +93,16 @@ def check_as_rank(rank_env: RankEnv, folder: Path) -> None:
         store = f"{rank_env.store_path}.{backend}"
         try:
             with rendezvous(
-                LOCAL_MESH, rank_env.rank, store_path=store, backend=backend, device=device, timeout_s=JOIN_TIMEOUT_S
+                LOCAL_MESH,
+                rank_env.rank,
+                store_path=store,
+                backend=backend,
+                device=device,
+                timeout_s=JOIN_TIMEOUT_S,
             ) as world:
-                found += [finding for finding in collective_findings(world, backend) if finding.name != "clocks"]
+                found += [
+                    finding for finding in collective_findings(world, backend) if finding.name != "clocks"
+                ]
         except CollectiveError as error:
             found.append(failed_collective(error, backend))
     if rank_env.rank == 0:
@@ -102,14 +116,20 @@ def report_view(report: HostReport) -> RenderableType:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     rows = [(finding.name, finding) for finding in report.findings]
-    rows += [(f"{host}: {finding.name}", finding) for host, found in report.other_hosts.items() for finding in found]
+    rows += [
+        (f"{host}: {finding.name}", finding)
+        for host, found in report.other_hosts.items()
+        for finding in found
+    ]
     for name, finding in rows:
         table.add_row(f"[{COLORS[finding.level]}]{finding.level}[/]", name, _escaped(finding.text))
         if finding.fix:
             table.add_row("", "[green]repair[/]", _escaped(finding.fix))
     bad = sum(finding.level != "ok" for _, finding in rows)
     verdict = "cannot train as it is" if report.failed else "is fit to train"
-    table.add_row("", "", f"{report.host} {verdict}; {bad} of {len(rows)} to look at; {report.duration_s:.1f} s")
+    table.add_row(
+        "", "", f"{report.host} {verdict}; {bad} of {len(rows)} to look at; {report.duration_s:.1f} s"
+    )
     return table
 
 
@@ -121,8 +141,17 @@ def _try_here(launcher: LocalLauncher) -> Iterator[Finding]:
         if outcome.exit_code == 0 and answer.exists():
             yield from (Finding(**each) for each in json.loads(answer.read_text()))
             return
-        text = outcome.failure.text.strip().splitlines()[-1] if outcome.failure is not None else f"exit code {outcome.exit_code}"
-        yield Finding("collective (gloo)", "failure", f"two local processes did not end well: {text}", "look at the line above")
+        text = (
+            outcome.failure.text.strip().splitlines()[-1]
+            if outcome.failure is not None
+            else f"exit code {outcome.exit_code}"
+        )
+        yield Finding(
+            "collective (gloo)",
+            "failure",
+            f"two local processes did not end well: {text}",
+            "look at the line above",
+        )
 
 
 def _escaped(text: str) -> str:

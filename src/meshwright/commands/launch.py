@@ -11,7 +11,9 @@ from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics,
 from meshwright.run.config.config_file import read_request
 from meshwright.run.launch.job_files import JOB_FILE_KINDS, JobFile, distribute_ranks
 
-TIME_PATTERN = re.compile(r"(\d+-)?\d{1,2}(:\d{2}){0,2}|\d+")  # as sbatch reads it: minutes, h:m:s, days-hours...
+TIME_PATTERN = re.compile(
+    r"(\d+-)?\d{1,2}(:\d{2}){0,2}|\d+"
+)  # as sbatch reads it: minutes, h:m:s, days-hours...
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,9 @@ def make_job_file(config: Path, overrides: Sequence[str], kind: str, options: Jo
         world = None  # the mesh says it; whether the hosts fit is said below, in terms of hosts
     elif world is None:
         fix = "say how many: --hosts N --per-host M"
-        raise PlanError("an axis of the mesh is -1, and the number of ranks is not known", fix=fix, location="mesh")
+        raise PlanError(
+            "an axis of the mesh is -1, and the number of ranks is not known", fix=fix, location="mesh"
+        )
     (_, ready) = resolve_config(config, overrides, world)
     hosts, per_host = distribute_ranks(ready.plan.mesh.world_size, hosts, per_host)
     words = [str(config), *overrides]
@@ -52,19 +56,27 @@ def write_job_file(text: str, path: Path) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         fix = "name a file in a folder that can be written to"
-        raise PlanError(f"the file cannot be written: {error.strerror}", fix=fix, location=f"--out {path}") from error
+        raise PlanError(
+            f"the file cannot be written: {error.strerror}", fix=fix, location=f"--out {path}"
+        ) from error
 
 
 def _faults(kind: str, name: str, wanted: JobFileOptions) -> list[Diagnostic]:
     faults = []
     if kind not in JOB_FILE_KINDS:
-        faults.append(Diagnostic(f"there is no job file for '{kind}'", suggest_name(kind, JOB_FILE_KINDS), "--print"))
+        faults.append(
+            Diagnostic(f"there is no job file for '{kind}'", suggest_name(kind, JOB_FILE_KINDS), "--print")
+        )
     if name != _label(name):
         text = f"'{name}' cannot be the name of a job: lower-case letters, digits and '-' can, at most 50"
         faults.append(Diagnostic(text, f"--name {_label(name)}", "--name"))
     if not TIME_PATTERN.fullmatch(wanted.time_limit):
         faults.append(
-            Diagnostic(f"'{wanted.time_limit}' is no time limit", "write hours:minutes:seconds: --time 24:00:00", "--time")
+            Diagnostic(
+                f"'{wanted.time_limit}' is no time limit",
+                "write hours:minutes:seconds: --time 24:00:00",
+                "--time",
+            )
         )
     return faults
 

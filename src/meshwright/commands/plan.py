@@ -65,16 +65,18 @@ def resolve_config(config: Path, overrides: Sequence[str], world: int | None) ->
     plan = ready.plan
     raise_diagnostics(static_checks(plan))
     if request.extra.get("plan_hash") not in (None, plan.hash) and not overrides:
-        text = (
-            f"plan_hash is {request.extra['plan_hash']}, the contents make {plan.hash}: the file was edited, or the model changed"
-        )
+        text = f"plan_hash is {request.extra['plan_hash']}, the contents make {plan.hash}: the file was edited, or the model changed"
         raise PlanError(
-            text, fix="remove the line plan_hash, or make the plan again with `meshwright plan`", location=str(config)
+            text,
+            fix="remove the line plan_hash, or make the plan again with `meshwright plan`",
+            location=str(config),
         )
     mesh = plan.mesh.as_dict()
     extra = {"plan_hash": plan.hash, "version": meshwright.__version__}
     job = replace(request.job, model=plan.job.model)  # a branch of the hub has become a commit
-    resolved = replace(request, job=job, mesh=mesh, micro_batch=plan.micro_batch, strategies=plan.strategies, extra=extra)
+    resolved = replace(
+        request, job=job, mesh=mesh, micro_batch=plan.micro_batch, strategies=plan.strategies, extra=extra
+    )
     return replace(resolved, cluster=""), ready  # what it was asked for stands in the strategies now
 
 
@@ -85,7 +87,9 @@ def with_hardware(resolved: ResolvedRequest, hardware: str, cluster: str) -> Res
     """
     request, ready = resolved
     known = request.run.cluster if not hardware or is_hardware_file(hardware) else ""
-    run = replace(request.run, hardware=_absolute(hardware) or request.run.hardware, cluster=_absolute(cluster) or known)
+    run = replace(
+        request.run, hardware=_absolute(hardware) or request.run.hardware, cluster=_absolute(cluster) or known
+    )
     return replace(request, run=run), replace(ready, plan=replace(ready.plan, run=run))
 
 
@@ -99,11 +103,15 @@ def predict_step(resolved: ResolvedRequest) -> Prediction | None:
     return predict_plan(plan, plan.run.hardware, plan.run.cluster)
 
 
-def resolved_view(resolved: ResolvedRequest, prediction: Prediction | None, *, all_actions: bool) -> RenderableType:
+def resolved_view(
+    resolved: ResolvedRequest, prediction: Prediction | None, *, all_actions: bool
+) -> RenderableType:
     """The plan as a table; below it what it takes, and what was chosen for it, and why."""
     plan, notes = resolved[1].plan, resolved[1].notes
     taken = Text(NOT_PREDICTED) if prediction is None else prediction_view(plan, prediction)
-    return Group(plan_view(plan, every=all_actions), "", taken, *(Text(note, style="green") for note in notes))
+    return Group(
+        plan_view(plan, every=all_actions), "", taken, *(Text(note, style="green") for note in notes)
+    )
 
 
 def write_prediction(resolved: ResolvedRequest, prediction: Prediction | None, path: Path) -> None:
@@ -144,22 +152,37 @@ def _laid(analyzed: AnalyzedModel, request: PlanRequest) -> tuple[ShardingPlan, 
     Without one: where tensor parallelism on two ranks would.
     """
     mesh = Mesh.infer({axis: 1 if size == -1 else size for axis, size in request.mesh.items()})
-    chosen = default_strategies(mesh, analyzed.model_spec) if request.strategies is None else request.strategies
-    asked = mesh.pp > 1 or any(strategy.phase == "shard" and not isinstance(strategy, BatchSplit) for strategy in chosen)
+    chosen = (
+        default_strategies(mesh, analyzed.model_spec) if request.strategies is None else request.strategies
+    )
+    asked = mesh.pp > 1 or any(
+        strategy.phase == "shard" and not isinstance(strategy, BatchSplit) for strategy in chosen
+    )
     if not asked:
         mesh = Mesh(tp=2)
         chosen = default_strategies(mesh, analyzed.model_spec)
     try:
         anatomy, faults = model_spec_for(analyzed, request.job, mesh, chosen), list[Diagnostic]()
     except PlanError as error:  # it cannot be cut into parts
-        anatomy, faults = replace(analyzed.model_spec, sequence_info=analyzed.sequence_info), list(error.diagnostics)
+        anatomy, faults = (
+            replace(analyzed.model_spec, sequence_info=analyzed.sequence_info),
+            list(error.diagnostics),
+        )
     space = ShardingPlan.one_device(mesh, anatomy)
-    dividing = [strategy for strategy in chosen if strategy.phase == "shard" or (strategy.phase == "order" and not faults)]
+    dividing = [
+        strategy
+        for strategy in chosen
+        if strategy.phase == "shard" or (strategy.phase == "order" and not faults)
+    ]
     dividing = dividing if asked else []
     for strategy in sort_by_phase(chosen):
         faults += strategy.check(request.job, space) if strategy in dividing else ()
         space = strategy.place(space)
-    return space, asked, [*faults, *(fault for strategy in dividing for fault in strategy.check_combined(space))]
+    return (
+        space,
+        asked,
+        [*faults, *(fault for strategy in dividing for fault in strategy.check_combined(space))],
+    )
 
 
 def explanation_view(explanation: ModelExplanation) -> RenderableType:
@@ -167,14 +190,23 @@ def explanation_view(explanation: ModelExplanation) -> RenderableType:
     view = explain_view(explanation.report, explanation.param_itemsize)
     if explanation.sharding is None:
         return view
-    return Group(view, parameters_view(explanation.sharding, explanation.param_dtype, asked=explanation.is_divided))
+    return Group(
+        view, parameters_view(explanation.sharding, explanation.param_dtype, asked=explanation.is_divided)
+    )
 
 
 def write_explanation(explanation: ModelExplanation, path: Path) -> None:
     """Write what `explain` found as JSON. Raises PlanError when the file cannot be written."""
     try:
-        rows = [] if explanation.sharding is None else parameter_rows(explanation.sharding, explanation.param_dtype)
-        plain = {**explain_dict(explanation.report, explanation.param_itemsize), "parameters": [asdict(row) for row in rows]}
+        rows = (
+            []
+            if explanation.sharding is None
+            else parameter_rows(explanation.sharding, explanation.param_dtype)
+        )
+        plain = {
+            **explain_dict(explanation.report, explanation.param_itemsize),
+            "parameters": [asdict(row) for row in rows],
+        }
         path.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         text = f"the explanation cannot be written: {error.strerror}"

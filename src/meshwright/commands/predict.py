@@ -17,15 +17,9 @@ from meshwright.planner.program_cost.prediction import Prediction, predict
 from meshwright.run.measure.hardware_lookup import find_profile, read_machine
 from meshwright.run.measure.network_profile import read_cluster
 
-ATTENTION_BLOCK_KEYS = (
-    512  # keys that torch's kernel on a CPU goes through at once: shorter rows are computed whole, whatever the mask
-)
-NOT_PREDICTED = (
-    "seconds      not predicted: measure this machine (meshwright bench device, bench comm), then --hardware device.toml"
-)
-UNMEASURED_LINKS = (
-    "nothing is known of the links between ranks, so messages cost nothing here: measure them (meshwright bench comm)"
-)
+ATTENTION_BLOCK_KEYS = 512  # keys that torch's kernel on a CPU goes through at once: shorter rows are computed whole, whatever the mask
+NOT_PREDICTED = "seconds      not predicted: measure this machine (meshwright bench device, bench comm), then --hardware device.toml"
+UNMEASURED_LINKS = "nothing is known of the links between ranks, so messages cost nothing here: measure them (meshwright bench comm)"
 
 
 def predict_plan(plan: Plan, hardware: str, cluster: str) -> Prediction | None:
@@ -60,7 +54,9 @@ def _on_cores(profile: DeviceProfile, links: Cluster | None, world: int) -> Grou
     slower = profile.threads / threads
     name = f"{profile.device}, {cores} cores"
     hosts = max(1, world // per_host)
-    return Ground(name, profile, wire, False, cores, threads, slower, hosts, ATTENTION_BLOCK_KEYS, notes=(*notes, *said))
+    return Ground(
+        name, profile, wire, False, cores, threads, slower, hosts, ATTENTION_BLOCK_KEYS, notes=(*notes, *said)
+    )
 
 
 def _on_devices(machine: Machine, profile: DeviceProfile | None, links: Cluster | None) -> Ground:
@@ -69,7 +65,11 @@ def _on_devices(machine: Machine, profile: DeviceProfile | None, links: Cluster 
     if links is not None:
         machine, more = with_cluster(machine, links)
         notes = (*notes, *more)
-    elif machine.device.link_rate and machine.count > 1 and (machine.device.nic_rate or machine.count <= machine.host):
+    elif (
+        machine.device.link_rate
+        and machine.count > 1
+        and (machine.device.nic_rate or machine.count <= machine.host)
+    ):
         wire, notes = ByRates(machine), ()
     pace = ByKind(machine) if profile is None else profile
     return Ground(machine.device.name, pace, wire, peaks=machine.device.flops, notes=notes)
@@ -79,5 +79,7 @@ def _wire(links: Cluster | None, world: int) -> tuple[Wire, tuple[str, ...]]:
     if links is None:
         return Unknown(), (UNMEASURED_LINKS,) if world > 1 else ()
     if world > max(links.ranks):
-        return Measured(links), (f"{max(links.ranks)} ranks at most were measured together: of more the model of the links says",)
+        return Measured(links), (
+            f"{max(links.ranks)} ranks at most were measured together: of more the model of the links says",
+        )
     return Measured(links), ()

@@ -33,7 +33,9 @@ def write_report(run: Path, other: Path | None, out: Path | None) -> tuple[Path,
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         fix = "name a file in a folder that can be written to: --out FILE.html"
-        raise PlanError(f"the report cannot be written: {error.strerror}", fix=fix, location=str(path)) from error
+        raise PlanError(
+            f"the report cannot be written: {error.strerror}", fix=fix, location=str(path)
+        ) from error
     found = {record.name: beside(record) for record in records}
     tables = [beside_table(each, name) for name, each in found.items() if each]
     return path, Group(*tables) if tables else None

@@ -27,7 +27,12 @@ from meshwright.report.terminal.prediction import prediction_dict, seconds
 from meshwright.report.terminal.progress import Figures, Show, duration, training_view
 from meshwright.resolve import ResolvedRun
 from meshwright.run.checkpoint.directories import step_folder
-from meshwright.run.checkpoint.resume import CHECKPOINTS_FOLDER, check_checkpoints_usable, checkpoint_names, resume
+from meshwright.run.checkpoint.resume import (
+    CHECKPOINTS_FOLDER,
+    check_checkpoints_usable,
+    checkpoint_names,
+    resume,
+)
 from meshwright.run.config.config_file import read_request, request_as_dict
 from meshwright.run.data.prefetch import prefetch
 from meshwright.run.data.tokenizer import TokenDataset
@@ -46,19 +51,30 @@ from meshwright.run.training.train_loop import train_loop as train_loop
 
 @contextmanager
 def rank0_callbacks(
-    resolved: ResolvedRequest, num_available_steps: int | None, first_step: int, device: torch.device, console: Console
+    resolved: ResolvedRequest,
+    num_available_steps: int | None,
+    first_step: int,
+    device: torch.device,
+    console: Console,
 ) -> Iterator[tuple[Callback, ...]]:
     """Callbacks of rank 0 for a run that goes on after step `first` and has data for `available` steps (None: endless)."""
     request, ready = resolved
     plan = ready.plan
     folder = Path(plan.run.folder)
     try:
-        write_run_info(plan, plan_words(plan), held_nbytes(plan), device, prediction_dict(plan, _priced(plan)))
+        write_run_info(
+            plan, plan_words(plan), held_nbytes(plan), device, prediction_dict(plan, _priced(plan))
+        )
     except OSError as error:
         logger.warning("what the run is cannot be written, and its report will know less: %s", error)
-    told = TrackerRun(folder, folder.resolve().name, plan.run.tracker_project, request_as_dict(request), first_step)
+    told = TrackerRun(
+        folder, folder.resolve().name, plan.run.tracker_project, request_as_dict(request), first_step
+    )
     steps = min(plan.job.train.steps, num_available_steps or plan.job.train.steps)
-    with open_trackers(plan.run.trackers, told, TRACKERS) as trackers, training_view(console, steps, first_step) as show:
+    with (
+        open_trackers(plan.run.trackers, told, TRACKERS) as trackers,
+        training_view(console, steps, first_step) as show,
+    ):
         yield (Callback(on_step_end=partial(_show, show)), *trackers)
 
 
@@ -91,7 +107,12 @@ StopFlagContext = Callable[[], AbstractContextManager[Callable[[], bool]]]
 
 
 def train(
-    config: Path, overrides: Sequence[str], world: int | None, from_step: int | None, launcher: LocalLauncher, console: Console
+    config: Path,
+    overrides: Sequence[str],
+    world: int | None,
+    from_step: int | None,
+    launcher: LocalLauncher,
+    console: Console,
 ) -> LaunchResult:
     """Check everything here, then start the local ranks and wait for them."""
     resolved = resolve_config(config, overrides, world)
@@ -106,7 +127,9 @@ def train(
     path = _write_run_plan(resolved)
     _announce(resolved[1], console)
     if prediction is not None:
-        console.print(f"predicted: {seconds(prediction.step_s)} a step on {prediction.on}", markup=False, soft_wrap=True)
+        console.print(
+            f"predicted: {seconds(prediction.step_s)} a step on {prediction.on}", markup=False, soft_wrap=True
+        )
     argv = ["train", str(path), *([] if from_step is None else ["--from-step", str(from_step)])]
     before = log_sizes(folder)
     outcome = launcher(argv, plan.mesh.world_size, folder)
@@ -118,13 +141,20 @@ def train(
 def _announce(ready: ResolvedRun, console: Console) -> None:
     plan = ready.plan
     steps = f"{plan.job.train.steps} steps of {plan.job.train.batch} samples"
-    console.print(f"plan {plan.hash}: {steps} on {plan.mesh}, into {plan.run.folder}", markup=False, soft_wrap=True)
+    console.print(
+        f"plan {plan.hash}: {steps} on {plan.mesh}, into {plan.run.folder}", markup=False, soft_wrap=True
+    )
     for note in (*ready.notes, *ready.dataset.notes):
         console.print(note, markup=False, soft_wrap=True)
 
 
 def train_rank(
-    rank_env: RankEnv, config: Path, overrides: Sequence[str], from_step: int | None, stop_flag: StopFlagContext, console: Console
+    rank_env: RankEnv,
+    config: Path,
+    overrides: Sequence[str],
+    from_step: int | None,
+    stop_flag: StopFlagContext,
+    console: Console,
 ) -> TrainResult:
     """Train as one rank; rank 0 shows what happens. `hearing` is entered for the steps: it yields whether to stop."""
     with _guarded(rank_env, config, overrides, console) as (progress, resolved):
@@ -135,7 +165,11 @@ def train_rank(
             _write_run_plan(resolved)
         run = plan.run
         joining = join_world(
-            rank_env, plan.mesh, run.limits, check_collectives=run.check_collectives, shared_memory=run.shared_memory
+            rank_env,
+            plan.mesh,
+            run.limits,
+            check_collectives=run.check_collectives,
+            shared_memory=run.shared_memory,
         )
         with joining as world, ExitStack() as stack:
             engine = stack.enter_context(ready.make_trainer(world))
@@ -150,13 +184,25 @@ def train_rank(
                 console.print("\n".join(resumed.notes), markup=False, soft_wrap=True)
             logger.info("plan %s on %s; %s", plan.hash, world.device, "; ".join(resumed.notes))
             started = perf_counter()
-            watch = rank0_callbacks(resolved, feed.num_steps, resumed.step, world.device, console) if show else nullcontext(())
+            watch = (
+                rank0_callbacks(resolved, feed.num_steps, resumed.step, world.device, console)
+                if show
+                else nullcontext(())
+            )
             with stop_flag() as stopping, watch as watchers:
                 mine = (_telling(console), *ready.callbacks) if show else ()
                 evaluating = ready.eval_samples(rank_env.rank)
                 heard = (*watchers, *mine)
                 ended = train_loop(
-                    engine.executor, plan, feed, world, stopping, heard, progress, evaluating, resumed.eval_history
+                    engine.executor,
+                    plan,
+                    feed,
+                    world,
+                    stopping,
+                    heard,
+                    progress,
+                    evaluating,
+                    resumed.eval_history,
                 )
             logger.info("ended at step %d, %s", ended.step, "stopped" if ended.stopped else "done")
             if show:
@@ -201,7 +247,9 @@ def _telling(console: Console) -> Callback:
     """Shows evaluations, and steps that were left out."""
 
     def on_evaluate(moment: CallbackEvent) -> None:
-        numbers = "".join(f", {name} {value:.4f}" for name, value in moment.evaluation.items() if name == "perplexity")
+        numbers = "".join(
+            f", {name} {value:.4f}" for name, value in moment.evaluation.items() if name == "perplexity"
+        )
         best = "  best so far" if moment.is_best else ""
         text = f"step {moment.step}: evaluation loss {moment.evaluation['loss']:.4f}{numbers}{best}"
         console.print(text, style="cyan", markup=False, soft_wrap=True)
@@ -209,35 +257,57 @@ def _telling(console: Console) -> Callback:
     def on_step_end(moment: CallbackEvent) -> None:
         if moment.step_record is not None and moment.step_record.skipped:
             line = moment.step_record
-            lost = f"its gradients left the range of float16; the loss scale is now {line.loss_scale:g}" if line.overflow else ""
+            lost = (
+                f"its gradients left the range of float16; the loss scale is now {line.loss_scale:g}"
+                if line.overflow
+                else ""
+            )
             why = moment.spike or lost or "no token of it counts"
-            console.print(f"step {moment.step} was left out: {why}", style="yellow", markup=False, soft_wrap=True)
+            console.print(
+                f"step {moment.step} was left out: {why}", style="yellow", markup=False, soft_wrap=True
+            )
 
     return Callback(on_step_end=on_step_end, on_evaluate=on_evaluate)
 
 
 def _conclude(
-    ready: ResolvedRun, available: int | None, first: int, ended: TrainResult, seconds: float, console: Console
+    ready: ResolvedRun,
+    available: int | None,
+    first: int,
+    ended: TrainResult,
+    seconds: float,
+    console: Console,
 ) -> None:
     """Say how the run ended, and whether steps that were played again came out the same."""
     if str(ended.replay):
-        console.print(str(ended.replay), style="green" if ended.replay.first_difference is None else "red", soft_wrap=True)
+        console.print(
+            str(ended.replay),
+            style="green" if ended.replay.first_difference is None else "red",
+            soft_wrap=True,
+        )
     steps = ready.plan.job.train.steps
     if ended.stop_reason:
         console.print(f"ended early at step {ended.step}: {ended.stop_reason}", markup=False, soft_wrap=True)
     if ended.loss is None and ended.stop_reason:
         return
     if ended.loss is None:
-        console.print(f"nothing to do: step {ended.step} is reached already (train.steps = {steps})", soft_wrap=True)
+        console.print(
+            f"nothing to do: step {ended.step} is reached already (train.steps = {steps})", soft_wrap=True
+        )
         return
     word = "stopped at" if ended.stopped else "done:"
     console.print(
-        f"{word} step {ended.step}, loss {ended.loss:.4f}; {ended.step - first} steps took {duration(seconds)}", soft_wrap=True
+        f"{word} step {ended.step}, loss {ended.loss:.4f}; {ended.step - first} steps took {duration(seconds)}",
+        soft_wrap=True,
     )
     if ended.num_skipped:
-        console.print(f"{ended.num_skipped} of these steps were left out (guard.action = skip)", style="yellow")
+        console.print(
+            f"{ended.num_skipped} of these steps were left out (guard.action = skip)", style="yellow"
+        )
     if ended.num_overflows:
-        text = f"{ended.num_overflows} of these steps were left out because gradients left the range of float16"
+        text = (
+            f"{ended.num_overflows} of these steps were left out because gradients left the range of float16"
+        )
         console.print(text, style="yellow", soft_wrap=True)
     if ended.stopped:
         console.print("the same command goes on from here")
@@ -253,10 +323,14 @@ def _sample(ready: ResolvedRun, trainer: Trainer, ended: TrainResult, *, show: b
     if not run.sample_tokens or not isinstance(ready.dataset, TokenDataset) or ended.stopped:
         return ""
     with trainer.full_params() as module:
-        if not show and not (trainer.executor.flat_params.forward_is_collective or ready.plan.sharding.block_calls_by_pp_rank):
+        if not show and not (
+            trainer.executor.flat_params.forward_is_collective or ready.plan.sharding.block_calls_by_pp_rank
+        ):
             return ""
         length, codec = job.data.sequence, ready.dataset.tokenizer
-        return sample_text(module, run.sample_prompt, run.sample_tokens, length, job.train.seed, tokenizer=codec)
+        return sample_text(
+            module, run.sample_prompt, run.sample_tokens, length, job.train.seed, tokenizer=codec
+        )
 
 
 def _farewell(ready: ResolvedRun, text: str, ended: TrainResult, console: Console) -> None:

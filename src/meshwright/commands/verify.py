@@ -65,13 +65,26 @@ def verify(
         reports = on_threads(lambda world: compare_rank(case, world, reference), plan.mesh, timeout_s=600)
     else:
         size = ["--shrink"] if shrink else []
-        argv = ["verify", str(config), "--steps", str(steps), "--world", str(plan.mesh.world_size), *size, *overrides]
+        argv = [
+            "verify",
+            str(config),
+            "--steps",
+            str(steps),
+            "--world",
+            str(plan.mesh.world_size),
+            *size,
+            *overrides,
+        ]
         outcome = launcher(argv, plan.mesh.world_size, folder)
         if outcome.exit_code:
             raise RanksFailed(outcome)
         reports = [_read_report(folder, rank) for rank in range(plan.mesh.world_size)]
     verdict = make_verdict(case, reports, "threads" if launcher is None else "processes", _versions())
-    model = f"{plan.model_spec.name} scaled down to {case.plan.model_spec.numel:,} parameters" if shrink else plan.model_spec.name
+    model = (
+        f"{plan.model_spec.name} scaled down to {case.plan.model_spec.numel:,} parameters"
+        if shrink
+        else plan.model_spec.name
+    )
     verdict = replace(verdict, plan=plan.hash, model=model)
     path = out or folder / "verdict.json"
     _write(verdict, path)
@@ -79,7 +92,14 @@ def verify(
 
 
 def trace(
-    config: Path, overrides: Sequence[str], steps: int, world: int | None, out: Path | None, rank: int | None, *, shrink: bool
+    config: Path,
+    overrides: Sequence[str],
+    steps: int,
+    world: int | None,
+    out: Path | None,
+    rank: int | None,
+    *,
+    shrink: bool,
 ) -> tuple[TraceVerdict, Path]:
     """Play `rank` (None: the first, the last and one between) and hold what it sends against the plan; write the verdict.
 
@@ -93,7 +113,11 @@ def trace(
     except NeedsRealTensorsError:
         played = _small_if_possible(request, world, played)
         found = trace_plan(played.analyzed, played.plan, ranks, loss=played.loss, steps=steps, fake=False)
-    model = found.model if played is ready else f"{found.model} scaled down to {played.plan.model_spec.numel:,} parameters"
+    model = (
+        found.model
+        if played is ready
+        else f"{found.model} scaled down to {played.plan.model_spec.numel:,} parameters"
+    )
     found = replace(found, plan=ready.plan.hash, model=model, versions=_versions())
     path = out or Path(ready.plan.run.folder) / "verify" / "trace.json"
     _write(found, path)
@@ -112,11 +136,15 @@ def _write(verdict: Verdict | TraceVerdict, path: Path) -> None:
         verdict.write(path)
     except OSError as error:
         raise PlanError(
-            f"the verdict cannot be written: {error.strerror}", fix="name another file: --json", location=str(path)
+            f"the verdict cannot be written: {error.strerror}",
+            fix="name another file: --json",
+            location=str(path),
         ) from error
 
 
-def verify_rank(rank_env: RankEnv, config: Path, overrides: Sequence[str], steps: int, *, shrink: bool) -> None:
+def verify_rank(
+    rank_env: RankEnv, config: Path, overrides: Sequence[str], steps: int, *, shrink: bool
+) -> None:
     """Compare as one rank, and leave the report for the process that asked."""
     if rank_env.store_path is None:
         text = "verify was started as one rank by torchrun; it starts its own ranks"
@@ -124,8 +152,12 @@ def verify_rank(rank_env: RankEnv, config: Path, overrides: Sequence[str], steps
     request = read_request(config, overrides, STRATEGIES)
     folder = Path(request.run.folder) / "verify"
     with record_failure(rank_env.rank, folder, rank_env.lifeline_fd):
-        case = _case(_scaled_down(request, rank_env.world) if shrink else resolve_request(request, rank_env.world))
-        with join_world(rank_env, case.plan.mesh, case.plan.run.limits, shared_memory=case.plan.run.shared_memory) as world:
+        case = _case(
+            _scaled_down(request, rank_env.world) if shrink else resolve_request(request, rank_env.world)
+        )
+        with join_world(
+            rank_env, case.plan.mesh, case.plan.run.limits, shared_memory=case.plan.run.shared_memory
+        ) as world:
             report = compare_rank(case, world, run_reference(case, steps))
         path = _report_path(folder, rank_env.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +170,9 @@ def _scaled_down(request: PlanRequest, world: int | None) -> ResolvedRun:
 
 
 def _case(ready: ResolvedRun) -> ParityCase:
-    return parity_case(ready.analyzed, ready.plan, ready.loss, lambda plan, rank: ready.feed(plan, rank).batch)
+    return parity_case(
+        ready.analyzed, ready.plan, ready.loss, lambda plan, rank: ready.feed(plan, rank).batch
+    )
 
 
 def _report_path(folder: Path, rank: int) -> Path:
@@ -150,4 +184,8 @@ def _read_report(folder: Path, rank: int) -> RankReport:
 
 
 def _versions() -> dict[str, str]:
-    return {"meshwright": meshwright.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    return {
+        "meshwright": meshwright.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }

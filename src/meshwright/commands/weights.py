@@ -25,7 +25,12 @@ from meshwright.run.export.hf_export import ExportableModel, ExportResult, expor
 from meshwright.run.export.roundtrip_check import RoundTripResult, check_import
 from meshwright.run.training.train_loop import CHECKPOINTS_FOLDER
 
-EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+EXPORT_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 CONVERT_SCRIPT = Path(__file__).parents[1] / "run" / "export" / "convert_pickle.py"
 
@@ -40,10 +45,16 @@ def export_checkpoint(
     Raises PlanError for a path without a checkpoint, one of a model that cannot be built here, and wrong words.
     """
     if dtype and dtype not in EXPORT_DTYPES:
-        raise PlanError(f"there is no dtype '{dtype}' to export in", fix=suggest_name(dtype, EXPORT_DTYPES), location="--dtype")
+        raise PlanError(
+            f"there is no dtype '{dtype}' to export in",
+            fix=suggest_name(dtype, EXPORT_DTYPES),
+            location="--dtype",
+        )
     checkpoint, manifest = _checkpoint(path)
     trained = _trained(checkpoint, manifest)
-    return checkpoint, export_model(trained, out, EXPORT_DTYPES.get(dtype), _nbytes(max_shard_size), merge=merge)
+    return checkpoint, export_model(
+        trained, out, EXPORT_DTYPES.get(dtype), _nbytes(max_shard_size), merge=merge
+    )
 
 
 def import_weights(source: str, revision: str) -> tuple[ModelConfig, RoundTripResult, int]:
@@ -59,14 +70,41 @@ def convert(file: Path, out: Path, key: str, environment: Mapping[str, str]) -> 
     The child has `environment` and no more. Raises PlanError when `file` holds anything but tensors by name.
     """
     if not file.is_file():
-        raise PlanError(f"there is no file {file}", fix="give a .bin, .pt or .pth file that torch.save wrote", location="convert")
+        raise PlanError(
+            f"there is no file {file}",
+            fix="give a .bin, .pt or .pth file that torch.save wrote",
+            location="convert",
+        )
     if out.suffix != ".safetensors" or out.exists() or not out.parent.is_dir():
-        why = "exists" if out.exists() else "does not end in .safetensors" if out.parent.is_dir() else "lies in no folder"
-        raise PlanError(f"{out} {why}", fix="name a new file in a folder that exists: model.safetensors", location="convert")
+        why = (
+            "exists"
+            if out.exists()
+            else "does not end in .safetensors"
+            if out.parent.is_dir()
+            else "lies in no folder"
+        )
+        raise PlanError(
+            f"{out} {why}",
+            fix="name a new file in a folder that exists: model.safetensors",
+            location="convert",
+        )
     with TemporaryDirectory(prefix=".meshwright-", dir=out.parent) as private:
-        part, report = Path(private).absolute() / "converted.safetensors", Path(private).absolute() / "report.json"
-        words = [sys.executable, "-I", str(CONVERT_SCRIPT), str(file.absolute()), str(part), str(report), *([key] if key else [])]
-        ended = subprocess.run(words, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        part, report = (
+            Path(private).absolute() / "converted.safetensors",
+            Path(private).absolute() / "report.json",
+        )
+        words = [
+            sys.executable,
+            "-I",
+            str(CONVERT_SCRIPT),
+            str(file.absolute()),
+            str(part),
+            str(report),
+            *([key] if key else []),
+        ]
+        ended = subprocess.run(
+            words, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, check=False
+        )
         said = _said(report, ended)
         if "tensors" not in said or not part.is_file():
             raise _refused(file, said, key)
@@ -88,7 +126,9 @@ def _checkpoint(path: Path) -> tuple[Path, Manifest]:
     found, manifest, rejected = newest_valid(folder)
     if found is None or manifest is None:
         reasons = "; ".join(f"{bad.name}: {why}" for bad, why in rejected)
-        raise PlanError(f"no checkpoint in {folder} is whole: {reasons}", fix="restore one from a copy", location="export")
+        raise PlanError(
+            f"no checkpoint in {folder} is whole: {reasons}", fix="restore one from a copy", location="export"
+        )
     return found, manifest
 
 
@@ -101,7 +141,11 @@ def _trained(checkpoint: Path, manifest: Manifest) -> ExportableModel:
         key = f"model/{name}" if name in loaded.deferred_init.logical_params else f"buffer/{name}"
         return read_entry(checkpoint, key, manifest.entries[key])
 
-    base = asked.weights if not asked.weights or is_hub_id(asked.weights) else str(Path(asked.weights).absolute())
+    base = (
+        asked.weights
+        if not asked.weights or is_hub_id(asked.weights)
+        else str(Path(asked.weights).absolute())
+    )
     return ExportableModel(loaded.deferred_init, value, _beside(asked), base)
 
 
@@ -123,7 +167,9 @@ def _check_model(loaded: LoadedModel, checkpoint: Path, manifest: Manifest) -> N
     wrong = sorted(name for name in {**logical, **saved} if logical.get(name) != saved.get(name))
     if wrong:
         text = f"{len(wrong)} parameters of '{loaded.name}' as it is built now are not those of the checkpoint: {wrong[0]}..."
-        raise PlanError(text, fix="restore the config or the file that the model was built from", location=str(checkpoint))
+        raise PlanError(
+            text, fix="restore the config or the file that the model was built from", location=str(checkpoint)
+        )
 
 
 def _beside(source: ModelConfig) -> Path | None:
@@ -143,7 +189,9 @@ def _nbytes(words: str) -> int:
     number = words.strip().upper().rstrip("KMGIB ")
     unit = words.strip().upper().removeprefix(number).strip()
     if not number.isdecimal() or int(number) == 0 or unit not in SIZE_UNITS:
-        raise PlanError(f"the size '{words}'", fix="write a number and a unit: 5GB, 300MB", location="--max-shard-size")
+        raise PlanError(
+            f"the size '{words}'", fix="write a number and a unit: 5GB, 300MB", location="--max-shard-size"
+        )
     return int(number) * SIZE_UNITS[unit]
 
 
@@ -153,7 +201,11 @@ def _said(report: Path, ended: subprocess.CompletedProcess[bytes]) -> dict[str, 
     except (OSError, ValueError):
         said = None
     last = ended.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
-    return said if isinstance(said, dict) else {"refused": f"the child process ended with code {ended.returncode}: {last[0]}"}
+    return (
+        said
+        if isinstance(said, dict)
+        else {"refused": f"the child process ended with code {ended.returncode}: {last[0]}"}
+    )
 
 
 def _refused(file: Path, said: Mapping[str, Any], key: str) -> PlanError:
@@ -162,7 +214,9 @@ def _refused(file: Path, said: Mapping[str, Any], key: str) -> PlanError:
     if entries and not key:
         fix = f"name the entry that holds the tensors: --key NAME; or {fix}"
     held = f"; it holds {', '.join(entries)}" if entries else ""
-    return PlanError(f"{file} was not converted: {said.get('refused', 'no reason')}{held}", fix=fix, location="convert")
+    return PlanError(
+        f"{file} was not converted: {said.get('refused', 'no reason')}{held}", fix=fix, location="convert"
+    )
 
 
 def _words(entries: object) -> Iterator[str]:

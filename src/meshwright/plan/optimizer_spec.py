@@ -91,7 +91,9 @@ def depends_on_role(config: OptimizerConfig) -> bool:
     return config.name in FALLBACK_OPTIMIZERS
 
 
-def optimizer_state_nbytes(rule: OptimizerName, shape: tuple[int, ...], itemsize: int = 4, momentum: float = 0.0) -> int:
+def optimizer_state_nbytes(
+    rule: OptimizerName, shape: tuple[int, ...], itemsize: int = 4, momentum: float = 0.0
+) -> int:
     """The bytes of the moments of a weight of `shape`, of `width` bytes per element, counters left out.
 
     Of a piece of a weight, where the rule bears cuts, `shape` is (its elements,).

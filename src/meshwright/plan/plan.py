@@ -72,20 +72,32 @@ class Plan:
         space = space.map_param_shardings(
             lambda home: replace(home, shard_alignment=shard_alignment_of(alignment_optimizer, home.param))
         )
-        faults = [*job.diagnostics(), *run.diagnostics(), *strategy_choice_diagnostics(ordered), *model_diagnostics(model_spec)]
+        faults = [
+            *job.diagnostics(),
+            *run.diagnostics(),
+            *strategy_choice_diagnostics(ordered),
+            *model_diagnostics(model_spec),
+        ]
         for strategy in ordered:
             faults += strategy.check(job, space)
             space = strategy.place(space)
         faults += [fault for strategy in ordered for fault in strategy.check_combined(space)]
-        space = space.map_param_shardings(lambda home: replace(home, shard_alignment="matrix") if home.owner_axes else home)
+        space = space.map_param_shardings(
+            lambda home: replace(home, shard_alignment="matrix") if home.owner_axes else home
+        )
         faults += [*sharding_diagnostics(space, ordered), *precision_diagnostics(job, space)]
-        faults += [*batch_diagnostics(job, space, micro_batch), *global_batch_diagnostics(job, space, micro_batch)]
+        faults += [
+            *batch_diagnostics(job, space, micro_batch),
+            *global_batch_diagnostics(job, space, micro_batch),
+        ]
         faults += noise_scale_diagnostics(job, space, micro_batch)
         raise_diagnostics(faults)
         micro_batch = micro_batch or job.train.batch // mesh.group_size(space.data_axes)
         space = space.at_coordinate(mesh.coordinate(0))
         beyond = tuple(strategy.file_digests() for strategy in ordered)
-        return cls(job, run, mesh, micro_batch, ordered, space, _all_roles(job, space, ordered, micro_batch), beyond)
+        return cls(
+            job, run, mesh, micro_batch, ordered, space, _all_roles(job, space, ordered, micro_batch), beyond
+        )
 
     def for_rank(self, rank: int) -> "Plan":
         """This plan as `rank` plays it, with its own weights, slices of them and list where ranks differ in those."""
@@ -94,7 +106,9 @@ class Plan:
             space
         ) == local_fractions_by_length(self.sharding):
             return replace(self, sharding=space)
-        return replace(self, sharding=space, program=_program(self.job, space, self.strategies, self.micro_batch))
+        return replace(
+            self, sharding=space, program=_program(self.job, space, self.strategies, self.micro_batch)
+        )
 
     def with_micro_batch(self, micro_batch: int) -> "Plan":
         """This plan, as its rank plays it, where each micro-batch has so many rows: what it does on a last one that is short."""
@@ -108,7 +122,9 @@ class Plan:
         space = replace(self.sharding.all_ranks or self.sharding, model_spec=model_spec).at_coordinate(
             dict(self.sharding.coordinate)
         )
-        return replace(self, sharding=space, program=_all_roles(self.job, space, self.strategies, self.micro_batch))
+        return replace(
+            self, sharding=space, program=_all_roles(self.job, space, self.strategies, self.micro_batch)
+        )
 
     def role_plans(self) -> Iterator["Plan"]:
         """This plan as the ranks of each role see it, in the order of the program's roles: that of all of them."""
@@ -171,7 +187,9 @@ class Plan:
         """
         if not self.sharding.primary_rank_axes:
             return [
-                row for first in self.microbatch_starts(self.data_index(rank)) for row in range(first, first + self.micro_batch)
+                row
+                for first in self.microbatch_starts(self.data_index(rank))
+                for row in range(first, first + self.micro_batch)
             ]
         indices = (
             {self.data_index(peer) for peer in self.mesh.peers(rank, self.sharding.primary_rank_axes)}
@@ -179,13 +197,23 @@ class Plan:
             else ()
         )
         return sorted(
-            row for index in indices for first in self.microbatch_starts(index) for row in range(first, first + self.micro_batch)
+            row
+            for index in indices
+            for first in self.microbatch_starts(index)
+            for row in range(first, first + self.micro_batch)
         )
 
     def as_dict(self) -> dict[str, Any]:
         """All that affects numbers, as plain values: the job, the mesh, the micro-batch, the strategies, the parameters."""
         weights = [
-            [w.name, list(w.shape), list(w.block_calls), list(w.aliases), w.trainable, *([w.dtype] if w.dtype else [])]
+            [
+                w.name,
+                list(w.shape),
+                list(w.block_calls),
+                list(w.aliases),
+                w.trainable,
+                *([w.dtype] if w.dtype else []),
+            ]
             for w in self.model_spec.params
         ]
         return {
@@ -193,7 +221,8 @@ class Plan:
             "mesh": self.mesh.as_dict(),
             "micro_batch": self.micro_batch,
             "strategies": [
-                {**strategy.as_dict(), **dict(more)} for strategy, more in zip(self.strategies, self.file_digests, strict=True)
+                {**strategy.as_dict(), **dict(more)}
+                for strategy, more in zip(self.strategies, self.file_digests, strict=True)
             ],
             "visits": list(self.model_spec.block_calls),
             "weights": weights,
@@ -204,7 +233,11 @@ class Plan:
                 if depends_on_role(self.job.optimizer)
                 else {}
             ),
-            **({"values": self.model_spec.pretrained_source.digest} if self.model_spec.pretrained_source else {}),
+            **(
+                {"values": self.model_spec.pretrained_source.digest}
+                if self.model_spec.pretrained_source
+                else {}
+            ),
         }
 
     @property
@@ -216,7 +249,9 @@ class Plan:
 
 def _layer_calls(model_spec: ModelSpec) -> list[list[Any]]:
     """The calls of layers that can be divided: names, roles, and the numbers of the sums in which several end."""
-    return [[call.name, call.role, *([call.sum_id] if call.sum_id else [])] for call in model_spec.layer_calls]
+    return [
+        [call.name, call.role, *([call.sum_id] if call.sum_id else [])] for call in model_spec.layer_calls
+    ]
 
 
 def _slices_params(sharding: ShardingPlan) -> bool:
@@ -224,10 +259,14 @@ def _slices_params(sharding: ShardingPlan) -> bool:
     return any(home.sliced_dims for home in sharding.param_shardings)
 
 
-def _all_roles(job: Job, sharding: ShardingPlan, strategies: tuple[Strategy, ...], micro_batch: int) -> Program:
+def _all_roles(
+    job: Job, sharding: ShardingPlan, strategies: tuple[Strategy, ...], micro_batch: int
+) -> Program:
     """What the ranks of every role do in a step: those that see `space`, and those that run other visits."""
     seen = [sharding.at_pp_rank(index) for index in range(len(sharding.block_calls_by_pp_rank))] or [sharding]
-    return Program(tuple(role for each in seen for role in _program(job, each, strategies, micro_batch).roles))
+    return Program(
+        tuple(role for each in seen for role in _program(job, each, strategies, micro_batch).roles)
+    )
 
 
 def _program(job: Job, sharding: ShardingPlan, strategies: tuple[Strategy, ...], micro_batch: int) -> Program:
@@ -240,7 +279,8 @@ def _program(job: Job, sharding: ShardingPlan, strategies: tuple[Strategy, ...],
     for strategy in strategies:
         program = strategy.rewrite(program, sharding, job)
     program = drop_single_rank_transfers(
-        add_matrix_owner_actions(add_tied_grad_reductions(program, sharding, job), sharding, job), sharding.mesh
+        add_matrix_owner_actions(add_tied_grad_reductions(program, sharding, job), sharding, job),
+        sharding.mesh,
     )
     return add_noise_scale_actions(program, sharding) if job.train.noise_scale else program
 

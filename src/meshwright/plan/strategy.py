@@ -51,20 +51,29 @@ class Runtime(Protocol):
         """Have the module `name` of the model compute `around(what it computes otherwise, *its arguments)`."""
 
     def redistribute(
-        self, tensor: Any, axis: str, src: Placement, dst: Placement, overlap_fn: Callable[[], None] | None = None
+        self,
+        tensor: Any,
+        axis: str,
+        src: Placement,
+        dst: Placement,
+        overlap_fn: Callable[[], None] | None = None,
     ) -> Any:
         """`tensor` moved along `axis` for the action under way; the same tensor is moved once in a block.
 
         `meanwhile()` is called while it is under way.
         """
 
-    def redistribute_uncached(self, tensor: Any, axis: str, src: Placement, dst: Placement, num_neighbours: int = 0) -> Any:
+    def redistribute_uncached(
+        self, tensor: Any, axis: str, src: Placement, dst: Placement, num_neighbours: int = 0
+    ) -> Any:
         """`tensor` moved along `axis` for the action under way, as often as this is asked, and nothing of it is held on to.
 
         With `near` it is so among so many neighbours along the axis.
         """
 
-    def redistribute_in_backward(self, tensor: Any, axis: str, src: Placement, dst: Placement) -> AbstractContextManager[Any]:
+    def redistribute_in_backward(
+        self, tensor: Any, axis: str, src: Placement, dst: Placement
+    ) -> AbstractContextManager[Any]:
         """While it lasts, autograd keeps nothing of what `tensor` became by this move: backward moves it once more."""
 
     def set_attention(self, attention_fn: Callable[[Any], Any]) -> None:
@@ -99,7 +108,9 @@ class Strategy(ABC):
     name: ClassVar[str]
     phase: ClassVar[StrategyPhase]
     exact: ClassVar[bool] = True
-    needs_sequence_info: ClassVar[bool] = False  # it needs to know what the model does with tokens: Anatomy.tokens
+    needs_sequence_info: ClassVar[bool] = (
+        False  # it needs to know what the model does with tokens: Anatomy.tokens
+    )
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         """What is wrong with this technique on this job and mesh."""
@@ -113,7 +124,9 @@ class Strategy(ABC):
         """`space` with the layouts that this technique changes."""
         return sharding
 
-    def order_stage_calls(self, stage_calls: Sequence[StageCalls], sharding: ShardingPlan) -> Sequence[StageCalls]:
+    def order_stage_calls(
+        self, stage_calls: Sequence[StageCalls], sharding: ShardingPlan
+    ) -> Sequence[StageCalls]:
         """In which order a rank goes through its visits: as before, `turns`, or in another one."""
         return stage_calls
 
@@ -139,8 +152,14 @@ class Strategy(ABC):
 
     def __str__(self) -> str:
         unset = {item.name for item in fields(self) if not item.default}  # nothing of it, by default
-        table = {key: value for key, value in self.as_dict().items() if key != "name" and (value or key not in unset)}
-        said = ", ".join(f"{key} {' '.join(value) if isinstance(value, tuple) else value}" for key, value in table.items())
+        table = {
+            key: value
+            for key, value in self.as_dict().items()
+            if key != "name" and (value or key not in unset)
+        }
+        said = ", ".join(
+            f"{key} {' '.join(value) if isinstance(value, tuple) else value}" for key, value in table.items()
+        )
         return f"{self.name} ({said})"
 
 

@@ -11,7 +11,11 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.strategy import Strategy
 
 EXAMPLE_STRATEGIES: Mapping[str, str] = MappingProxyType(
-    {"pp": 'for runs of layers: "pipeline"', "cp": 'for tokens of a sample: "ring"', "tp": 'for tensor parallelism: "line"'}
+    {
+        "pp": 'for runs of layers: "pipeline"',
+        "cp": 'for tokens of a sample: "ring"',
+        "tp": 'for tensor parallelism: "line"',
+    }
 )
 
 
@@ -26,7 +30,9 @@ def strategy_choice_diagnostics(strategies: tuple[Strategy, ...]) -> Iterator[Di
     """Strategies that cannot stand beside each other."""
     order = [strategy.name for strategy in strategies if strategy.phase == "order"]
     if len(order) > 1:
-        yield Diagnostic(f"{' and '.join(order)} both decide the order of the step", "keep one of them", "strategies")
+        yield Diagnostic(
+            f"{' and '.join(order)} both decide the order of the step", "keep one of them", "strategies"
+        )
     stores: dict[str, list[str]] = {}
     for strategy in dict.fromkeys(strategies):
         if strategy.phase == "store":
@@ -34,7 +40,9 @@ def strategy_choice_diagnostics(strategies: tuple[Strategy, ...]) -> Iterator[Di
     for axis, names in stores.items():
         if len(names) > 1:
             yield Diagnostic(
-                f"{' and '.join(names)} both decide how weights are stored along {axis}", "keep one of them", "strategies"
+                f"{' and '.join(names)} both decide how weights are stored along {axis}",
+                "keep one of them",
+                "strategies",
             )
     for name in sorted({str(strategy) for strategy in strategies if strategies.count(strategy) > 1}):
         yield Diagnostic(f"{name} stands twice in the list", "remove one", "strategies")
@@ -54,16 +62,26 @@ def sharding_diagnostics(sharding: ShardingPlan, strategies: tuple[Strategy, ...
         axes = ", ".join(sorted({axis for home in pending for axis in home.grad_layout.axes_with("P")}))
         text = f"the gradients of {len(pending)} parameters ({pending[0].param.name}...) stay pending sums over {axes}"
         fix = f'add a strategy that stores weights along {axes}: [[strategies]] name = "replicate"'
-        if any(home.flat_shard_axes for home in pending):  # who cuts them into shards must hand those out along other axes too
+        if any(
+            home.flat_shard_axes for home in pending
+        ):  # who cuts them into shards must hand those out along other axes too
             fix = f'have the shards copied along {axes}: across = "{axes}" in the strategy that makes them'
         yield Diagnostic(text, fix, "strategies")
-    meant = {strategy.as_dict().get("axis", "") for strategy in strategies}  # one that cannot use its axis says why itself
-    idle = [axis for axis in AXES if sharding.mesh.size(axis) > 1 and axis not in meant and not _used(sharding, axis)]
+    meant = {
+        strategy.as_dict().get("axis", "") for strategy in strategies
+    }  # one that cannot use its axis says why itself
+    idle = [
+        axis
+        for axis in AXES
+        if sharding.mesh.size(axis) > 1 and axis not in meant and not _used(sharding, axis)
+    ]
     if idle:
         ranks = " x ".join(str(sharding.mesh.size(axis)) for axis in idle)
         text = f"no strategy uses the axis {' and '.join(idle)}: {ranks} ranks would do the same work"
         such = "; ".join(
-            dict.fromkeys(EXAMPLE_STRATEGIES.get(axis, 'for data parallelism: "batch" and "replicate"') for axis in idle)
+            dict.fromkeys(
+                EXAMPLE_STRATEGIES.get(axis, 'for data parallelism: "batch" and "replicate"') for axis in idle
+            )
         )
         yield Diagnostic(text, f"give the axis a strategy ({such}), or set its size to 1", "strategies")
 
@@ -75,7 +93,11 @@ def precision_diagnostics(job: Job, sharding: ShardingPlan) -> Iterator[Diagnost
     if whole and roles.gradients != roles.parameters:
         which = f"those of {len(whole)} parameters ({whole[0].param.name}...)"
         text = f"gradients in {roles.gradients}, and {which} are not cut into shards: they stay in {roles.parameters}"
-        yield Diagnostic(text, "remove precision.gradients, or cut weights into shards over several ranks", "precision.gradients")
+        yield Diagnostic(
+            text,
+            "remove precision.gradients, or cut weights into shards over several ranks",
+            "precision.gradients",
+        )
     if sharding.primary_rank_axes and roles.scales_loss:
         text = "the loss is scaled for float16, and one rank alone would know of an overflow: it steps for the others"
         yield Diagnostic(text, 'use compute = "bfloat16"', "precision.compute")
@@ -101,7 +123,9 @@ def batch_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: int) -> Ite
     elif batch > 0 and batch % num_data:
         text = f"a global batch of {batch} samples does not divide by {num_data} data-parallel ranks"
         lower = batch - batch % num_data
-        yield Diagnostic(text, f"set train.batch to {lower} or {lower + num_data}, or change the mesh", "train.batch")
+        yield Diagnostic(
+            text, f"set train.batch to {lower} or {lower + num_data}, or change the mesh", "train.batch"
+        )
     elif batch > 0 and micro_batch and (batch // num_data) % micro_batch:
         local = batch // num_data
         divisors = [n for n in range(1, local + 1) if local % n == 0]
@@ -113,9 +137,15 @@ def global_batch_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: int)
     """A loss of the whole batch, or one rank that takes it for others, needs all outputs at once."""
     local = job.train.batch // sharding.mesh.group_size(sharding.data_axes)
     if 0 < micro_batch < local and (sharding.model_spec.needs_global_batch or sharding.primary_rank_axes):
-        who = "the loss is taken" if sharding.primary_rank_axes else "the loss is no sum over samples: it is taken"
+        who = (
+            "the loss is taken"
+            if sharding.primary_rank_axes
+            else "the loss is no sum over samples: it is taken"
+        )
         text = f"{who} on the whole global batch at once, and micro_batch = {micro_batch} cuts a rank's {local} samples"
-        yield Diagnostic(text, "set micro_batch = 0, and lower train.batch if that does not fit", "micro_batch")
+        yield Diagnostic(
+            text, "set micro_batch = 0, and lower train.batch if that does not fit", "micro_batch"
+        )
     if job.guard.action != "off" and (sharding.model_spec.needs_global_batch or sharding.primary_rank_axes):
         text = "the guard looks for the rank that spoiled a step, and here no rank has a loss of its own"
         yield Diagnostic(text, 'set guard.action = "off"', "guard.action")

@@ -41,7 +41,10 @@ Result = TypeVar("Result")
 START_S = 120.0  # for a worker to import torch
 GRACE_S = 5.0  # for the other ranks to notice that one has failed
 EXIT_S = 10.0  # for a worker to exit
-DIED, HUNG = float("-inf"), float("inf")  # as moments of failure: a death comes before what it causes, a hanging rank last
+DIED, HUNG = (
+    float("-inf"),
+    float("inf"),
+)  # as moments of failure: a death comes before what it causes, a hanging rank last
 
 
 class RankFailure(RuntimeError):
@@ -71,7 +74,10 @@ def on_threads(fn: Callable[[World], Result], mesh: Mesh, timeout_s: float = 60.
             world.close()
             ended.put(rank)
 
-    threads = {rank: Thread(target=play, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(mesh.world_size)}
+    threads = {
+        rank: Thread(target=play, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(mesh.world_size)
+    }
     torch_threads = torch.get_num_threads()
     for thread in threads.values():
         thread.start()
@@ -92,7 +98,9 @@ def _first(errors: dict[int, BaseException], hub: ThreadHub, still_running: list
     rank = culprit if culprit in errors else next(iter(errors))
     errors[rank].add_note(f"raised on rank {rank} of {hub.mesh.world_size} ({hub.mesh})")
     if still_running:
-        errors[rank].add_note(f"ranks {still_running} were still running {hub.timeout_s:g} s later, outside any collective")
+        errors[rank].add_note(
+            f"ranks {still_running} were still running {hub.timeout_s:g} s later, outside any collective"
+        )
     return errors[rank]
 
 
@@ -146,14 +154,21 @@ class ProcessPool:
         """
         if mesh.world_size > self.max_ranks:
             text = f"{mesh} has {mesh.world_size} ranks, and this pool at most {self.max_ranks} processes"
-            raise PlanError(text, fix="use on_threads, a smaller mesh, or ProcessPool(max_ranks=...)", location="mesh")
+            raise PlanError(
+                text, fix="use on_threads, a smaller mesh, or ProcessPool(max_ranks=...)", location="mesh"
+            )
         with TemporaryDirectory(prefix="meshwright-") as folder:
-            tasks = [Task(fn, args, mesh, rank, Path(folder), timeout_s, meeting, self.shared) for rank in range(mesh.world_size)]
+            tasks = [
+                Task(fn, args, mesh, rank, Path(folder), timeout_s, meeting, self.shared)
+                for rank in range(mesh.world_size)
+            ]
             try:
                 messages = [by_value(task) for task in tasks]
             except Exception as error:
                 text = f"{fn} and its arguments cannot be copied to another process ({error})"
-                raise ValueError(f"{text}. Define the function at the top level of a module, pass plain values") from error
+                raise ValueError(
+                    f"{text}. Define the function at the top level of a module, pass plain values"
+                ) from error
             self._start(mesh.world_size)
             for rank, message in enumerate(messages):
                 self._workers[rank].connection.send_bytes(message)
@@ -173,7 +188,9 @@ class ProcessPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _start(self, count: int) -> None:
@@ -196,7 +213,9 @@ class ProcessPool:
             if not ready:
                 self.close()
                 text = f"a worker died as it started, or was not ready after {START_S:g} s"
-                raise RankFailure(f"{text}. Read what it printed; a script that uses a pool needs `if __name__ == '__main__':`")
+                raise RankFailure(
+                    f"{text}. Read what it printed; a script that uses a pool needs `if __name__ == '__main__':`"
+                )
 
     def _collect(self, tasks: list[Task]) -> dict[int, Answer]:
         answers: dict[int, Answer] = {}
@@ -211,12 +230,15 @@ class ProcessPool:
                     except (EOFError, OSError):
                         where = worker.abort(tasks[rank].stack)
                         answers[rank] = Answer(
-                            error=f"the process died with exit code {worker.process.exitcode}. {where}", failed_at=DIED
+                            error=f"the process died with exit code {worker.process.exitcode}. {where}",
+                            failed_at=DIED,
                         )
                     if answers[rank].error:
                         deadline = min(deadline, time.monotonic() + GRACE_S)
             for rank, worker in busy.values():
-                answers[rank] = Answer(error=f"had not ended. {worker.abort(tasks[rank].stack)}", failed_at=HUNG)
+                answers[rank] = Answer(
+                    error=f"had not ended. {worker.abort(tasks[rank].stack)}", failed_at=HUNG
+                )
         finally:
             for rank, _ in busy.values():
                 self._discard(rank)

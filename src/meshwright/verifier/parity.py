@@ -33,7 +33,9 @@ from meshwright.plan.step.single_device import FORWARD_KINDS, stepped_microbatch
 from meshwright.verifier.reference import ParityCase, Reference, ReferenceStep, TensorsByName
 from meshwright.verifier.verdict import COMPARED_QUANTITIES, QUANTITIES, Difference, Verdict, diagnose_cause
 
-PlannedMessage = tuple[str, str, tuple[str, ...], int, str]  # action, collective, axes, bytes that the rank puts in, algorithm
+PlannedMessage = tuple[
+    str, str, tuple[str, ...], int, str
+]  # action, collective, axes, bytes that the rank puts in, algorithm
 
 
 class PlannedMessages:
@@ -43,9 +45,13 @@ class PlannedMessages:
         self._case = parity_case
         columns = (*parity_case.plan.model_spec.inputs, *parity_case.plan.model_spec.targets)
         self._known = {column.name for column in columns}
-        self._plans = {frozenset((column.name, column.shape) for column in columns): parity_case.plan}  # by the shapes of one row
+        self._plans = {
+            frozenset((column.name, column.shape) for column in columns): parity_case.plan
+        }  # by the shapes of one row
 
-    def messages(self, rank: int, step_shapes: Sequence[tuple[BatchShapes, ...]]) -> Iterator[tuple[int, PlannedMessage]]:
+    def messages(
+        self, rank: int, step_shapes: Sequence[tuple[BatchShapes, ...]]
+    ) -> Iterator[tuple[int, PlannedMessage]]:
         """Those of `rank`, each with its step: `steps` are the shapes of its micro-batches; none: as planned."""
         mine, others, known = (
             self._case.plan.for_rank(rank),
@@ -61,7 +67,10 @@ class PlannedMessages:
 
     def _on(self, rank: int, step: int, shapes: BatchShapes) -> Plan:
         """The plan of micro-batches of these shapes, as `rank` plays it; `step` has such ones."""
-        rows, lengths = shapes[0][1][0], frozenset((name, shape[1:]) for name, shape in shapes if name in self._known)
+        rows, lengths = (
+            shapes[0][1][0],
+            frozenset((name, shape[1:]) for name, shape in shapes if name in self._known),
+        )
         if lengths not in self._plans:
             batch = self._case.batch_reader(self._case.plan, rank)(step)
             self._plans[lengths] = self._case.plan if batch is None else self._case.plan_for_batch(batch)
@@ -76,11 +85,19 @@ def planned_messages(plan: Plan, microbatch_plans: Sequence[Plan] = ()) -> list[
     """
     others = {id(each): {action.name: action for action in each.actions} for each in microbatch_plans}
     known = [
-        _resized(a, others[id(microbatch_plans[a.microbatch])]) if microbatch_plans and a.microbatch is not None else a
+        _resized(a, others[id(microbatch_plans[a.microbatch])])
+        if microbatch_plans and a.microbatch is not None
+        else a
         for a in plan.actions
     ]
     return [
-        (action.name, move.collective, tuple(axis for axis in AXES if axis in move.axes), move.nbytes, move.algorithm)
+        (
+            action.name,
+            move.collective,
+            tuple(axis for axis in AXES if axis in move.axes),
+            move.nbytes,
+            move.algorithm,
+        )
         for action in known
         for move in action.transfers
     ]
@@ -151,7 +168,9 @@ def compare_rank(parity_case: ParityCase, world: World, reference: Reference) ->
             batch = rows(step)
             watched.samples(batch, truth)
             if not parity_case.plan.sharding.primary_rank_axes:
-                report.microbatch_shapes.append(microbatch_shapes(batch, parity_case.plan, subject.dummy_batch))
+                report.microbatch_shapes.append(
+                    microbatch_shapes(batch, parity_case.plan, subject.dummy_batch)
+                )
             metrics = player.step(batch)
             watched.number("loss", metrics.loss, truth.loss)
             watched.number("grad norm", metrics.grad_norm, truth.grad_norm)
@@ -165,11 +184,18 @@ def compare_rank(parity_case: ParityCase, world: World, reference: Reference) ->
     return report
 
 
-def make_verdict(parity_case: ParityCase, reports: list[RankReport], rank_backend: str, versions: Mapping[str, str]) -> Verdict:
+def make_verdict(
+    parity_case: ParityCase, reports: list[RankReport], rank_backend: str, versions: Mapping[str, str]
+) -> Verdict:
     """The verdict over all ranks' reports: equality with one device, replicas alike, and what was sent as planned."""
     plan, stated = parity_case.plan, PlannedMessages(parity_case)
     found = [difference for report in reports for difference in report.differences]
-    found += [d for report in reports for d in (_drift(report, reports[0]), _unplanned(report, stated)) if d is not None]
+    found += [
+        d
+        for report in reports
+        for d in (_drift(report, reports[0]), _unplanned(report, stated))
+        if d is not None
+    ]
     found.sort(key=lambda d: (d.step, QUANTITIES.index(d.quantity)))
     missing = tuple(_missing(plan, reports))
     return Verdict(
@@ -181,7 +207,8 @@ def make_verdict(parity_case: ParityCase, reports: list[RankReport], rank_backen
         tolerance=max(TOLERANCE, plan.tolerance),
         passed=not found and not missing,
         max_errors={
-            key: _worst(report.max_errors[key] for report in reports if key in report.max_errors) for key in COMPARED_QUANTITIES
+            key: _worst(report.max_errors[key] for report in reports if key in report.max_errors)
+            for key in COMPARED_QUANTITIES
         },
         planned_nbytes={name: nbytes for name, _, _, nbytes, _ in planned_messages(plan)},
         cause=diagnose_cause(found) or ("incomplete" if missing else ""),
@@ -189,13 +216,18 @@ def make_verdict(parity_case: ParityCase, reports: list[RankReport], rank_backen
         num_other_differences=max(0, len(found) - 1),
         not_compared=missing,
         versions=dict(versions),
-        reference="a replay of its weight versions in one process" if stepped_microbatches(plan.actions) else "one device",
+        reference="a replay of its weight versions in one process"
+        if stepped_microbatches(plan.actions)
+        else "one device",
     )
 
 
 def issued_messages(report: RankReport) -> list[PlannedMessage]:
     """What a rank did put into collectives, over all its steps, in order."""
-    return [(entry.action, entry.collective, tuple(entry.axes), entry.nbytes, entry.algorithm) for entry in report.sent_entries]
+    return [
+        (entry.action, entry.collective, tuple(entry.axes), entry.nbytes, entry.algorithm)
+        for entry in report.sent_entries
+    ]
 
 
 def _missing(plan: Plan, reports: list[RankReport]) -> Iterator[str]:
@@ -209,14 +241,24 @@ def _missing(plan: Plan, reports: list[RankReport]) -> Iterator[str]:
         elif report.num_steps != reports[0].num_steps:
             yield f"rank {report.rank} compared {report.num_steps} steps and rank {reports[0].rank} {reports[0].num_steps}"
         for quantity in COMPARED_QUANTITIES if report.num_steps else ():
-            if quantity not in report.max_errors and (quantity != "gradient" or plan.is_primary_rank(report.rank)):
+            if quantity not in report.max_errors and (
+                quantity != "gradient" or plan.is_primary_rank(report.rank)
+            ):
                 yield f"rank {report.rank} compared no {quantity}"
 
 
 def _drift(report: RankReport, other: RankReport) -> Difference | None:
     """The first parameter of which two ranks hold different bits; a rounding error that differs grows from step to step."""
-    names = [name for name in {**other.digests, **report.digests} if report.digests.get(name) != other.digests.get(name)]
-    return Difference(max(0, report.num_steps - 1), "replica", names[0], "", None, report.rank) if names else None
+    names = [
+        name
+        for name in {**other.digests, **report.digests}
+        if report.digests.get(name) != other.digests.get(name)
+    ]
+    return (
+        Difference(max(0, report.num_steps - 1), "replica", names[0], "", None, report.rank)
+        if names
+        else None
+    )
 
 
 def _unplanned(report: RankReport, stated: PlannedMessages) -> Difference | None:
@@ -285,7 +327,11 @@ class _RankComparison:
             return
         truth = self._reference.steps[self.step]
         found = self.player.gather_gradients(local_only=micro is not None)
-        wanted = truth.gradients if micro is None else {name: truth.microbatch_gradients[micro][name] for name in found}
+        wanted = (
+            truth.gradients
+            if micro is None
+            else {name: truth.microbatch_gradients[micro][name] for name in found}
+        )
         self.values("gradient", self.step, found, wanted, lambda: self._common_factor(found, wanted))
 
     def _common_factor(self, mine: TensorsByName, wanted: TensorsByName) -> float | None:
@@ -296,7 +342,8 @@ class _RankComparison:
         factor = sum((mine[name] * wanted[name]).sum().item() for name in wanted) / norm
         scales = self._scales(wanted)
         errors = [
-            _distance(mine[name], factor * tensor) / scales[self._reference.block_of[name]] for name, tensor in wanted.items()
+            _distance(mine[name], factor * tensor) / scales[self._reference.block_of[name]]
+            for name, tensor in wanted.items()
         ]
         return factor if all(error <= 1e-8 * max(1.0, abs(factor)) for error in errors) else None
 
@@ -312,8 +359,12 @@ class _RankComparison:
     def _note(self, quantity: str, error: float) -> None:
         self._report.max_errors[quantity] = _worst([self._report.max_errors.get(quantity, 0.0), error])
 
-    def _add(self, quantity: str, name: str, block: str, error: float | None, factor: float | None = None) -> None:
-        self._report.differences.append(Difference(self.step, quantity, name, block, error, self._report.rank, factor))
+    def _add(
+        self, quantity: str, name: str, block: str, error: float | None, factor: float | None = None
+    ) -> None:
+        self._report.differences.append(
+            Difference(self.step, quantity, name, block, error, self._report.rank, factor)
+        )
 
 
 def _with_probe(plan: Plan) -> Plan:
@@ -323,7 +374,11 @@ def _with_probe(plan: Plan) -> Plan:
         edited = []
         for action in actions:
             if action.kind == "CLIP" or (action.kind == "STEP" and action.microbatch is not None):
-                edited.append(Action("COMPARE", microbatch=action.microbatch, waits=action.waits, tensors=action.tensors))
+                edited.append(
+                    Action(
+                        "COMPARE", microbatch=action.microbatch, waits=action.waits, tensors=action.tensors
+                    )
+                )
             edited.append(action)
         return edited
 
@@ -350,4 +405,6 @@ def _worst(errors: Iterable[float]) -> float:
 
 
 def _digest(parameter: torch.Tensor) -> str:
-    return sha256(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    return sha256(
+        parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    ).hexdigest()

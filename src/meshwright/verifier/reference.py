@@ -72,11 +72,17 @@ class Reference:
 
 def run_reference(parity_case: ParityCase, num_steps: int) -> Reference:
     """Train `steps` steps on one device and keep all that is compared; a replay, where the plan asks for one."""
-    subject, dice, plan = parity_case.make_trained_module(), parity_case.make_rng(), parity_case.single_device_plan
+    subject, dice, plan = (
+        parity_case.make_trained_module(),
+        parity_case.make_rng(),
+        parity_case.single_device_plan,
+    )
     replay = _WeightVersionReplay(parity_case, subject, dice) if alone(parity_case.plan.actions) else None
     trainable = subject.trainable_parameters
     block_of = {weight.name: weight.block_calls[0] for weight in plan.model_spec.params}
-    reference = Reference({name: p.detach().clone() for name, p in subject.parameters.items()}, block_of=block_of)
+    reference = Reference(
+        {name: p.detach().clone() for name, p in subject.parameters.items()}, block_of=block_of
+    )
     optimizer = _plain_sgd(plan.job, subject)
     bases = [group["lr"] for group in optimizer.param_groups]
     rows = parity_case.batch_reader(plan, 0)
@@ -95,7 +101,9 @@ def run_reference(parity_case: ParityCase, num_steps: int) -> Reference:
         gradients = _gradients(subject)
         clip = plan.job.train.clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(list(trainable.values()), clip)
-        if parity_case.loss.count(batch) > 0:  # a step in which nothing counts leaves the parameters as they were
+        if (
+            parity_case.loss.count(batch) > 0
+        ):  # a step in which nothing counts leaves the parameters as they were
             optimizer.step()
         after = {name: p.detach().clone() for name, p in subject.parameters.items()}
         reference.steps.append(ReferenceStep(batch, loss.item(), norm.item(), gradients, after))
@@ -108,9 +116,14 @@ class _WeightVersionReplay:
     def __init__(self, case: ParityCase, subject: TrainedModule, dice: StatelessRNG | None) -> None:
         self._case, self._subject, self._dice, self._plan = case, subject, dice, case.plan
         roles = [actions for _, actions in case.plan.program.roles]
-        (self._order,) = {alone(actions) for actions in roles}  # all ranks step with the same micro-batches in the same order
+        (self._order,) = {
+            alone(actions) for actions in roles
+        }  # all ranks step with the same micro-batches in the same order
         met = [forward_versions(actions) for actions in roles]
-        self._met = {weight.name: met[case.plan.sharding.pp_ranks_using(weight)[0]] for weight in case.plan.model_spec.trainable}
+        self._met = {
+            weight.name: met[case.plan.sharding.pp_ranks_using(weight)[0]]
+            for weight in case.plan.model_spec.trainable
+        }
 
     def step(self, optimizer: torch.optim.Optimizer, batch: Batch, step: int) -> ReferenceStep:
         """One step of the plan, from the newest weights to those after all its updates."""
@@ -122,7 +135,9 @@ class _WeightVersionReplay:
             rows = {key: value[micro * num_rows : (micro + 1) * num_rows] for key, value in batch.items()}
             _set(trainable, {name: history[self._met[name][micro]][name] for name in trainable})
             optimizer.zero_grad(set_to_none=True)
-            counts.append(self._case.loss.count_weight_and_tokens(rows)[0] if len(next(iter(rows.values()))) else 0.0)
+            counts.append(
+                self._case.loss.count_weight_and_tokens(rows)[0] if len(next(iter(rows.values()))) else 0.0
+            )
             if counts[-1] > 0:
                 taken = _loss(self._case, self._subject, self._dice, rows, step, micro * num_rows)
                 _backward(taken)
@@ -132,10 +147,14 @@ class _WeightVersionReplay:
             if counts[-1] > 0:  # one in which nothing counts leaves the parameters as they were
                 optimizer.step()
             history.append(_values(trainable))
-        squares = sum((tensor * tensor).sum().item() for values in each.values() for tensor in values.values())
+        squares = sum(
+            (tensor * tensor).sum().item() for values in each.values() for tensor in values.values()
+        )
         norm = (squares / max(1, sum(count > 0 for count in counts))) ** 0.5
         parameters = {name: p.detach().clone() for name, p in self._subject.parameters.items()}
-        return ReferenceStep(batch, loss / (sum(counts) or 1.0), norm, each[self._order[-1]], parameters, each)
+        return ReferenceStep(
+            batch, loss / (sum(counts) or 1.0), norm, each[self._order[-1]], parameters, each
+        )
 
 
 def _backward(loss: torch.Tensor) -> None:
@@ -163,7 +182,12 @@ def _gradients(subject: TrainedModule) -> TensorsByName:
 
 
 def _loss(
-    case: ParityCase, subject: TrainedModule, dice: StatelessRNG | None, batch: Batch, step: int, begin: int = 0
+    case: ParityCase,
+    subject: TrainedModule,
+    dice: StatelessRNG | None,
+    batch: Batch,
+    step: int,
+    begin: int = 0,
 ) -> torch.Tensor:
     """The mean loss of `batch`, the rows from `begin` on of the step's."""
     inputs = case.loss.model_inputs(batch)
@@ -180,7 +204,9 @@ def _loss(
 
 def _plain_sgd(job: Job, subject: TrainedModule) -> torch.optim.Optimizer:
     groups = make_param_groups(job.optimizer, subject.trainable_parameters)
-    return torch.optim.SGD(groups, lr=job.optimizer.lr, momentum=job.optimizer.momentum, foreach=False, fused=False)
+    return torch.optim.SGD(
+        groups, lr=job.optimizer.lr, momentum=job.optimizer.momentum, foreach=False, fused=False
+    )
 
 
 class _BlockCallHooks:

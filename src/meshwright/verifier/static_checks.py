@@ -44,11 +44,16 @@ from meshwright.plan.step.weight_stashing import version_conflicts
 
 def check_tied_params(plan: Plan) -> Iterator[tuple[str, str]]:
     """Every fault of the sums along pp, each with the role that has it."""
-    lists = [[action for action in actions if action.kind == "REDUCE_TIED"] for _, actions in plan.program.roles]
+    lists = [
+        [action for action in actions if action.kind == "REDUCE_TIED"] for _, actions in plan.program.roles
+    ]
     if not any(lists):
         return
     for ties, (role, actions), view in zip(lists, plan.program.roles, plan.role_plans(), strict=True):
-        users = {home.param.name: view.sharding.pp_ranks_using(home.param) for home in view.sharding.logical_param_shardings}
+        users = {
+            home.param.name: view.sharding.pp_ranks_using(home.param)
+            for home in view.sharding.logical_param_shardings
+        }
         for tie in ties:
             yield from ((role, text) for text in _faults(tie, actions, users, plan))
     for one, other in combinations(range(len(lists)), 2):
@@ -61,15 +66,24 @@ def check_tied_params(plan: Plan) -> Iterator[tuple[str, str]]:
                 break
 
 
-def _faults(tie: Action, actions: Sequence[Action], users: dict[str, tuple[int, ...]], plan: Plan) -> Iterator[str]:
+def _faults(
+    tie: Action, actions: Sequence[Action], users: dict[str, tuple[int, ...]], plan: Plan
+) -> Iterator[str]:
     meeting = _among(tie, plan)
     wrong = [name for name in tie.tensors if users.get(name) != meeting]
     if wrong:
-        text = f"{tie.name} adds up what the ranks at {_said(meeting)} of pp have of the gradient of {wrong[0]}"
+        text = (
+            f"{tie.name} adds up what the ranks at {_said(meeting)} of pp have of the gradient of {wrong[0]}"
+        )
         yield f"{text}, which those at {_said(users.get(wrong[0], ()))} use"
     awaited = transitive_waits(actions, tie)
     for other in actions:
-        if other != tie and sums_grads(other) and set(tie.tensors).intersection(other.tensors) and other.name not in awaited:
+        if (
+            other != tie
+            and sums_grads(other)
+            and set(tie.tensors).intersection(other.tensors)
+            and other.name not in awaited
+        ):
             yield f"{tie.name} does not wait for {other.name}, which changes the gradient of {tie.tensors[0]}"
 
 
@@ -96,7 +110,9 @@ def find_unbuffered_deadlocks(program: Program) -> Iterator[str]:
     while moved:
         before = sum(cursors.values())
         for role, actions in lists.items():
-            while cursors[role] < len(actions) and not _missing(role, actions[cursors[role]], partner, issued):
+            while cursors[role] < len(actions) and not _missing(
+                role, actions[cursors[role]], partner, issued
+            ):
                 issued.add(qualified_name(role, actions[cursors[role]].name))
                 cursors[role] += 1
         moved = sum(cursors.values()) > before
@@ -113,7 +129,10 @@ def _partners(program: Program) -> Mapping[str, str]:
     for role, actions in program.roles:
         for action in (action for action in actions if action.stream == "receive"):
             for wait in action.waits:
-                found[wait], found[qualified_name(role, action.name)] = qualified_name(role, action.name), wait
+                found[wait], found[qualified_name(role, action.name)] = (
+                    qualified_name(role, action.name),
+                    wait,
+                )
     return found
 
 
@@ -131,14 +150,18 @@ def static_checks(plan: Plan) -> list[Diagnostic]:
     """Every fault of the plan's program; an empty list is the proof."""
     faults: list[Diagnostic] = []
     for (role, actions), view in zip(plan.program.roles, plan.role_plans(), strict=True):
-        faults += [Diagnostic(text, _FIX, f"program.{role}") for text in _order_faults(plan.program, role, actions)]
+        faults += [
+            Diagnostic(text, _FIX, f"program.{role}") for text in _order_faults(plan.program, role, actions)
+        ]
         faults += [Diagnostic(text, _FIX, f"program.{role}") for text in _memory_faults(actions)]
         faults += [Diagnostic(text, _FIX, f"program.{role}") for text in _update_faults(view, actions)]
         faults += [Diagnostic(text, _FIX, f"program.{role}") for text in _gradient_faults(view, actions)]
         faults += [Diagnostic(text, _FIX, f"program.{role}") for text in _copy_faults(view, actions)]
         faults += [Diagnostic(text, _FIX, f"program.{role}") for text in _use_faults(view, actions)]
         faults += [Diagnostic(text, _FIX, f"program.{role}") for text in _whole_faults(view, actions)]
-        faults += [Diagnostic(text, _FIX, f"program.{role}") for text in _line_faults(plan.program, role, actions)]
+        faults += [
+            Diagnostic(text, _FIX, f"program.{role}") for text in _line_faults(plan.program, role, actions)
+        ]
     faults += [Diagnostic(text, _FIX, f"program.{role}") for role, text in check_tied_params(plan)]
     faults += [Diagnostic(text, _FIX, "program") for text in find_unbuffered_deadlocks(plan.program)]
     try:
@@ -175,7 +198,10 @@ def _order_faults(program: Program, role: str, actions: Sequence[Action]) -> Ite
             yield f"{action.name} has no backward"
         yield from _halves_faults(action, at, where)
         behind = max(at.get(f"{kind}{where}", -1) for kind in INPUT_GRAD_KINDS)
-        if action.kind == CHECKPOINTED_FORWARD and not at[action.name] < at.get(f"RECOMPUTE{where}", -1) < behind:
+        if (
+            action.kind == CHECKPOINTED_FORWARD
+            and not at[action.name] < at.get(f"RECOMPUTE{where}", -1) < behind
+        ):
             yield f"{action.name} keeps only what it took in, and no RECOMPUTE stands between it and its backward"
         if action.kind == "RECOMPUTE" and f"{CHECKPOINTED_FORWARD}{where}" not in at:
             yield f"{action.name} runs a forward again that has kept all it computed, or that there is none of"
@@ -216,10 +242,16 @@ def _update_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
         yield "there is no CLIP and STEP: the parameters would never change"
         return
     last = max((i for i, action in enumerate(actions) if action.kind in WEIGHT_GRAD_KINDS), default=-1)
-    for action in (action for action in actions[:last] if reads_summed_grads(action) or action.kind == "STEP"):
+    for action in (
+        action for action in actions[:last] if reads_summed_grads(action) or action.kind == "STEP"
+    ):
         yield f"{action.name} comes before {actions[last].name} has added to the gradients"
     for kind, action in found.items():
-        left_out = [weight.name for weight in plan.sharding.model_spec.trainable if weight.name not in set(action.tensors)]
+        left_out = [
+            weight.name
+            for weight in plan.sharding.model_spec.trainable
+            if weight.name not in set(action.tensors)
+        ]
         if left_out:
             yield f"{kind} leaves out {len(left_out)} weights ({left_out[0]}...)"
     awaited = transitive_waits(actions, found["STEP"])
@@ -240,7 +272,11 @@ def _alone_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
                 yield f"{action.name} adds to the gradients of micro-batch {there}, and no STEP stands between them"
             there = action.microbatch
         elif action.kind == "STEP":
-            left_out = [weight.name for weight in plan.sharding.model_spec.trainable if weight.name not in set(action.tensors)]
+            left_out = [
+                weight.name
+                for weight in plan.sharding.model_spec.trainable
+                if weight.name not in set(action.tensors)
+            ]
             if left_out:
                 yield f"{action.name} leaves out {len(left_out)} weights ({left_out[0]}...)"
             if action.microbatch != there:
@@ -251,7 +287,10 @@ def _alone_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
                 yield f"{action.name} does not wait for TOKEN_COUNT"
             done.add(action.microbatch)
             there = None
-    yield from (f"micro-batch {micro} is never stepped with" for micro in {a.microbatch for a in actions if a.kind == "F"} - done)
+    yield from (
+        f"micro-batch {micro} is never stepped with"
+        for micro in {a.microbatch for a in actions if a.kind == "F"} - done
+    )
 
 
 def _gradient_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
@@ -265,20 +304,29 @@ def _gradient_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
         if action.kind in WEIGHT_GRAD_KINDS:
             last[action.subject] = last[ROOT] = i
     index = {action.name: i for i, action in enumerate(actions)}
-    before_clip = {name for action in actions if action.kind == "CLIP" for name in transitive_waits(actions, action)}
+    before_clip = {
+        name for action in actions if action.kind == "CLIP" for name in transitive_waits(actions, action)
+    }
     unpacked = {action.name: action.waits for action in actions if action.kind == "UNPACK"}
     alone = [action for action in actions if action.kind == "LOCAL_NORM" and action.microbatch is not None]
-    before_clip |= {name for action in alone for wait in action.waits for name in (wait, *unpacked.get(wait, ()))}
+    before_clip |= {
+        name for action in alone for wait in action.waits for name in (wait, *unpacked.get(wait, ()))
+    }
     for home in plan.sharding.param_shardings:
         weight = home.param
         complete = max((last[visit] for visit in weight.block_calls if visit in last), default=-1)
         for axis, act in home.grad_reductions().items() if weight.trainable else ():
-            act = "reduce" if axis in plan.sharding.primary_rank_axes else act  # one rank takes the sum, and steps for all
+            act = (
+                "reduce" if axis in plan.sharding.primary_rank_axes else act
+            )  # one rank takes the sum, and steps for all
             doing = [mover for mover in movers[weight.name] if _does(mover, act, axis)]
             found = [mover.name for mover in doing]
             if len(doing) > 1 and all(mover.microbatch is not None for mover in doing):
                 yield from _each_faults(actions, weight.name, weight.block_calls, doing)
-                found, complete = [name for name in found if alone and name not in before_clip][:1] or found[-1:], -1
+                found, complete = (
+                    [name for name in found if alone and name not in before_clip][:1] or found[-1:],
+                    -1,
+                )
             if not found:
                 yield f"the gradient of {weight.name} stays a pending sum over {axis}: no {act} moves it"
             elif len(found) > 1:
@@ -289,7 +337,9 @@ def _gradient_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
                 yield f"CLIP does not wait for {found[0]}, which moves the gradient of {weight.name}"
 
 
-def _each_faults(actions: Sequence[Action], weight: str, visits: Sequence[str], movers: Sequence[Action]) -> Iterator[str]:
+def _each_faults(
+    actions: Sequence[Action], weight: str, visits: Sequence[str], movers: Sequence[Action]
+) -> Iterator[str]:
     """A gradient that is moved after every micro-batch: once for each, after all its backwards and before the next one's.
 
     Where several visits add to it, one may have begun with the next micro-batch by then: what is there too early is moved too.
@@ -297,7 +347,11 @@ def _each_faults(actions: Sequence[Action], weight: str, visits: Sequence[str], 
     index = {action.name: i for i, action in enumerate(actions)}
     backwards: dict[int, list[int]] = defaultdict(list)
     for i, action in enumerate(actions):
-        if action.kind in WEIGHT_GRAD_KINDS and action.microbatch is not None and (action.subject in visits or ROOT in visits):
+        if (
+            action.kind in WEIGHT_GRAD_KINDS
+            and action.microbatch is not None
+            and (action.subject in visits or ROOT in visits)
+        ):
             backwards[action.microbatch].append(i)
     if sorted(mover.microbatch or 0 for mover in movers) != sorted(backwards):
         yield f"the gradient of {weight} is moved after {len(movers)} micro-batches, and there are {len(backwards)}"
@@ -338,7 +392,9 @@ def _copy_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
     """Where one rank steps for others, each weight must be handed out afterwards, and so must the gradient norm."""
     for axis in plan.sharding.primary_rank_axes:
         given = [
-            action for action in actions if _does(action, "broadcast", axis) and "STEP()" in transitive_waits(actions, action)
+            action
+            for action in actions
+            if _does(action, "broadcast", axis) and "STEP()" in transitive_waits(actions, action)
         ]
         held = {name for action in given for name in action.tensors}
         left_out = [weight.name for weight in plan.sharding.model_spec.trainable if weight.name not in held]
@@ -357,7 +413,11 @@ def _whole_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
     )  # a rank that reads for all has those
     for loss in (action for action in actions if action.kind == "LOSS"):
         waited = transitive_waits(actions, loss)
-        arrived = {action.subject for action in actions if action.kind == "GATHER" and action.transfer and action.name in waited}
+        arrived = {
+            action.subject
+            for action in actions
+            if action.kind == "GATHER" and action.transfer and action.name in waited
+        }
         missing = [name for name in needed if name not in arrived]
         if missing:
             yield f"{loss.name} needs all rows of {', '.join(missing)} and waits for no GATHER of them"
@@ -365,9 +425,19 @@ def _whole_faults(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
 
 def _line_faults(program: Program, role: str, actions: Sequence[Action]) -> Iterator[str]:
     """What one rank sends another arrives in that order, and must be received in it, each once."""
-    received = [wait for action in actions if action.stream == "receive" for wait in action.waits if "/" in wait.split("(")[0]]
+    received = [
+        wait
+        for action in actions
+        if action.stream == "receive"
+        for wait in action.waits
+        if "/" in wait.split("(")[0]
+    ]
     for sender, listed in program.roles:
-        sent = [qualified_name(sender, action.name) for action in listed if action.stream == "send" and _goes_to(action, role)]
+        sent = [
+            qualified_name(sender, action.name)
+            for action in listed
+            if action.stream == "send" and _goes_to(action, role)
+        ]
         taken = [wait for wait in received if wait.startswith(f"{sender}/")]
         if sent != taken:
             pairs = list(zip_longest(sent, taken, fillvalue="nothing"))
@@ -376,7 +446,11 @@ def _line_faults(program: Program, role: str, actions: Sequence[Action]) -> Iter
 
 
 def _goes_to(action: Action, role: str) -> bool:
-    return action.transfer is not None and action.transfer.peer is not None and role_of({"pp": action.transfer.peer}) == role
+    return (
+        action.transfer is not None
+        and action.transfer.peer is not None
+        and role_of({"pp": action.transfer.peer}) == role
+    )
 
 
 def _does(action: Action, act: str, axis: str) -> bool:

@@ -40,7 +40,9 @@ from meshwright.plan.job.job import LossGuard
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
 
-DEFAULT_NUM_STEPS = 2  # by default: what a first step sets up (buckets, moments) must not change what the next one sends
+DEFAULT_NUM_STEPS = (
+    2  # by default: what a first step sets up (buckets, moments) must not change what the next one sends
+)
 MAX_SHOWN = 5  # faults in the words of a verdict
 TRACE_FIX = "the strategy that adds the action states in `rewrite` what its handler from `bind` sends: make them agree"
 
@@ -106,11 +108,11 @@ class TraceVerdict:
     def __str__(self) -> str:
         ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))} of {self.mesh}"
         if self.passed:
-            return (
-                f"{ranks} issued the {self.num_messages} collectives that the program states, in each of {self.num_steps} steps"
-            )
+            return f"{ranks} issued the {self.num_messages} collectives that the program states, in each of {self.num_steps} steps"
         told = "".join(f"\n  {fault}" for fault in self.diagnostics[:MAX_SHOWN])
-        more = f"\n  and {len(self.diagnostics) - MAX_SHOWN} more" if len(self.diagnostics) > MAX_SHOWN else ""
+        more = (
+            f"\n  and {len(self.diagnostics) - MAX_SHOWN} more" if len(self.diagnostics) > MAX_SHOWN else ""
+        )
         return f"{ranks} did NOT issue what the program states{told}{more}"
 
 
@@ -140,7 +142,11 @@ def trace(
         raise PlanError(text, fix=f"choose from 0 to {plan.mesh.world_size - 1}", location="trace")
     wanted = planned_collectives(plan)
     played = [trace_rank(plan, rank, loss, make_trained_module, num_steps, fake=fake) for rank in ranks]
-    faults = [fault for each in played for fault in compare_trace(planned_collectives(plan.for_rank(each.rank)), each)]
+    faults = [
+        fault
+        for each in played
+        for fault in compare_trace(planned_collectives(plan.for_rank(each.rank)), each)
+    ]
     return TraceVerdict(
         plan=plan.hash,
         mesh=str(plan.mesh),
@@ -160,7 +166,9 @@ def planned_collectives(plan: Plan) -> tuple[TracedMessage, ...]:
     """What each rank issues in one step, in the order of the program."""
     found = ((action.name, move) for action in plan.actions for move in action.transfers)
     return tuple(
-        TracedMessage(name, move.collective, axes, move.num_ranks(plan.mesh), move.nbytes, move.dtype, move.algorithm)
+        TracedMessage(
+            name, move.collective, axes, move.num_ranks(plan.mesh), move.nbytes, move.dtype, move.algorithm
+        )
         for name, move in found
         for axes in [tuple(axis for axis in AXES if axis in move.axes)]
     )
@@ -184,9 +192,15 @@ def trace_rank(
         with ExitStack() as opened:
             if fake:
                 opened.enter_context(_ones(subject.module))
-            works: dict[str, Work] = defaultdict(Done)  # who waits for a collective that was forgotten goes on: it is named below
-            good = replace(plan, job=replace(plan.job, guard=LossGuard()))  # what fake numbers are is not judged
-            player = Executor(good, RankState(subject, world, loss, works=works), stateless_rng=_open_dice(plan))
+            works: dict[str, Work] = defaultdict(
+                Done
+            )  # who waits for a collective that was forgotten goes on: it is named below
+            good = replace(
+                plan, job=replace(plan.job, guard=LossGuard())
+            )  # what fake numbers are is not judged
+            player = Executor(
+                good, RankState(subject, world, loss, works=works), stateless_rng=_open_dice(plan)
+            )
             opened.callback(player.close)
             for _ in range(num_steps):
                 world.ledger.entries.clear()
@@ -212,7 +226,9 @@ def compare_trace(planned: Sequence[TracedMessage], rank_trace: RankTrace) -> It
                 yield Diagnostic(f"{text}, on rank {rank_trace.rank} in step {number}", TRACE_FIX, action)
 
 
-def _differences(wanted: Sequence[TracedMessage], issued: Sequence[TracedMessage]) -> Iterator[tuple[str, str]]:
+def _differences(
+    wanted: Sequence[TracedMessage], issued: Sequence[TracedMessage]
+) -> Iterator[tuple[str, str]]:
     """The action, and what is wrong with it."""
     found: Mapping[str, list[TracedMessage]] = defaultdict(list)
     for message in issued:
@@ -231,12 +247,18 @@ def _differences(wanted: Sequence[TracedMessage], issued: Sequence[TracedMessage
             yield action, f"{action} issued nothing, and the program states: {said}"
         elif len(mine) > len(messages):
             these = "the one" if len(messages) == 1 else f"the {len(messages)}"
-            yield action, f"{action} issued {len(mine)} collectives ({'; '.join(map(str, mine))}), not {these} stated: {said}"
+            yield (
+                action,
+                f"{action} issued {len(mine)} collectives ({'; '.join(map(str, mine))}), not {these} stated: {said}",
+            )
         else:
             yield action, f"{action} issued: {'; '.join(map(str, mine))}, and the program states: {said}"
     for action in [action for action in found if action not in stated]:
         alike = False
-        yield action, f"{action or 'no action'} issued: {found[action][0]}, and the program states no collective for it"
+        yield (
+            action,
+            f"{action or 'no action'} issued: {found[action][0]}, and the program states no collective for it",
+        )
     for mine, message in zip(issued, wanted, strict=False) if alike else ():
         if mine != message:
             yield mine.action, f"{mine.action} came where the program has {message.action}: the order differs"
@@ -244,7 +266,9 @@ def _differences(wanted: Sequence[TracedMessage], issued: Sequence[TracedMessage
 
 
 def _message(entry: Entry) -> TracedMessage:
-    return TracedMessage(entry.action, entry.collective, entry.axes, entry.size, entry.nbytes, entry.dtype, entry.algorithm)
+    return TracedMessage(
+        entry.action, entry.collective, entry.axes, entry.size, entry.nbytes, entry.dtype, entry.algorithm
+    )
 
 
 def _rows(row: Batch, count: int) -> Batch:
@@ -297,7 +321,9 @@ class _Ones(TorchDispatchMode):
         """Say whether the model's forward is under way."""
         self._inside = inside
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         reads = func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor)
         if reads and not self._inside:
             dtype = args[0].dtype

@@ -11,8 +11,19 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-COMPARED_QUANTITIES = ("initial value", "samples", "gradient", "loss", "grad norm", "parameter")  # by every rank
-QUANTITIES = (*COMPARED_QUANTITIES, "replica", "ledger")  # within a step, the earlier one is the cause of the later
+COMPARED_QUANTITIES = (
+    "initial value",
+    "samples",
+    "gradient",
+    "loss",
+    "grad norm",
+    "parameter",
+)  # by every rank
+QUANTITIES = (
+    *COMPARED_QUANTITIES,
+    "replica",
+    "ledger",
+)  # within a step, the earlier one is the cause of the later
 
 
 @dataclass(frozen=True)
@@ -33,7 +44,11 @@ class Difference:
 
     def __str__(self) -> str:
         where = (f" of {self.name}" if self.name else "") + (f" in block {self.block}" if self.block else "")
-        size = "" if self.error is None else f" by {self.error:.3g}" + (" of the block's scale" if self.block else "")
+        size = (
+            ""
+            if self.error is None
+            else f" by {self.error:.3g}" + (" of the block's scale" if self.block else "")
+        )
         return f"step {self.step}: the {self.quantity}{where} differs{size} on rank {self.rank}"
 
 
@@ -89,7 +104,11 @@ def diagnose_cause(differences: list[Difference]) -> str:
         return "data order"
     factors = [difference.factor for difference in early if difference.quantity == "gradient"]
     known = [factor for factor in factors if factor is not None]
-    uniform = bool(known) and len(known) == len(factors) and max(known) - min(known) <= 1e-6 * abs(max(known, key=abs))
+    uniform = (
+        bool(known)
+        and len(known) == len(factors)
+        and max(known) - min(known) <= 1e-6 * abs(max(known, key=abs))
+    )
     return "loss scale" if uniform else "technique"
 
 

@@ -20,7 +20,10 @@ def test_the_rounds_of_a_ring_are_of_two_kinds_however_many_ranks():
     assert sum(count for _, count in found) == 8
     assert len(found) == 2
     assert {demand.added for demand, _ in found} == {0.2, 0.0}
-    assert all(demand.receiving == 5 and demand.host == ((0.2, 5),) and demand.rank == ((0.2, 2),) for demand, _ in found)
+    assert all(
+        demand.receiving == 5 and demand.host == ((0.2, 5),) and demand.rank == ((0.2, 2),)
+        for demand, _ in found
+    )
 
 
 def test_root_asks_its_own_host_for_all_messages_and_its_own_rank_too():
@@ -32,14 +35,21 @@ def test_root_asks_its_own_host_for_all_messages_and_its_own_rank_too():
 def test_what_goes_through_one_host_is_what_all_ranks_send():
     for algorithm in PLAIN:
         for size in (2, 3, 5, 8):
-            moved = sum(count * share * number for demand, count in demands(algorithm, size) for share, number in demand.host)
+            moved = sum(
+                count * share * number
+                for demand, count in demands(algorithm, size)
+                for share, number in demand.host
+            )
             sent = sum(sent_elements(algorithm, size, index, 840) for index in range(size))
             assert moved * 840 == pytest.approx(sent), (algorithm, size)
 
 
 def test_a_price_is_the_sum_of_its_parts():
     network = NetworkModel(
-        (RoundOverhead(3, 1.0),), intra_host=link(10.0, 1.0), busiest_rank=link(0.0, 0.1), local_sum=link(0.0, 0.01)
+        (RoundOverhead(3, 1.0),),
+        intra_host=link(10.0, 1.0),
+        busiest_rank=link(0.0, 0.1),
+        local_sum=link(0.0, 0.01),
     )
     # a round of a ring of 3 with 3 bytes: 1 crowd, 3 messages of a byte, 2 of the busiest rank, one byte added in half of them
     each = 1.0 + 3 * (10.0 + 1.0) + 2 * 10.0
@@ -48,7 +58,11 @@ def test_a_price_is_the_sum_of_its_parts():
 
 def test_messages_between_hosts_share_the_network_card():
     network = NetworkModel(
-        (RoundOverhead(2, 0.0),), intra_host=FREE, busiest_rank=FREE, local_sum=FREE, inter_host=link(1.0, 1.0)
+        (RoundOverhead(2, 0.0),),
+        intra_host=FREE,
+        busiest_rank=FREE,
+        local_sum=FREE,
+        inter_host=link(1.0, 1.0),
     )
     # 4 ranks on 2 hosts. Ring: one piece leaves each host in each of 6 rounds. Doubling: both ranks send all in one round of two
     assert seconds(named("ring"), 4, 8, network, 2) == pytest.approx(6 * (1.0 + 2.0))
@@ -77,8 +91,13 @@ def test_in_a_round_the_slower_of_inside_and_between_decides():
 
 def test_a_network_without_a_price_between_hosts_cannot_price_ranks_on_two():
     with pytest.raises(ValueError, match="across hosts"):
-        seconds(named("ring"), 4, 8, NetworkModel((RoundOverhead(1, 1.0),), intra_host=FREE, busiest_rank=FREE), 2)
+        seconds(
+            named("ring"), 4, 8, NetworkModel((RoundOverhead(1, 1.0),), intra_host=FREE, busiest_rank=FREE), 2
+        )
 
 
 def test_one_rank_costs_nothing():
-    assert all(seconds(algorithm, 1, 1024, NetworkModel(intra_host=FREE, busiest_rank=FREE)) == 0 for algorithm in PLAIN)
+    assert all(
+        seconds(algorithm, 1, 1024, NetworkModel(intra_host=FREE, busiest_rank=FREE)) == 0
+        for algorithm in PLAIN
+    )

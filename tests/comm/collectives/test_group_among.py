@@ -27,7 +27,11 @@ def right(mesh: Mesh, found: list[Told]) -> None:
     for rank in range(mesh.world_size):
         peers, index = mesh.peers(rank, ("pp",)), mesh.coordinate(rank)["pp"]
         for told, among in zip(found[rank], AMONG, strict=True):
-            ranks = tuple(peers[each] for each in among or range(mesh.pp)) if not among or index in among else (rank,)
+            ranks = (
+                tuple(peers[each] for each in among or range(mesh.pp))
+                if not among or index in among
+                else (rank,)
+            )
             assert told == (sum(10.0**peer for peer in ranks), len(ranks), ranks)
 
 

@@ -114,7 +114,9 @@ def test_a_gradient_through_moves_equals_that_of_one_device() -> None:
     shape=st.tuples(st.sampled_from([0, 3, 6]), st.integers(0, 3), st.sampled_from([3, 9])),
     seed=st.integers(0, 1000),
 )
-def test_the_backward_of_every_move_is_its_adjoint(src: Placement, dst: Placement, shape: tuple[int, ...], seed: int) -> None:
+def test_the_backward_of_every_move_is_its_adjoint(
+    src: Placement, dst: Placement, shape: tuple[int, ...], seed: int
+) -> None:
     results = on_threads(lambda world: forward_and_backward(world, src, dst, seed, shape), RING)
     outputs, grads = zip(*results, strict=True)
     x = [local(value_of(seed, shape), src, index) for index in range(SIZE)]
@@ -122,7 +124,9 @@ def test_the_backward_of_every_move_is_its_adjoint(src: Placement, dst: Placemen
     assert pairing(outputs, y, dst) == pytest.approx(pairing(x, grads, src), rel=1e-12, abs=1e-10)
 
 
-@pytest.mark.parametrize(("src", "dst"), [pytest.param(src, dst, id=f"{src}-{dst}") for src in PLACES for dst in PLACES])
+@pytest.mark.parametrize(
+    ("src", "dst"), [pytest.param(src, dst, id=f"{src}-{dst}") for src in PLACES for dst in PLACES]
+)
 def test_the_ledger_books_the_forward_and_the_backward_apart(src: Placement, dst: Placement) -> None:
     def body(world: World) -> list[tuple[str, str, int]]:
         world.ledger.recording = True
@@ -131,7 +135,10 @@ def test_the_ledger_books_the_forward_and_the_backward_apart(src: Placement, dst
 
     full, sharded = 8 * 6 * 4 * 9, 8 * 6 * 4 * 9 // SIZE
     nbytes = {"all_reduce": full, "reduce_scatter": full, "all_gather": sharded, "all_to_all": sharded}
-    names = [("MOVE", redistribution_name(src, dst)), ("MOVE backward", redistribution_name(dst.adjoint, src.adjoint))]
+    names = [
+        ("MOVE", redistribution_name(src, dst)),
+        ("MOVE backward", redistribution_name(dst.adjoint, src.adjoint)),
+    ]
     right = [(action, name, nbytes[name]) for action, name in names if name in nbytes]
     assert on_threads(body, RING) == [right] * SIZE
 
@@ -154,7 +161,9 @@ def all_moves(world: World) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def test_processes_move_to_the_same_values_as_threads(process_pool: ProcessPool) -> None:
-    for threads, processes in zip(on_threads(all_moves, RING), process_pool.run(all_moves, RING), strict=True):
+    for threads, processes in zip(
+        on_threads(all_moves, RING), process_pool.run(all_moves, RING), strict=True
+    ):
         for pair_threads, pair_processes in zip(threads, processes, strict=True):
             torch.testing.assert_close(pair_processes, pair_threads, rtol=0, atol=1e-14)
 
@@ -173,7 +182,9 @@ def test_a_move_can_be_differentiated_twice() -> None:
 
 
 def test_a_dim_counted_from_the_end_is_the_same_dim() -> None:
-    outputs = on_threads(lambda world: move(local(value_of(1), S(0), world.rank), world.group(["tp"]), S(0), S(-1)), RING)
+    outputs = on_threads(
+        lambda world: move(local(value_of(1), S(0), world.rank), world.group(["tp"]), S(0), S(-1)), RING
+    )
     assert torch.equal(value(outputs, S(2)), value_of(1))
 
 
@@ -192,13 +203,17 @@ def ring() -> Group:
 def test_a_dim_that_does_not_divide_is_refused_with_the_repair(src: Placement, dst: Placement) -> None:
     text = r"(?s)SPLIT: dim 1 of a tensor of shape \[6, 4, 9\] has 4 elements, for 3 ranks along tp; needed are equal shards.*"
     with pytest.raises(
-        PlanError, match=text + "repair: make it a multiple of 3, or give these axes a number of ranks that divides 4"
+        PlanError,
+        match=text + "repair: make it a multiple of 3, or give these axes a number of ranks that divides 4",
     ):
         move(value_of(1), ring(), src, dst, "SPLIT")
 
 
 def test_a_dim_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"(?s)S\(3\) of a tensor of shape \[6, 4, 9\], which has 3 dims.*name a dim from 0 to 2"):
+    with pytest.raises(
+        PlanError,
+        match=r"(?s)S\(3\) of a tensor of shape \[6, 4, 9\], which has 3 dims.*name a dim from 0 to 2",
+    ):
         move(value_of(1), ring(), R, S(3))
     with pytest.raises(PlanError, match=r"(?s)which has 0 dims.*keep a scalar whole"):
         move(torch.tensor(1.0), ring(), R, S(0))

@@ -27,7 +27,12 @@ FREE = LinkCost((SizeBand(0, 0.0, 1e15),))
 
 
 def cluster(
-    network: NetworkModel, ranks: tuple[int, ...], per_host: int = 0, *, backend: float = 0.0, names: list[str] = PLAINER
+    network: NetworkModel,
+    ranks: tuple[int, ...],
+    per_host: int = 0,
+    *,
+    backend: float = 0.0,
+    names: list[str] = PLAINER,
 ) -> Cluster:
     """Measured exactly as `network` says; the backend takes `backend` times as long as a ring (0: it was not measured)."""
     cells = [
@@ -98,7 +103,9 @@ def test_hosts_of_several_ranks_may_sum_inside_first():
 
 def test_a_number_of_ranks_that_was_not_measured_is_priced_by_the_model_and_said_to_be():
     found = cluster(apart(1e-4, 1e9), (2, 3), 1, backend=0.5)
-    assert predicted(found, "ring", 5, 1 << 20) == pytest.approx(seconds(named("ring"), 5, 1 << 20, found.network, 1))
+    assert predicted(found, "ring", 5, 1 << 20) == pytest.approx(
+        seconds(named("ring"), 5, 1 << 20, found.network, 1)
+    )
     assert predicted(found, BACKEND, 5, 1 << 20) == pytest.approx(0.5 * predicted(found, "ring", 5, 1 << 20))
     assert "5 ranks were not measured (only 2, 3)" in str(choose(found, 5))
     assert "not measured" not in str(choose(found, 3))
@@ -107,7 +114,10 @@ def test_a_number_of_ranks_that_was_not_measured_is_priced_by_the_model_and_said
 def test_what_was_measured_corrects_the_model_at_and_between_its_sizes():
     found = cluster(apart(1e-4, 1e9), (3,), 1)
     twice = replace(
-        found, measurements=tuple(replace(each, seconds=tuple(2 * took for took in each.seconds)) for each in found.measurements)
+        found,
+        measurements=tuple(
+            replace(each, seconds=tuple(2 * took for took in each.seconds)) for each in found.measurements
+        ),
     )
     for nbytes in (512, 1024, 3000, 1 << 20, 1 << 30):
         assert predicted(twice, "ring", 3, nbytes) == pytest.approx(2 * predicted(found, "ring", 3, nbytes))

@@ -35,9 +35,14 @@ TRUE = NetworkModel(
 )
 
 
-def timings(network: NetworkModel, ranks: tuple[int, ...], per_host: int = 0, names: list[str] = NAMES) -> list[AllReduceTiming]:
+def timings(
+    network: NetworkModel, ranks: tuple[int, ...], per_host: int = 0, names: list[str] = NAMES
+) -> list[AllReduceTiming]:
     cells = product(names, ranks, SIZES)
-    return [AllReduceTiming(name, n, nbytes, seconds(named(name), n, nbytes, network, per_host)) for name, n, nbytes in cells]
+    return [
+        AllReduceTiming(name, n, nbytes, seconds(named(name), n, nbytes, network, per_host))
+        for name, n, nbytes in cells
+    ]
 
 
 def cluster(network: NetworkModel, measured: list[AllReduceTiming]) -> Cluster:
@@ -68,7 +73,9 @@ def test_the_link_between_hosts_is_found_beside_the_one_inside():
 
 
 def test_one_rank_per_host_gives_a_link_between_and_none_inside():
-    network = NetworkModel(local_sum=TRUE.local_sum, inter_host=bands((1e-3, 1e8), (1e-3, 1e8), (1e-3, 1e8), (1e-3, 1e8)))
+    network = NetworkModel(
+        local_sum=TRUE.local_sum, inter_host=bands((1e-3, 1e8), (1e-3, 1e8), (1e-3, 1e8), (1e-3, 1e8))
+    )
     found = fitted(timings(network, (2, 3), 1), 1)
     assert (found.intra_host, found.busiest_rank, found.round_overheads) == (None, None, ())
     assert list(found.diagnostics("network")) == []
@@ -98,7 +105,11 @@ def test_the_errors_are_those_of_sizes_that_were_not_fitted():
 
 
 def test_the_textbook_figures_of_times_made_by_the_textbook_are_found():
-    made = [AllReduceTiming(name, 3, nbytes, named(name).seconds(3, nbytes, 2e-4, 1e9)) for name in NAMES for nbytes in SIZES]
+    made = [
+        AllReduceTiming(name, 3, nbytes, named(name).seconds(3, nbytes, 2e-4, 1e9))
+        for name in NAMES
+        for nbytes in SIZES
+    ]
     found = textbook(cluster(TRUE, made), 3)
     assert (found.latency_s, found.bytes_per_s) == pytest.approx((2e-4, 1e9))
     assert found.error < 1e-6

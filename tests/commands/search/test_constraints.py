@@ -31,7 +31,9 @@ def test_each_word_is_obeyed_by_every_layout_that_is_shown():
         assert all(layout.pp > 1 for layout, _ in found)
 
 
-@pytest.mark.parametrize(("method", "swapping"), [("ring", {1}), ("ulysses", {2, 4, 8, 16}), ("hybrid", {2, 4, 8})])
+@pytest.mark.parametrize(
+    ("method", "swapping"), [("ring", {1}), ("ulysses", {2, 4, 8, 16}), ("hybrid", {2, 4, 8})]
+)
 def test_a_method_for_rows_in_parts_divides_them_so(method: str, swapping: set[int]):
     found = best(f"method={method}", model=LONG, batch=8)
     assert all(layout.cp > 1 for layout, _ in found)
@@ -82,13 +84,21 @@ def test_what_contradicts_itself_is_told_with_what_is_needed(words: tuple[str, .
 def test_all_contradictions_are_told_at_once():
     with pytest.raises(PlanError) as raised:
         run_search(
-            SearchOptions(SMALL, 64, "a100", 250, constraints=("tp=7", "pp=5", "dp=4", "micro=3", "schedule=zb", "zero=9"))
+            SearchOptions(
+                SMALL,
+                64,
+                "a100",
+                250,
+                constraints=("tp=7", "pp=5", "dp=4", "micro=3", "schedule=zb", "zero=9"),
+            )
         )
     assert len(raised.value.diagnostics) == 6
 
 
 def test_rows_too_short_for_their_ranks_are_told():
-    with pytest.raises(PlanError, match="cp 64 ranks take an early and a late part each of rows of 64 tokens"):
+    with pytest.raises(
+        PlanError, match="cp 64 ranks take an early and a late part each of rows of 64 tokens"
+    ):
         run_search(SearchOptions(f"{SMALL} sequence 64", 64, "a100", 256, constraints=("cp=64",)))
 
 
@@ -98,4 +108,6 @@ def test_orders_that_are_not_searched_never_win():
     for model, devices in ((SMALL, 8), ("13b: layers 40 hidden 5120 heads 40", 16)):
         asked = run_search(SearchOptions(model, devices, "a100", 48))
         every = SearchConstraints().apply(asked.request)
-        assert search(every, 1).best[0] == search(type(every)(**{**vars(every), "orders": SCHEDULES}), 1).best[0]
+        assert (
+            search(every, 1).best[0] == search(type(every)(**{**vars(every), "orders": SCHEDULES}), 1).best[0]
+        )

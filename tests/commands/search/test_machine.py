@@ -45,7 +45,9 @@ def test_a_measured_device_with_measured_links_is_a_machine_and_says_so(files: t
     assert (found.count, found.host, found.device.name) == (8, 8, "Abacus 7")
     assert found.link_rate == pytest.approx(LINK, rel=0.05)
     assert "4 ranks at most were measured: links of 8 are taken to be as fast" in notes
-    assert "a device is 2 threads of Abacus 7, measured alone: ranks of a host need as many cores each" in notes
+    assert (
+        "a device is 2 threads of Abacus 7, measured alone: ranks of a host need as many cores each" in notes
+    )
 
 
 def test_a_traced_run_teaches_what_computing_and_sending_take(files: tuple[str, str], tmp_path: Path):
@@ -82,7 +84,9 @@ def test_what_a_run_cannot_teach_is_refused(files: tuple[str, str], tmp_path: Pa
     def learned(folder: Path) -> Learnt:
         return calibrate_from_run(folder, read_previous_run(folder), known, shapes)
 
-    with pytest.raises(PlanError, match="the run computed on NVIDIA A100-SXM4-80GB, and the plan is for Abacus 7"):
+    with pytest.raises(
+        PlanError, match="the run computed on NVIDIA A100-SXM4-80GB, and the plan is for Abacus 7"
+    ):
         learned(run_folder(tmp_path / "a", device="NVIDIA A100-SXM4-80GB"))
     with pytest.raises(PlanError, match="the run has 'naive', which plans that are chosen do not have"):
         learned(run_folder(tmp_path / "b", store="naive"))
@@ -105,7 +109,11 @@ def test_a_gpu_is_known_by_what_its_driver_calls_it(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("hardware", "ran"),
-    [("gh200", "NVIDIA H200"), ("h100 pcie", "NVIDIA H100 80GB HBM3"), ("a100 40gb", "NVIDIA A100-SXM4-80GB")],
+    [
+        ("gh200", "NVIDIA H200"),
+        ("h100 pcie", "NVIDIA H100 80GB HBM3"),
+        ("a100 40gb", "NVIDIA A100-SXM4-80GB"),
+    ],
 )
 def test_a_kind_whose_name_is_part_of_another_one_is_not_that_kind(tmp_path: Path, hardware: str, ran: str):
     run = run_folder(tmp_path / "run", device=ran)
@@ -118,13 +126,20 @@ def test_a_kind_whose_name_is_part_of_another_one_is_not_that_kind(tmp_path: Pat
     [
         ('name = "mybox"\nmeasured = "device.toml"\nlink_gb_s = 2\nper_host = 4', "Abacus 7"),
         ('name = "mybox"\nlike = "a100"', "NVIDIA A100-SXM4-80GB"),
-        ('name = "a100"\ntflops = {bfloat16 = 300, float32 = 19}\nmemory_gb = 80\nmemory_gb_s = 2000', "NVIDIA A100-SXM4-80GB"),
+        (
+            'name = "a100"\ntflops = {bfloat16 = 300, float32 = 19}\nmemory_gb = 80\nmemory_gb_s = 2000',
+            "NVIDIA A100-SXM4-80GB",
+        ),
     ],
 )
-def test_a_device_with_a_name_of_its_own_is_known_by_what_it_is_like(files: tuple[str, str], tmp_path: Path, said: str, ran: str):
+def test_a_device_with_a_name_of_its_own_is_known_by_what_it_is_like(
+    files: tuple[str, str], tmp_path: Path, said: str, ran: str
+):
     links = "" if "like" in said or "measured" in said else "\nlink_gb_s = 300\nnic_gb_s = 25\nper_host = 8"
     (tmp_path / "my.toml").write_text(f"[device]\n{said}{links}\n")
-    _, notes = search_machine(str(tmp_path / "my.toml"), 2, "", str(run_folder(tmp_path / "run", device=ran)), shapes)
+    _, notes = search_machine(
+        str(tmp_path / "my.toml"), 2, "", str(run_folder(tmp_path / "run", device=ran)), shapes
+    )
     assert any("learnt from" in note for note in notes)
     other = run_folder(tmp_path / "other", device="NVIDIA H200")
     with pytest.raises(PlanError, match="says with `like` or `measured` which kind it is"):
@@ -134,7 +149,8 @@ def test_a_device_with_a_name_of_its_own_is_known_by_what_it_is_like(files: tupl
 def test_a_plan_is_laid_out_as_a_search_would(tmp_path: Path):
     text = PLAN.format(micro=2, store="replicate", more="")
     text = text.replace(
-        '{ name = "replicate", axis = "dp_replicate" }', '{ name = "zero", axis = "dp_shard", stage = 2 }, {name = "recompute"}'
+        '{ name = "replicate", axis = "dp_replicate" }',
+        '{ name = "zero", axis = "dp_shard", stage = 2 }, {name = "recompute"}',
     )
     path = tmp_path / "plan.toml"
     path.write_text(
@@ -156,7 +172,10 @@ def test_a_plan_is_chosen_for_what_was_measured(files: tuple[str, str]):
 
 
 def test_the_command_line_hears_of_all_of_it(
-    files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    files: tuple[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     forget_ranks(monkeypatch)
     words = ("plan", WORDS, "--devices", 2, "--batch", 16, "--hardware", files[0])

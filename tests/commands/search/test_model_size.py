@@ -28,7 +28,12 @@ from meshwright.plan.job.errors import PlanError
 
 def test_a_config_is_read_and_its_model_counted(tmp_path: Path):
     config = LlamaConfig(
-        hidden_size=96, intermediate_size=200, num_attention_heads=6, num_key_value_heads=2, num_hidden_layers=3, vocab_size=130
+        hidden_size=96,
+        intermediate_size=200,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        num_hidden_layers=3,
+        vocab_size=130,
     )
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
@@ -51,7 +56,12 @@ def test_a_factory_that_is_named_after_layers_is_a_file():
 
 def test_a_model_with_experts_is_refused(tmp_path: Path):
     config = MixtralConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, intermediate_size=64, vocab_size=50
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        vocab_size=50,
     )
     config.architectures = ["MixtralForCausalLM"]
     config.save_pretrained(tmp_path)
@@ -59,12 +69,22 @@ def test_a_model_with_experts_is_refused(tmp_path: Path):
         model_shape(str(tmp_path), 0)
 
 
-def test_a_model_with_experts_in_one_of_its_parts_is_refused_before_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    text = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "num_local_experts": 4}
+def test_a_model_with_experts_in_one_of_its_parts_is_refused_before_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    text = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "num_local_experts": 4,
+    }
     config = Llama4Config(text_config=text)
     config.architectures = ["Llama4ForConditionalGeneration"]
     config.save_pretrained(tmp_path)
-    monkeypatch.setattr("meshwright.commands.search.model_size.load_model", lambda *_, **__: pytest.fail("the model was made"))
+    monkeypatch.setattr(
+        "meshwright.commands.search.model_size.load_model", lambda *_, **__: pytest.fail("the model was made")
+    )
     with pytest.raises(PlanError, match="has 4 experts in a layer, which are not searched yet"):
         model_shape(str(tmp_path), 0)
 
@@ -96,7 +116,10 @@ def test_rows_with_more_tokens_than_positions_were_learnt_are_refused(tmp_path: 
         config.architectures = ["OPTForCausalLM"]
     config.save_pretrained(tmp_path)
     assert model_shape(str(tmp_path), 64).sequence == 64
-    with pytest.raises(PlanError, match=r"has learnt 64 positions, and rows of 65 tokens are asked for\n.*--sequence 64 at most"):
+    with pytest.raises(
+        PlanError,
+        match=r"has learnt 64 positions, and rows of 65 tokens are asked for\n.*--sequence 64 at most",
+    ):
         model_shape(str(tmp_path), 65)
 
 
@@ -125,14 +148,18 @@ def test_rows_of_padding_in_a_table_are_no_positions(tmp_path: Path):
 
 
 def test_rotary_positions_go_on_for_ever(tmp_path: Path):
-    config = LlamaConfig(hidden_size=48, num_attention_heads=4, num_hidden_layers=2, vocab_size=77, max_position_embeddings=64)
+    config = LlamaConfig(
+        hidden_size=48, num_attention_heads=4, num_hidden_layers=2, vocab_size=77, max_position_embeddings=64
+    )
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
     assert model_shape(str(tmp_path), 4096).sequence == 4096
 
 
 def test_a_table_of_words_is_none_of_positions(tmp_path: Path):
-    config = LlamaConfig(hidden_size=48, num_attention_heads=4, num_hidden_layers=2, vocab_size=64, max_position_embeddings=64)
+    config = LlamaConfig(
+        hidden_size=48, num_attention_heads=4, num_hidden_layers=2, vocab_size=64, max_position_embeddings=64
+    )
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
     assert model_shape(str(tmp_path), 128).sequence == 128
@@ -143,7 +170,8 @@ def test_a_config_without_the_length_of_rows_asks_for_it(tmp_path: Path):
     config.architectures = ["BloomForCausalLM"]
     config.save_pretrained(tmp_path)
     with pytest.raises(
-        PlanError, match=r"--sequence: .* does not say how long rows are \(max_position_embeddings\)\n.*--sequence 2048"
+        PlanError,
+        match=r"--sequence: .* does not say how long rows are \(max_position_embeddings\)\n.*--sequence 2048",
     ):
         model_shape(str(tmp_path), 0)
     assert model_shape(str(tmp_path), 2048).sequence == 2048
@@ -171,7 +199,12 @@ def test_a_name_of_nothing_is_told_what_may_stand_there(model: str):
 
 def test_heads_may_be_wider_than_their_share_of_the_hidden_size(tmp_path: Path):
     config = Qwen3Config(
-        hidden_size=80, intermediate_size=304, num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=3, vocab_size=130
+        hidden_size=80,
+        intermediate_size=304,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        num_hidden_layers=3,
+        vocab_size=130,
     )
     config.head_dim = 16
     config.architectures = ["Qwen3ForCausalLM"]
@@ -184,7 +217,12 @@ def test_heads_may_be_wider_than_their_share_of_the_hidden_size(tmp_path: Path):
 
 def test_a_window_of_attention_is_told_where_rows_are_longer(tmp_path: Path):
     config = Gemma2Config(
-        hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4, vocab_size=130
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=4,
+        vocab_size=130,
     )
     config.head_dim, config.sliding_window = 16, 32
     config.architectures = ["Gemma2ForCausalLM"]
@@ -198,7 +236,9 @@ def test_a_window_of_attention_is_told_where_rows_are_longer(tmp_path: Path):
 
 
 def test_attention_both_ways_is_told(tmp_path: Path):
-    config = BertConfig(hidden_size=64, intermediate_size=256, num_attention_heads=4, num_hidden_layers=2, vocab_size=130)
+    config = BertConfig(
+        hidden_size=64, intermediate_size=256, num_attention_heads=4, num_hidden_layers=2, vocab_size=130
+    )
     config.architectures = ["BertForMaskedLM"]
     config.save_pretrained(tmp_path)
     assert any("Attention goes both ways" in line for line in size_warnings(model_size(str(tmp_path), 64)))

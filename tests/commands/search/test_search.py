@@ -9,7 +9,14 @@ import pytest
 from rich.console import Console
 from transformers import OPTConfig
 
-from meshwright.commands.search.search import SearchOptions, outcome_as_dict, run_search, search_view, winner_config, write_config
+from meshwright.commands.search.search import (
+    SearchOptions,
+    outcome_as_dict,
+    run_search,
+    search_view,
+    winner_config,
+    write_config,
+)
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError
 from meshwright.report.search.search_result import Budget
@@ -33,14 +40,20 @@ def test_a_model_in_words_is_planned_and_explained():
     assert "1e+09 tokens take" in text
     assert "of which waiting" in text
     assert "GiB of the fullest rank" in text
-    assert all(word in text for word in ("weights", "gradients", "moments", "activations", "gathered", "loss", "margin"))
+    assert all(
+        word in text
+        for word in ("weights", "gradients", "moments", "activations", "gathered", "loss", "margin")
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "words"),
     [
         ("13b: layers 40 hidden 5120 heads 40", "The model does not fit on a device"),
-        ("odd: layers 4 hidden 81920 heads 640", "Not even a layer with its output and its optimizer's states fits"),
+        (
+            "odd: layers 4 hidden 81920 heads 640",
+            "Not even a layer with its output and its optimizer's states fits",
+        ),
     ],
 )
 def test_the_scenario_is_said_in_words(model: str, words: str):
@@ -48,7 +61,9 @@ def test_the_scenario_is_said_in_words(model: str, words: str):
 
 
 def test_the_winner_is_a_config_that_resolves(tmp_path: Path):
-    chosen = run_search(SearchOptions("13b: layers 40 hidden 5120 heads 40", 64, "a100", 128, constraints=("tp=4", "pp=2")))
+    chosen = run_search(
+        SearchOptions("13b: layers 40 hidden 5120 heads 40", 64, "a100", 128, constraints=("tp=4", "pp=2"))
+    )
     best = chosen.result.best[0].layout
     assert (best.tp, best.pp) == (4, 2)
     path = tmp_path / "plan.toml"
@@ -56,7 +71,9 @@ def test_the_winner_is_a_config_that_resolves(tmp_path: Path):
     path.write_text(path.read_text() + '\n[model]\nsource = "a"\n')
     request = read_request(path, ["--data.source", "b"], STRATEGIES)
     assert (request.mesh["tp"], request.mesh["pp"]) == (4, 2)
-    assert {"pipeline", "line", "sequence", "vocabulary"} <= {strategy.name for strategy in request.strategies or ()}
+    assert {"pipeline", "line", "sequence", "vocabulary"} <= {
+        strategy.name for strategy in request.strategies or ()
+    }
     assert request.job.train.batch == 128
     assert request.job.precision.compute == best.dtype == "bfloat16"
     assert request.micro_batch == best.micro_batch
@@ -80,15 +97,23 @@ def test_what_fits_nowhere_is_told_with_what_is_missing():
     assert "nothing fits: 175b needs" in text
     assert "V100 has" in text
     [(many, rows)] = findall(r"more devices \((\d+)(?: and (\d+) rows)?\)", text)
-    assert run_search(SearchOptions("175b: layers 96 hidden 12288 heads 96", int(many), "v100", int(rows or 64))).result.best
+    assert run_search(
+        SearchOptions("175b: layers 96 hidden 12288 heads 96", int(many), "v100", int(rows or 64))
+    ).result.best
 
 
 def test_what_is_fixed_is_named_where_it_is_in_the_way():
     with pytest.raises(PlanError, match="fix fewer axes, without which something fits"):
-        run_search(SearchOptions("1t: layers 128 hidden 25600 heads 160", 256, "h100", 512, constraints=("pp=1", "tp=1")))
+        run_search(
+            SearchOptions(
+                "1t: layers 128 hidden 25600 heads 160", 256, "h100", 512, constraints=("pp=1", "tp=1")
+            )
+        )
 
 
-@pytest.mark.parametrize("asked", [SearchOptions(SMALL, 8, "h100", 10**23), SearchOptions(SMALL, 10**23, "h100", 8)])
+@pytest.mark.parametrize(
+    "asked", [SearchOptions(SMALL, 8, "h100", 10**23), SearchOptions(SMALL, 10**23, "h100", 8)]
+)
 def test_numbers_that_no_machine_has_are_refused_at_once(asked: SearchOptions):
     with pytest.raises(PlanError, match="1e\\+23 is beyond 4,294,967,296"):
         run_search(asked)
@@ -106,7 +131,9 @@ def test_a_model_with_other_weights_than_its_sizes_say_is_told(tmp_path: Path):
     config = OPTConfig(num_hidden_layers=2, num_attention_heads=2, vocab_size=500, **sizes)
     config.architectures = ["OPTForCausalLM"]
     config.save_pretrained(tmp_path)
-    assert "expect seconds and bytes to be off by as much" in shown(SearchOptions(str(tmp_path), 2, "a100", 4, sequence=32))
+    assert "expect seconds and bytes to be off by as much" in shown(
+        SearchOptions(str(tmp_path), 2, "a100", 4, sequence=32)
+    )
 
 
 def test_all_that_contradicts_itself_is_told_at_once():
@@ -121,7 +148,14 @@ def test_model_hardware_links_and_words_are_refused_together():
     with pytest.raises(PlanError) as raised:
         run_search(
             SearchOptions(
-                "nosuch", 8, "foo", 64, constraints=("tp=x",), max_fit="foo", cluster="nope.toml", calibration_run="nowhere"
+                "nosuch",
+                8,
+                "foo",
+                64,
+                constraints=("tp=x",),
+                max_fit="foo",
+                cluster="nope.toml",
+                calibration_run="nowhere",
             )
         )
     places = " ".join(fault.location for fault in raised.value.diagnostics)
@@ -142,7 +176,9 @@ def test_a_batch_that_no_copies_can_share_is_told():
         run_search(SearchOptions(SMALL, 8, "a100", 7, constraints=("dp=8",)))
     with pytest.raises(PlanError, match="no mesh of 8 devices takes 7 rows"):
         run_search(SearchOptions(SMALL, 8, "a100", 7, constraints=("pp=4", "tp=1")))
-    with pytest.raises(PlanError, match="7 rows on 2 copies\n  repair: each copy takes as many: choose a batch of 8"):
+    with pytest.raises(
+        PlanError, match="7 rows on 2 copies\n  repair: each copy takes as many: choose a batch of 8"
+    ):
         run_search(SearchOptions(SMALL, 8, "a100", 7, constraints=("pp=4", "tp=1")))
 
 

@@ -24,7 +24,9 @@ def played(world: World, again: bool) -> tuple[list[str], bool, list[torch.Tenso
     inner.begin_block("F")
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 4, 6, dtype=torch.float64, generator=generator)
-    weights = [torch.randn(5, 6, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(3)]
+    weights = [
+        torch.randn(5, 6, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(3)
+    ]
     mine = x.chunk(3, -1)[world.rank].clone().requires_grad_()
     outputs = []
     for weight in weights:
@@ -40,7 +42,11 @@ def played(world: World, again: bool) -> tuple[list[str], bool, list[torch.Tenso
     gc.collect()
     alive = seen() is not None
     sum(each.square().sum() for each in outputs).backward()
-    return [entry.collective for entry in world.ledger.entries], alive, [mine.grad, *(weight.grad for weight in weights)]
+    return (
+        [entry.collective for entry in world.ledger.entries],
+        alive,
+        [mine.grad, *(weight.grad for weight in weights)],
+    )
 
 
 def test_what_is_moved_again_is_not_kept_and_gives_the_same_gradients():

@@ -50,7 +50,9 @@ def course(mesh: Mesh, strategies: tuple) -> list[list[float]]:
                 mine = [engine.local_batch(part(DATA, at, at + 12)) for at in (0, 12)]
                 mine += [part(DATA, 0, 1)] if world.rank == 0 else []  # the others have one batch less
                 found.append(engine.evaluate(mine).loss)
-                found.append(engine.step(engine.local_batch(part(DATA, 12 * (step % 2), 12 * (step % 2) + 12))).loss)
+                found.append(
+                    engine.step(engine.local_batch(part(DATA, 12 * (step % 2), 12 * (step % 2) + 12))).loss
+                )
             with engine.full_params() as module:
                 found.append(module(DATA["input_ids"][:3]).double().sum().item())
             return found

@@ -27,7 +27,9 @@ from tests.tiny_model import reading_of, tiny_job
         (Mesh(pp=2, dp_replicate=2), (Pipeline(), BatchSplit(), DDP()), True),
     ],
 )
-def test_a_graph_is_cut_where_something_stands_between_backwards(mesh: Mesh, strategies: tuple[Strategy, ...], cuts: bool):
+def test_a_graph_is_cut_where_something_stands_between_backwards(
+    mesh: Mesh, strategies: tuple[Strategy, ...], cuts: bool
+):
     plan = make_plan(reading_of(), tiny_job(), mesh, strategies, 1)
     assert needs_graph_cuts(plan.for_rank(0)) == cuts
 

@@ -86,7 +86,10 @@ def test_slices_of_the_stream_go_on_as_slices_and_a_cache_is_refused():
     mesh, strategies = Mesh(pp=2, tp=3), (Pipeline(), TensorParallel(), SequenceParallel())
     for found in used(LLAMA, mesh, strategies, lambda module: [module(IDS, use_cache=False).logits]):
         torch.testing.assert_close(found[0], spoken()[0], rtol=1e-12, atol=1e-12)
-    with pytest.raises(PlanError, match=r"takes in slices of the stream, and is given a DynamicCache(?s:.*)pass use_cache=False"):
+    with pytest.raises(
+        PlanError,
+        match=r"takes in slices of the stream, and is given a DynamicCache(?s:.*)pass use_cache=False",
+    ):
         used(LLAMA, mesh, strategies, lambda module: [module(IDS, use_cache=True).logits])
 
 
@@ -98,8 +101,13 @@ def again(model: nn.Module) -> nn.Module:
 
 
 DIVIDED: dict[str, Callable[[], AnalyzedModel]] = {
-    **{family: lambda family=family: model_families.read_family(family) for family in ("gpt2", "falcon, alibi")},
-    "gpt2, tied": lambda: analyze(again(model_families.FAMILIES["gpt2"]()), model_families.batches("gpt2", 1)[0]),
+    **{
+        family: lambda family=family: model_families.read_family(family)
+        for family in ("gpt2", "falcon, alibi")
+    },
+    "gpt2, tied": lambda: analyze(
+        again(model_families.FAMILIES["gpt2"]()), model_families.batches("gpt2", 1)[0]
+    ),
 }
 
 
@@ -144,7 +152,9 @@ class Both(nn.Module):
 class Choosing(Both):
     """It looks at the numbers within."""
 
-    def forward(self, first: torch.Tensor, x: torch.Tensor, kept: object = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, first: torch.Tensor, x: torch.Tensor, kept: object = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = (x.sum((1, 2)) > 0).nonzero()[:, 0]
         return first, torch.tanh(self.linear(x + first)).index_fill(0, rows, 0.5)
 
@@ -181,7 +191,8 @@ def test_a_block_that_looks_at_numbers_and_is_given_a_cache_is_refused_by_name()
         return [module(DATA["input_ids"], kept=transformers.DynamicCache())]
 
     with pytest.raises(
-        PlanError, match=r"block 'layers\.1' looks at numbers that another rank has (?s:.*)is given a DynamicCache"
+        PlanError,
+        match=r"block 'layers\.1' looks at numbers that another rank has (?s:.*)is given a DynamicCache",
     ):
         used(reading, Mesh(pp=2), (Pipeline(),), use, DATA)
 
@@ -192,7 +203,9 @@ def test_what_is_sent_is_in_the_ledger_block_by_block():
     def rank(world: World) -> dict[str, float]:
         with parallelize(LLAMA, plan, world=world) as engine, engine.full_params() as module:
             module(IDS)
-            return {name: sent for name, sent in world.ledger.sent.items() if name.startswith("WHOLE") and sent}
+            return {
+                name: sent for name, sent in world.ledger.sent.items() if name.startswith("WHOLE") and sent
+            }
 
     sent = {name: nbytes for each in on_threads(rank, plan.mesh) for name, nbytes in each.items()}
     hidden, header = 3 * 9 * 48 * 8, 8 * (2 + lockstep_forward.MAX_DIMS)

@@ -32,17 +32,30 @@ READING = pairs(0.3, layers=4)
 LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...], int]] = {
     "two parts": (Mesh(pp=2), (Pipeline(),), 1),
     "three parts": (Mesh(pp=3), (Pipeline(),), 4),
-    "two parts on each of three ranks": (Mesh(pp=3), (Pipeline(schedule="interleaved", virtual_stages=2),), 2),
+    "two parts on each of three ranks": (
+        Mesh(pp=3),
+        (Pipeline(schedule="interleaved", virtual_stages=2),),
+        2,
+    ),
     "a V": (Mesh(pp=2), (Pipeline(schedule="zb_v"),), 2),
     "copies": (Mesh(pp=2, dp_replicate=3), (Pipeline(), Split(), DDP()), 1),
     "stage 1": (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, ZeRO(stage=1)), 2),
-    "stage 3": (Mesh(pp=2, dp_shard=3), (Pipeline(schedule="interleaved", virtual_stages=2), SHARD, ZeRO()), 1),
+    "stage 3": (
+        Mesh(pp=2, dp_shard=3),
+        (Pipeline(schedule="interleaved", virtual_stages=2), SHARD, ZeRO()),
+        1,
+    ),
     "slices": (Mesh(pp=2, tp=3), (Pipeline(), TensorParallel()), 3),
 }
 
 
 def course(
-    reading: AnalyzedModel, mesh: Mesh, strategies: Sequence[Strategy], micro_batch: int, *, evaluated: bool = True
+    reading: AnalyzedModel,
+    mesh: Mesh,
+    strategies: Sequence[Strategy],
+    micro_batch: int,
+    *,
+    evaluated: bool = True,
 ) -> list[tuple[list[Evaluation], list[float], dict[str, bytes]]]:
     """What each rank finds in two evaluations, each before a step; the losses of the steps; and what it then holds."""
     plan = make_plan(reading, tiny_job(), mesh, strategies, micro_batch)
@@ -53,7 +66,9 @@ def course(
             for _ in range(2):
                 shares = [engine.local_batch(part(DATA, at, min(at + 12, 31))) for at in (0, 12, 24)]
                 mine = [each if len(each["labels"]) else None for each in shares]
-                mine += [part(DATA, 0, 1)] if plan.data_index(world.rank) == 0 else []  # the others have one batch less
+                mine += (
+                    [part(DATA, 0, 1)] if plan.data_index(world.rank) == 0 else []
+                )  # the others have one batch less
                 modes = [each.training for each in engine.module.modules()]
                 found += [engine.evaluate(mine)] if evaluated else []
                 assert modes == [each.training for each in engine.module.modules()]
@@ -84,7 +99,9 @@ def test_steps_go_on_as_without_it_to_the_last_bit():
 
 
 @pytest.mark.parametrize("layout", ["two parts on each of three ranks", "a V"])
-def test_where_messages_go_in_the_order_of_issue_each_direction_has_a_group(layout: str, wanted: list[Evaluation]):
+def test_where_messages_go_in_the_order_of_issue_each_direction_has_a_group(
+    layout: str, wanted: list[Evaluation]
+):
     mesh, strategies, micro_batch = LAYOUTS[layout]
     plan = make_plan(READING, tiny_job(), mesh, strategies, micro_batch)
 
@@ -92,9 +109,12 @@ def test_where_messages_go_in_the_order_of_issue_each_direction_has_a_group(layo
         world.directed = world.ledger.recording = True  # as on NCCL
         with parallelize(READING, plan, world=world) as engine:
             found = engine.evaluate(
-                [engine.local_batch(part(DATA, at, min(at + 12, 31))) for at in (0, 12, 24)] + [part(DATA, 0, 1)]
+                [engine.local_batch(part(DATA, at, min(at + 12, 31))) for at in (0, 12, 24)]
+                + [part(DATA, 0, 1)]
             )
-            return found.loss, {entry.size for entry in world.ledger.entries if entry.collective in ("send", "receive")}
+            return found.loss, {
+                entry.size for entry in world.ledger.entries if entry.collective in ("send", "receive")
+            }
 
     assert on_threads(rank, mesh) == [(pytest.approx(wanted[0].loss, rel=1e-12), {2})] * mesh.world_size
 
@@ -105,7 +125,9 @@ class Skips(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 6)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(5), nn.Tanh()) for _ in range(5))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(5), nn.Tanh()) for _ in range(5)
+        )
         self.head = nn.Linear(6, VOCABULARY)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -119,7 +141,9 @@ class Skips(nn.Module):
 @pytest.mark.parametrize(("ranks", "chunks"), [(3, 1), (2, 3)])
 def test_values_that_pass_parts_over_arrive_in_the_order_in_which_they_are_sent(ranks: int, chunks: int):
     reading = analyze(Skips, part(DATA, 0, 2))
-    pipeline = Pipeline(schedule="interleaved" if chunks > 1 else "1f1b", virtual_stages=chunks if chunks > 1 else 0)
+    pipeline = Pipeline(
+        schedule="interleaved" if chunks > 1 else "1f1b", virtual_stages=chunks if chunks > 1 else 0
+    )
     plan = make_plan(reading, tiny_job(batch=4), Mesh(pp=ranks), (pipeline,), 4)
     alone = make_plan(reading, tiny_job(batch=4), Mesh(), (), 4)
     batches = [part(DATA, at, at + 4) for at in range(0, 28, 4)]
@@ -149,7 +173,9 @@ def test_batches_may_differ_in_length():
 
 
 def test_the_ledger_says_what_was_sent_between_which_parts():
-    plan = make_plan(READING, tiny_job(evaluate=EvalConfig(source="held-out", every=1)), Mesh(pp=3), (Pipeline(),), 4)
+    plan = make_plan(
+        READING, tiny_job(evaluate=EvalConfig(source="held-out", every=1)), Mesh(pp=3), (Pipeline(),), 4
+    )
 
     def rank(world: World) -> dict[str, float]:
         with parallelize(READING, plan, world=world) as engine:
@@ -167,7 +193,12 @@ def test_of_two_ranks_with_a_part_the_one_with_fewer_runs_it():
     parts = [stage[0] for stage in space.block_calls_by_pp_rank]
     both = tuple((parts[index], parts[3 - index]) for index in range(4))  # as DualPipe has them
     assert stage_ranks(replace(space, block_calls_by_pp_rank=both)) == (0, 1, 2, 3)
-    assert stage_ranks(replace(space, block_calls_by_pp_rank=(tuple(parts), (parts[2],), (), ()))) == (0, 0, 1, 0)
+    assert stage_ranks(replace(space, block_calls_by_pp_rank=(tuple(parts), (parts[2],), (), ()))) == (
+        0,
+        0,
+        1,
+        0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,7 +210,11 @@ def test_no_rank_stands_still_between_the_first_forward_and_the_last(ranks: tupl
     """Played by the order alone, each part as long as any other: as many turns as a rank has, and the way through all parts."""
     micros, each = 9, max(map(ranks.count, ranks))
     lists = [
-        list(rank_schedule([p for p, owner in enumerate(ranks) if owner == r], each, range(micros).__contains__))
+        list(
+            rank_schedule(
+                [p for p, owner in enumerate(ranks) if owner == r], each, range(micros).__contains__
+            )
+        )
         for r in set(ranks)
     ]
     ended: dict[tuple[int, int], int] = {}
@@ -230,7 +265,9 @@ def test_what_is_not_added_up_or_not_sent_is_noticed(forgotten: str, wanted: lis
     else:
         send = PipelinedEvaluation._send
         monkeypatch.setattr(
-            PipelinedEvaluation, "_send", lambda self, forward, *rest: (_zeroed(forward.values), send(self, forward, *rest))
+            PipelinedEvaluation,
+            "_send",
+            lambda self, forward, *rest: (_zeroed(forward.values), send(self, forward, *rest)),
         )
     found = course(READING, *LAYOUTS["two parts"])[0][0]
     assert found[0].loss != pytest.approx(wanted[0].loss, rel=1e-6)

@@ -34,7 +34,9 @@ def course(world: World, layout: str) -> dict[str, list[float]]:
         found: dict[str, list[float]] = {"losses": [], "logits": [], "suspects": []}
         for first in (0, 0, 12):  # the third is new to it
             mine = [engine.local_batch(part(DATA, at, min(at + 12, 30))) for at in (0, 12, 24)]
-            found["losses"].append(engine.evaluate([each if len(each["labels"]) else None for each in mine]).loss)
+            found["losses"].append(
+                engine.evaluate([each if len(each["labels"]) else None for each in mine]).loss
+            )
             metrics = engine.step(engine.local_batch(part(DATA, first, first + 12)))
         if metrics.spike is not None:
             found["suspects"] = [

@@ -35,7 +35,12 @@ class Tied(Own):
         x = self.words(input_ids)
         for layer in self.layers:
             x = layer(x)
-        return x @ self.words.weight.T + 0 * self.head.bias + 0 * self.places.weight.sum() + 0 * self.head.weight.sum()
+        return (
+            x @ self.words.weight.T
+            + 0 * self.head.bias
+            + 0 * self.places.weight.sum()
+            + 0 * self.head.weight.sum()
+        )
 
 
 @pytest.mark.parametrize("strategy", [RingAttention(), Ulysses()], ids=lambda each: each.name)

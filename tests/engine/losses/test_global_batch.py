@@ -20,7 +20,15 @@ from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.testing.ranks import ProcessPool, on_threads
 from meshwright.verifier.static_checks import static_checks
 from meshwright.verifier.verdict import Verdict
-from tests.engine.two_tower_model import CONTRASTIVE, Towers, global_batches, info_nce, pairs, reading_of_towers, towers_plan
+from tests.engine.two_tower_model import (
+    CONTRASTIVE,
+    Towers,
+    global_batches,
+    info_nce,
+    pairs,
+    reading_of_towers,
+    towers_plan,
+)
 from tests.tiny_model import edited, tiny_job
 
 READING = reading_of_towers()
@@ -49,7 +57,9 @@ def test_a_contrastive_loss_equals_one_device_also_where_the_last_batch_is_short
 @pytest.mark.parametrize("count", [24, 17])
 def test_a_parameter_that_the_model_hands_out_as_it_is_gets_its_part_of_the_gradient(count: int):
     reading = reading_of_towers(bare=True)
-    passed(verify(reading, towers_plan(reading, Mesh(dp_replicate=3)), global_batches(count), loss=CONTRASTIVE))
+    passed(
+        verify(reading, towers_plan(reading, Mesh(dp_replicate=3)), global_batches(count), loss=CONTRASTIVE)
+    )
 
 
 def on_a_process(world: World) -> tuple[list[Metrics], dict[str, torch.Tensor]]:
@@ -73,7 +83,11 @@ def test_every_row_that_the_loss_takes_is_stated_to_the_byte():
     for parameters, width in (("float64", 8), ("float32", 4)):
         job = tiny_job(precision=PrecisionConfig(parameters, parameters, parameters))
         plan = towers_plan(READING, Mesh(dp_replicate=3), job=job)
-        gathers = {a.subject: a.transfer.nbytes for a in plan.program.actions(FIRST_ROLE) if a.kind == "GATHER" and a.transfer}
+        gathers = {
+            a.subject: a.transfer.nbytes
+            for a in plan.program.actions(FIRST_ROLE)
+            if a.kind == "GATHER" and a.transfer
+        }
         assert gathers == {"facts": 16, "kind": 4 * 8, "output0": 4 * 4 * width, "output1": 4 * 4 * width}
     assert trace(READING, plan, [0, 1, 2], loss=CONTRASTIVE).passed
     assert trace(READING, plan, [1], loss=CONTRASTIVE, fake=False).passed
@@ -81,7 +95,9 @@ def test_every_row_that_the_loss_takes_is_stated_to_the_byte():
 
 def test_rows_meet_over_both_data_axes_at_once():
     split = (BatchSplit("dp_replicate"), BatchSplit("dp_shard"))
-    program = split[0].rewrite(towers_plan(READING, Mesh()).program, towers_plan(READING, Mesh()).sharding, tiny_job())
+    program = split[0].rewrite(
+        towers_plan(READING, Mesh()).program, towers_plan(READING, Mesh()).sharding, tiny_job()
+    )
     program = split[1].rewrite(program, towers_plan(READING, Mesh()).sharding, tiny_job())
     gathers = [action for action in program.actions(FIRST_ROLE) if action.kind == "GATHER"]
     assert len({action.name for action in gathers}) == len(gathers) == 4
@@ -89,7 +105,11 @@ def test_rows_meet_over_both_data_axes_at_once():
 
 
 def test_one_device_gathers_nothing():
-    assert not [action for action in towers_plan(READING, Mesh()).program.actions(FIRST_ROLE) if action.kind == "GATHER"]
+    assert not [
+        action
+        for action in towers_plan(READING, Mesh()).program.actions(FIRST_ROLE)
+        if action.kind == "GATHER"
+    ]
     passed(verify(READING, towers_plan(READING, Mesh()), global_batches(17), loss=CONTRASTIVE))
 
 
@@ -105,7 +125,9 @@ def test_a_step_without_any_row_is_skipped_on_all_ranks():
     assert on_threads(body, plan.mesh) == [(True, True)] * 3
 
 
-@pytest.mark.parametrize("planted", ["whole gradient of what is shared", "rows of the next rank", "loss added by every rank"])
+@pytest.mark.parametrize(
+    "planted", ["whole gradient of what is shared", "rows of the next rank", "loss added by every rank"]
+)
 def test_a_planted_bug_is_noticed(monkeypatch: pytest.MonkeyPatch, planted: str):
     if planted == "loss added by every rank":
         monkeypatch.setattr(GlobalBatchLoss, "reports_loss", True)
@@ -121,7 +143,9 @@ def test_a_planted_bug_is_noticed(monkeypatch: pytest.MonkeyPatch, planted: str)
             kept(self)
 
         monkeypatch.setattr(GlobalBatchLoss, "backward_to_local_samples", give_back)
-    verdict = verify(READING, towers_plan(READING, Mesh(dp_replicate=3)), global_batches(24), loss=CONTRASTIVE)
+    verdict = verify(
+        READING, towers_plan(READING, Mesh(dp_replicate=3)), global_batches(24), loss=CONTRASTIVE
+    )
     assert not verdict.passed
 
 
@@ -145,15 +169,23 @@ class Pooling(Towers):
 
 def test_an_output_that_is_not_per_row_and_differs_between_ranks_is_refused():
     reading = reading_of_towers(model=Pooling)
-    with pytest.raises(PlanError, match=r"(?s)takes an output that is not per row, and the ranks do not hold the same.*repair:"):
+    with pytest.raises(
+        PlanError,
+        match=r"(?s)takes an output that is not per row, and the ranks do not hold the same.*repair:",
+    ):
         verify(reading, towers_plan(reading, Mesh(dp_replicate=3)), global_batches(24), loss=CONTRASTIVE)
 
 
 def test_a_similarity_inside_the_model_is_refused_when_the_model_is_read():
     inside = replace(CONTRASTIVE, total=lambda outputs, batch: outputs[0].sum())
-    with pytest.raises(PlanError, match=r"(?s)output0 .*\[3, 3\], and \[5, 5\] on more rows: it compares the rows of one rank"):
+    with pytest.raises(
+        PlanError,
+        match=r"(?s)output0 .*\[3, 3\], and \[5, 5\] on more rows: it compares the rows of one rank",
+    ):
         reading_of_towers(inside, inside=True)
-    outside = replace(CONTRASTIVE, total=lambda outputs, batch: info_nce((outputs[1], outputs[2], torch.ones(())), batch))
+    outside = replace(
+        CONTRASTIVE, total=lambda outputs, batch: info_nce((outputs[1], outputs[2], torch.ones(())), batch)
+    )
     reading = reading_of_towers(outside, inside=True)  # the loss does not take it, so it may be there
     assert [column.used_by_loss for column in reading.model_spec.outputs] == [False, True, True]
     passed(verify(reading, towers_plan(reading, Mesh(dp_replicate=3)), global_batches(24), loss=outside))
@@ -162,30 +194,44 @@ def test_a_similarity_inside_the_model_is_refused_when_the_model_is_read():
 def test_a_loss_that_reads_more_than_its_targets_is_refused_by_the_name_of_the_key():
     greedy = Loss(lambda outputs, batch: batch["image"].sum(), CONTRASTIVE.count, ("kind",), whole_batch=True)
     with pytest.raises(
-        PlanError, match=r"(?s)reads 'image', which is not among its targets \['kind'\]\n  repair: name it in Loss"
+        PlanError,
+        match=r"(?s)reads 'image', which is not among its targets \['kind'\]\n  repair: name it in Loss",
     ):
         reading_of_towers(greedy)
 
 
 def test_micro_batches_and_the_guard_are_refused_with_the_repair():
-    with pytest.raises(PlanError, match=r"(?s)micro_batch = 2 cuts a rank's 4 samples\n  repair: set micro_batch = 0"):
+    with pytest.raises(
+        PlanError, match=r"(?s)micro_batch = 2 cuts a rank's 4 samples\n  repair: set micro_batch = 0"
+    ):
         towers_plan(READING, Mesh(dp_replicate=3), micro_batch=2)
-    with pytest.raises(PlanError, match=r'(?s)no rank has a loss of its own\n  repair: set guard.action = "off"'):
+    with pytest.raises(
+        PlanError, match=r'(?s)no rank has a loss of its own\n  repair: set guard.action = "off"'
+    ):
         towers_plan(READING, Mesh(dp_replicate=3), job=tiny_job(guard=LossGuard("skip")))
 
 
 def test_another_kind_of_loss_than_the_plan_knows_is_refused():
     plan = towers_plan(READING, Mesh(dp_replicate=3))
-    for call in (lambda: verify(READING, plan, global_batches(24), loss=replace(CONTRASTIVE, whole_batch=False)),):
-        with pytest.raises(PlanError, match=r"(?s)the loss is a sum over rows, and the plan was made for one of the whole batch"):
+    for call in (
+        lambda: verify(READING, plan, global_batches(24), loss=replace(CONTRASTIVE, whole_batch=False)),
+    ):
+        with pytest.raises(
+            PlanError,
+            match=r"(?s)the loss is a sum over rows, and the plan was made for one of the whole batch",
+        ):
             call()
 
 
 def test_rows_of_another_shape_than_the_plan_knows_are_refused():
     wide = replace(CONTRASTIVE, total=lambda outputs, batch: info_nce(outputs, {"kind": batch["kind"][:, 0]}))
-    example = {key: value if key != "kind" else value[:, None].repeat(1, 2) for key, value in pairs(4).items()}
+    example = {
+        key: value if key != "kind" else value[:, None].repeat(1, 2) for key, value in pairs(4).items()
+    }
     reading = reading_of_towers(wide, example=example)
     batch = {key: value if key != "kind" else value[:, None].repeat(1, 3) for key, value in pairs(12).items()}
     plan = towers_plan(reading, Mesh(dp_replicate=3), job=replace(tiny_job(), train=TrainConfig(batch=12)))
-    with pytest.raises(PlanError, match=r"(?s)kind has rows of the shape \[3\]; the plan was made for \[2\].*pad it"):
+    with pytest.raises(
+        PlanError, match=r"(?s)kind has rows of the shape \[3\]; the plan was made for \[2\].*pad it"
+    ):
         verify(reading, plan, [batch], loss=wide)

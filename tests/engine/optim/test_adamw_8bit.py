@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.engine.optim.adamw_8bit import AdamW8bit, dequantize_blocks, quantization_levels, quantize_blocks
+from meshwright.engine.optim.adamw_8bit import (
+    AdamW8bit,
+    dequantize_blocks,
+    quantization_levels,
+    quantize_blocks,
+)
 from meshwright.plan.optimizer_spec import optimizer_state_nbytes
 from tests.engine.optim.known_gradients import gradients, groups, moments, stepped, stepped_in_pieces, weight
 
@@ -39,7 +44,10 @@ def plain(begin: torch.Tensor, course: list[torch.Tensor]) -> torch.Tensor:
         x.grad = g.clone()
         optimizer.step()
         state = optimizer.state[x]
-        state |= {"exp_avg": through(state["exp_avg"], True), "exp_avg_sq": through(state["exp_avg_sq"], False)}
+        state |= {
+            "exp_avg": through(state["exp_avg"], True),
+            "exp_avg_sq": through(state["exp_avg_sq"], False),
+        }
     return x.detach()
 
 
@@ -82,9 +90,13 @@ def test_rounding_changes_a_step_by_less_than_a_tenth():
 
 @pytest.mark.parametrize("shape", [(256,), (30, 41), (5,)], ids=str)
 def test_it_keeps_two_bytes_and_two_scales_per_block(shape: tuple[int, ...]):
-    _, optimizer = stepped(AdamW8bit, weight(*shape, dtype=torch.float32), gradients(*shape, dtype=torch.float32))
+    _, optimizer = stepped(
+        AdamW8bit, weight(*shape, dtype=torch.float32), gradients(*shape, dtype=torch.float32)
+    )
     numel = torch.Size(shape).numel()
-    assert moments(optimizer) == 2 * numel + 8 * -(-numel // 256) == optimizer_state_nbytes("adamw_8bit", shape)
+    assert (
+        moments(optimizer) == 2 * numel + 8 * -(-numel // 256) == optimizer_state_nbytes("adamw_8bit", shape)
+    )
 
 
 def test_pieces_of_whole_blocks_become_what_the_whole_becomes_and_others_do_not():

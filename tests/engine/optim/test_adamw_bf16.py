@@ -50,4 +50,6 @@ def test_it_keeps_four_bytes_per_parameter():
 
 def test_pieces_become_what_the_whole_becomes():
     begin, course = weight(7, 5), gradients(7, 5)
-    assert torch.equal(stepped_in_pieces(AdamWBF16, begin, course, [3, 4, 17]), stepped(AdamWBF16, begin, course)[0])
+    assert torch.equal(
+        stepped_in_pieces(AdamWBF16, begin, course, [3, 4, 17]), stepped(AdamWBF16, begin, course)[0]
+    )

@@ -65,5 +65,7 @@ def test_halves_of_a_matrix_do_not_become_what_the_whole_becomes(dim: int):
 
 @pytest.mark.parametrize("shape", [(12,), (2, 3, 4)], ids=str)
 def test_what_is_no_matrix_is_refused(shape: tuple[int, ...]):
-    with pytest.raises(PlanError, match=r"Muon got a parameter of shape .*; needed are whole matrices(?s:.*)optimizer\.name"):
+    with pytest.raises(
+        PlanError, match=r"Muon got a parameter of shape .*; needed are whole matrices(?s:.*)optimizer\.name"
+    ):
         Muon(groups([torch.nn.Parameter(weight(*shape))]))

@@ -27,16 +27,26 @@ SHAPES = {"embed.weight": (5, 3), "layer.weight": (4, 3), "layer.bias": (4,), "n
 def named(dtype: torch.dtype = torch.float64) -> dict[str, nn.Parameter]:
     """Parameters of `SHAPES`, filled with steps."""
     sizes = {name: torch.Size(shape).numel() for name, shape in SHAPES.items()}
-    return {name: nn.Parameter(torch.linspace(-1, 1, sizes[name], dtype=dtype).view(SHAPES[name])) for name in SHAPES}
+    return {
+        name: nn.Parameter(torch.linspace(-1, 1, sizes[name], dtype=dtype).view(SHAPES[name]))
+        for name in SHAPES
+    }
 
 
 def with_gradients(parameters: dict[str, nn.Parameter], step: int) -> dict[str, nn.Parameter]:
     for parameter in parameters.values():
-        parameter.grad = torch.linspace(-1, 2, parameter.numel(), dtype=parameter.dtype).view(parameter.shape).mul(step + 1).sin()
+        parameter.grad = (
+            torch.linspace(-1, 2, parameter.numel(), dtype=parameter.dtype)
+            .view(parameter.shape)
+            .mul(step + 1)
+            .sin()
+        )
     return parameters
 
 
-def said(groups: OptimizerParamGroups, parameters: dict[str, nn.Parameter]) -> list[tuple[list[str], float, float]]:
+def said(
+    groups: OptimizerParamGroups, parameters: dict[str, nn.Parameter]
+) -> list[tuple[list[str], float, float]]:
     names = {id(parameter): name for name, parameter in parameters.items()}
     return [([names[id(p)] for p in group["params"]], group["lr"], group["weight_decay"]) for group in groups]
 
@@ -56,7 +66,9 @@ def test_the_first_pattern_that_matches_decides():
         ParamGroupConfig("embed.*", weight_decay=0.0),
     )
     parameters = named()
-    assert said(make_param_groups(OptimizerConfig(lr=1.0, weight_decay=0.1, groups=rules), parameters), parameters) == [
+    assert said(
+        make_param_groups(OptimizerConfig(lr=1.0, weight_decay=0.1, groups=rules), parameters), parameters
+    ) == [
         (["embed.weight", "norm.weight"], 1.0, 0.0),
         (["layer.weight"], 2.0, 0.3),
         (["layer.bias"], 0.5, 0.0),
@@ -84,7 +96,9 @@ PLAIN: dict[str, tuple[OptimizerConfig, Callable[[OptimizerParamGroups], torch.o
     ),
     "adamw": (
         OptimizerConfig("adamw", lr=0.1, weight_decay=0.2, betas=(0.8, 0.9), eps=1e-6),
-        lambda groups: torch.optim.AdamW(groups, lr=9.0, betas=(0.8, 0.9), eps=1e-6, foreach=False, fused=False),
+        lambda groups: torch.optim.AdamW(
+            groups, lr=9.0, betas=(0.8, 0.9), eps=1e-6, foreach=False, fused=False
+        ),
     ),
 }
 
@@ -107,10 +121,14 @@ def test_an_optimizer_over_other_parameters_is_refused():
     parameters, others = named(), named()
     check_optimizers([torch.optim.SGD(parameters.values())], parameters)
     with pytest.raises(
-        PlanError, match=r"misses 4 of the 4 parameters that are trained \(embed.weight\.\.\.\), and holds 4 others"
+        PlanError,
+        match=r"misses 4 of the 4 parameters that are trained \(embed.weight\.\.\.\), and holds 4 others",
     ):
         check_optimizers([torch.optim.SGD(others.values())], parameters)
-    with pytest.raises(PlanError, match=r"misses 1 of the 4 .*\(norm.weight\.\.\.\), and holds 0 others(?s:.*)from the groups"):
+    with pytest.raises(
+        PlanError,
+        match=r"misses 1 of the 4 .*\(norm.weight\.\.\.\), and holds 0 others(?s:.*)from the groups",
+    ):
         check_optimizers([torch.optim.SGD(list(parameters.values())[:-1])], parameters)
 
 
@@ -138,7 +156,8 @@ class Counting(torch.optim.Optimizer):
                     state["extra"] = self.extra
                 sign = 1 if state["odd"] else -1
                 parameter.add_(
-                    parameter.grad, alpha=-group["lr"] * sign / (state["step"] + abs(state["mean"]) + group["weight_sum"])
+                    parameter.grad,
+                    alpha=-group["lr"] * sign / (state["step"] + abs(state["mean"]) + group["weight_sum"]),
                 )
 
 
@@ -157,7 +176,9 @@ FACTORIES: dict[str, Callable[[OptimizerParamGroups], torch.optim.Optimizer]] = 
 
 @pytest.mark.parametrize("name", FACTORIES)
 def test_restored_state_goes_on_bitwise(name: str):
-    def run(start: int, stop: int, saved: dict[str, torch.Tensor] | None, values: dict[str, torch.Tensor]) -> Any:
+    def run(
+        start: int, stop: int, saved: dict[str, torch.Tensor] | None, values: dict[str, torch.Tensor]
+    ) -> Any:
         parameters = {key: nn.Parameter(value.clone()) for key, value in values.items()}
         optimizer = FACTORIES[name](make_param_groups(OptimizerConfig(lr=0.01), parameters))
         initial = param_group_numbers([optimizer])
@@ -166,7 +187,10 @@ def test_restored_state_goes_on_bitwise(name: str):
         for step in range(start, stop):
             with_gradients(parameters, step)
             optimizer.step()
-        state = {key: value.clone() for key, value in local_optimizer_state([optimizer], parameters, initial).items()}
+        state = {
+            key: value.clone()
+            for key, value in local_optimizer_state([optimizer], parameters, initial).items()
+        }
         return state, {key: parameter.detach() for key, parameter in parameters.items()}
 
     begin = {key: parameter.detach() for key, parameter in named(torch.float32).items()}
@@ -185,7 +209,12 @@ def test_python_numbers_come_back_as_what_they_were():
     with_gradients(parameters, 0)
     optimizer.step()
     saved = local_optimizer_state([optimizer], parameters, initial)
-    assert sorted(saved)[:4] == ["group.0:float/weight_sum", "group.0:int/k", "group.1:float/weight_sum", "group.1:int/k"]
+    assert sorted(saved)[:4] == [
+        "group.0:float/weight_sum",
+        "group.0:int/k",
+        "group.1:float/weight_sum",
+        "group.1:int/k",
+    ]
     assert {key for key in saved if key.endswith("/layer.bias")} == {
         f"{key}/layer.bias" for key in ("step:int", "mean:float", "odd:bool")
     }
@@ -207,7 +236,9 @@ def test_restoring_copies_and_replaces():
     optimizer.step()
     saved = local_optimizer_state([optimizer], parameters, {})
     other = torch.optim.AdamW(parameters.values())
-    load_local_optimizer_state([other], parameters, {key: value for key, value in saved.items() if not key.startswith("group.")})
+    load_local_optimizer_state(
+        [other], parameters, {key: value for key, value in saved.items() if not key.startswith("group.")}
+    )
     optimizer.step()
     assert other.state[parameters["layer.bias"]]["step"].item() == 1
     assert other.state[parameters["layer.bias"]]["exp_avg"] is not saved["exp_avg/layer.bias"]
@@ -220,7 +251,10 @@ def test_state_that_cannot_be_saved_or_belongs_to_others_is_refused():
     optimizer = Counting(make_param_groups(OptimizerConfig(), parameters), kept=[torch.zeros(1)])
     with_gradients(parameters, 0)
     optimizer.step()
-    with pytest.raises(PlanError, match=r"keeps a list as 'extra' of embed\.weight; what can be saved are tensors and numbers"):
+    with pytest.raises(
+        PlanError,
+        match=r"keeps a list as 'extra' of embed\.weight; what can be saved are tensors and numbers",
+    ):
         local_optimizer_state([optimizer], parameters, {})
     with pytest.raises(PlanError, match=r"holds 'exp_avg' of head\.weight, which is not trained here"):
         load_local_optimizer_state([optimizer], parameters, {"exp_avg/head.weight": torch.zeros(1)})

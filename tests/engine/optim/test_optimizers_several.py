@@ -51,7 +51,10 @@ def test_several_optimizers_step_as_each_alone_and_go_on_bitwise():
             with_gradients(parameters, step)
             for optimizer in optimizers:
                 optimizer.step()
-        state = {key: value.clone() for key, value in local_optimizer_state(optimizers, parameters, initial).items()}
+        state = {
+            key: value.clone()
+            for key, value in local_optimizer_state(optimizers, parameters, initial).items()
+        }
         return state, {key: parameter.detach() for key, parameter in parameters.items()}
 
     begin = {key: parameter.detach() for key, parameter in named().items()}
@@ -75,10 +78,15 @@ def test_a_list_of_optimizers_must_share_the_parameters():
         return [torch.optim.SGD([first]), torch.optim.Adagrad([*rest, dict(first)] if twice else rest)]
 
     mine = named()
-    assert [type(each).__name__ for each in make_optimizers(OptimizerConfig(lr=0.1), mine, two)] == ["SGD", "Adagrad"]
+    assert [type(each).__name__ for each in make_optimizers(OptimizerConfig(lr=0.1), mine, two)] == [
+        "SGD",
+        "Adagrad",
+    ]
     with pytest.raises(PlanError, match=r"; 2 are held by two optimizers \(embed\.weight\.\.\.\)"):
         make_optimizers(OptimizerConfig(lr=0.1), mine, lambda groups: two(groups, twice=True))
-    with pytest.raises(PlanError, match=r"the groups embed\.\* name an optimizer, and one that was passed makes its own"):
+    with pytest.raises(
+        PlanError, match=r"the groups embed\.\* name an optimizer, and one that was passed makes its own"
+    ):
         make_optimizers(SPLIT, mine, two)
 
 
@@ -92,7 +100,8 @@ def test_several_optimizers_take_the_same_scaled_gradients(
 
     def both(parameters: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
         first, *rest = make_param_groups(
-            OptimizerConfig("sgd", lr=0.1, weight_decay=0.0, groups=(ParamGroupConfig("embed.*", 2.0),)), parameters
+            OptimizerConfig("sgd", lr=0.1, weight_decay=0.0, groups=(ParamGroupConfig("embed.*", 2.0),)),
+            parameters,
         )
         return [torch.optim.SGD([first], fused=True), second(rest)]
 
@@ -100,7 +109,12 @@ def test_several_optimizers_take_the_same_scaled_gradients(
     with_gradients(mine, 0)
     with_gradients(theirs, 0)
     torch.nn.utils.clip_grad_norm_(theirs.values(), 0.5)
-    clip_in_step(optimizers[0], list(mine.values()), torch.nn.utils.get_total_norm([p.grad for p in mine.values()]), 0.5)
+    clip_in_step(
+        optimizers[0],
+        list(mine.values()),
+        torch.nn.utils.get_total_norm([p.grad for p in mine.values()]),
+        0.5,
+    )
     for optimizer in (*optimizers[0], *optimizers[1]):
         optimizer.step()
     error = max((mine[name] - theirs[name]).abs().max().item() for name in mine)

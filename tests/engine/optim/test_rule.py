@@ -52,27 +52,44 @@ def test_grains_are_declared_or_known(kind: type[torch.optim.Optimizer], grain: 
 
 
 def test_a_grain_that_is_none_is_refused():
-    with pytest.raises(PlanError, match=r"Wrong declares grain = 'rows'(?s:.*)declare one of element, block, matrix"):
+    with pytest.raises(
+        PlanError, match=r"Wrong declares grain = 'rows'(?s:.*)declare one of element, block, matrix"
+    ):
         required_shard_alignment(of(Wrong)[0])
 
 
 @pytest.mark.parametrize(
     ("kind", "cut", "said"),
     [
-        (Own, "element", r"Own does not say whether it may see a part of a weight, and the plan cuts a by element"),
-        (Own, "block", r"cuts a by block(?s:.*)repair: if it computes every .* class Own: grain = \"element\"; else have whole"),
+        (
+            Own,
+            "element",
+            r"Own does not say whether it may see a part of a weight, and the plan cuts a by element",
+        ),
+        (
+            Own,
+            "block",
+            r"cuts a by block(?s:.*)repair: if it computes every .* class Own: grain = \"element\"; else have whole",
+        ),
         (AdamW8bit, "element", r"BlockAdamW needs the grain 'block', and the plan cuts a by element"),
-        (Muon, "block", r"Muon needs the grain 'matrix', and the plan cuts a by block(?s:.*)optimizer\.name = \"adafactor\""),
+        (
+            Muon,
+            "block",
+            r"Muon needs the grain 'matrix', and the plan cuts a by block(?s:.*)optimizer\.name = \"adafactor\"",
+        ),
     ],
 )
-def test_cuts_that_are_too_fine_are_refused(kind: type[torch.optim.Optimizer], cut: ShardAlignment, said: str):
+def test_cuts_that_are_too_fine_are_refused(
+    kind: type[torch.optim.Optimizer], cut: ShardAlignment, said: str
+):
     optimizer, parameters = of(kind)
     with pytest.raises(PlanError, match=said):
         check_shard_alignments([optimizer], parameters, {"a": cut})
 
 
 @pytest.mark.parametrize(
-    ("kind", "cut"), [(Declared, "element"), (Declared, "matrix"), (AdamW8bit, "block"), (Muon, "matrix"), (Own, "matrix")]
+    ("kind", "cut"),
+    [(Declared, "element"), (Declared, "matrix"), (AdamW8bit, "block"), (Muon, "matrix"), (Own, "matrix")],
 )
 def test_coarser_cuts_serve_all(kind: type[torch.optim.Optimizer], cut: ShardAlignment):
     optimizer, parameters = of(kind)

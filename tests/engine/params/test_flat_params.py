@@ -22,11 +22,19 @@ STAGES = [1, 2, 3]
 
 
 def plan_of(stage: int, micro_batch: int = 2) -> Plan:
-    return make_plan(READING, tiny_job(), Mesh(dp_shard=RANKS), (BatchSplit(axis="dp_shard"), ZeRO(stage=stage)), micro_batch)
+    return make_plan(
+        READING,
+        tiny_job(),
+        Mesh(dp_shard=RANKS),
+        (BatchSplit(axis="dp_shard"), ZeRO(stage=stage)),
+        micro_batch,
+    )
 
 
 def on_ranks(
-    stage: int, body: Callable[[Executor, Callable[[], float]], object], world_of: Callable[[World], World] = lambda w: w
+    stage: int,
+    body: Callable[[Executor, Callable[[], float]], object],
+    world_of: Callable[[World], World] = lambda w: w,
 ):
     """What `body` finds on each rank; its second argument plays a step and returns the norm of its gradients."""
     plan = plan_of(stage)
@@ -42,14 +50,19 @@ def on_ranks(
 
 
 def initial() -> dict[str, torch.Tensor]:
-    return {name: p.detach() for name, p in READING.make_module(torch.device("cpu"), torch.float64)[2].items()}
+    return {
+        name: p.detach() for name, p in READING.make_module(torch.device("cpu"), torch.float64)[2].items()
+    }
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_each_element_is_stepped_by_one_rank(stage: int):
     def pieces(player: Executor, step: object) -> dict[str, tuple[int, torch.Tensor]]:
         owned = player.flat_params.optimizer_params()
-        return {name: (player.flat_params.param_shard(name).begin, piece.detach().clone()) for name, piece in owned.items()}
+        return {
+            name: (player.flat_params.param_shard(name).begin, piece.detach().clone())
+            for name, piece in owned.items()
+        }
 
     found = on_ranks(stage, pieces)
     for name, whole in initial().items():
@@ -68,7 +81,10 @@ def test_padding_is_packed_as_zeros_whatever_the_buffer_held(stage: int):
         padding = 0.0, 0
         for held in player.flat_params.by_param_group.values():
             ends = max((piece.shard_offset + piece.numel for piece in held.param_shards), default=0)
-            padding = padding[0] + held.gradient[ends:].abs().sum().item(), padding[1] + held.spec.shard_numel - ends
+            padding = (
+                padding[0] + held.gradient[ends:].abs().sum().item(),
+                padding[1] + held.spec.shard_numel - ends,
+            )
         return padding
 
     found = on_ranks(stage, poisoned)
@@ -114,7 +130,11 @@ def test_a_block_that_is_fetched_is_whole():
             for buffer in player.flat_params._buffers.values():
                 buffer.view(torch.uint8).fill_(7)
             player.flat_params.unshard_block(block, "TEST")
-            mine = [name for name, p in subject.parameters.items() if any(p is other for other in module.parameters())]
+            mine = [
+                name
+                for name, p in subject.parameters.items()
+                if any(p is other for other in module.parameters())
+            ]
             assert mine or not list(module.parameters())
             assert all(torch.equal(subject.parameters[name], whole[name]) for name in mine), block
 
@@ -168,7 +188,11 @@ class NotedWorld(World):
 def memory_of(player: Executor) -> frozenset[int]:
     """The addresses of all that holds weights, gradients or moments."""
     store = player.flat_params
-    tensors = [*player.state.trained_module.parameters.values(), *store._buffers.values(), *store.optimizer_params().values()]
+    tensors = [
+        *player.state.trained_module.parameters.values(),
+        *store._buffers.values(),
+        *store.optimizer_params().values(),
+    ]
     tensors += [piece.grad for piece in store.optimizer_params().values() if piece.grad is not None]
     for held in store.by_param_group.values():
         tensors += [each for each in (held.full_tensor, held.shard, held.gradient) if each is not None]
@@ -192,5 +216,7 @@ def test_a_steady_step_makes_no_buffer_of_weights_or_gradients(stage: int):
         assert held == [held[0]] * 4
         return len(seen[0])
 
-    expected = sum(action.kind in ("UNSHARD", "REDUCE") for action in plan_of(stage).program.actions(FIRST_ROLE))
+    expected = sum(
+        action.kind in ("UNSHARD", "REDUCE") for action in plan_of(stage).program.actions(FIRST_ROLE)
+    )
     assert on_ranks(stage, traced, NotedWorld) == [expected] * RANKS

@@ -21,11 +21,18 @@ def compared(world: World) -> tuple[RankReport, set[tuple[str, int]]]:
     plan = make_plan(reading, tiny_job(), Mesh(pp=3), (Pipeline(),), 1)
     batches = [rows(plan.job.train.batch) for _ in range(STEPS)]
     case = parity_case(
-        reading, plan, token_cross_entropy(), lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank)
+        reading,
+        plan,
+        token_cross_entropy(),
+        lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank),
     )
     world.ledger.recording = True
     report = compare_rank(case, world, run_reference(case, STEPS))
-    return report, {(entry.collective, entry.size) for entry in world.ledger.entries if entry.collective in ("send", "receive")}
+    return report, {
+        (entry.collective, entry.size)
+        for entry in world.ledger.entries
+        if entry.collective in ("send", "receive")
+    }
 
 
 def test_messages_in_groups_of_two_give_what_one_device_gives():

@@ -54,14 +54,19 @@ def test_harmful_steps_do_not_become_usual():
 
 
 def test_a_factor_of_0_acts_on_what_is_not_finite_only():
-    assert judged(LossGuard("skip", factor=0.0, window=2), (1.0, 1.0), (1.0, 1.0), (1e9, 1e9), (nan, 1.0))[2:] == [
+    assert judged(LossGuard("skip", factor=0.0, window=2), (1.0, 1.0), (1.0, 1.0), (1e9, 1e9), (nan, 1.0))[
+        2:
+    ] == [
         (),
         ("the loss is nan",),
     ]
 
 
 def test_a_loss_below_0_is_never_far_above():
-    assert judged(LossGuard("skip", factor=2.0, window=2), (-9.0, 1.0), (-9.0, 1.0), (-1.0, 1.0), (3.0, 1.0)) == [()] * 4
+    assert (
+        judged(LossGuard("skip", factor=2.0, window=2), (-9.0, 1.0), (-9.0, 1.0), (-1.0, 1.0), (3.0, 1.0))
+        == [()] * 4
+    )
 
 
 def test_the_window_comes_back_as_it_was_and_a_shorter_one_keeps_the_newest():
@@ -96,14 +101,20 @@ def poison(player: Executor, at: int, micro: int | None = None) -> None:
     player.state.loss = replace(usual, total=total)
 
 
-@pytest.mark.parametrize("optimizer", [OptimizerConfig("sgd", lr=0.1, momentum=0.9), OptimizerConfig("adamw", lr=0.1)])
+@pytest.mark.parametrize(
+    "optimizer", [OptimizerConfig("sgd", lr=0.1, momentum=0.9), OptimizerConfig("adamw", lr=0.1)]
+)
 def test_a_skipped_step_leaves_everything_as_it_was_and_the_next_one_goes_on(optimizer: OptimizerConfig):
     done = pair(lambda: Tiny(p=0.2), job=job_of(optimizer=optimizer, clip=0.1, **guarded("skip")))
     poison(done.player, at=1)
     assert not done.player.step(part(DATA, 0, 12)).is_skipped
-    before = bits({name: value for name, value in done.player.state_dict().items() if not name.startswith("guard/")})
+    before = bits(
+        {name: value for name, value in done.player.state_dict().items() if not name.startswith("guard/")}
+    )
     metrics = done.player.step(part(DATA, 0, 12))
-    after = bits({name: value for name, value in done.player.state_dict().items() if not name.startswith("guard/")})
+    after = bits(
+        {name: value for name, value in done.player.state_dict().items() if not name.startswith("guard/")}
+    )
     assert metrics.is_skipped
     assert metrics.spike is not None
     assert after == before
@@ -128,7 +139,9 @@ def test_a_harmful_step_stops_the_run_with_what_was_found():
     before = bits(done.parameters)
     with pytest.raises(LossSpikeError) as caught:
         done.player.step(part(DATA, 0, 12))
-    assert str(caught.value).startswith("step 3: the loss is nan and the gradient norm is nan\n  rank 0: loss nan")
+    assert str(caught.value).startswith(
+        "step 3: the loss is nan and the gradient norm is nan\n  rank 0: loss nan"
+    )
     assert "the forward is finite and the loss is not" in str(caught.value)
     assert "repair: lower optimizer.lr" in str(caught.value)
     assert done.player.steps_done == 2
@@ -140,7 +153,9 @@ def test_skipping_a_whole_window_of_steps_stops_the_run():
     done.parameters["head.weight"].data.fill_(nan)
     skipped = [done.player.step(part(DATA, 0, 12)).is_skipped for _ in range(2)]
     assert skipped == [True, True]
-    with pytest.raises(LossSpikeError, match=r"the last 3 steps were all skipped, so this is no passing spike"):
+    with pytest.raises(
+        LossSpikeError, match=r"the last 3 steps were all skipped, so this is no passing spike"
+    ):
         done.player.step(part(DATA, 0, 12))
 
 

@@ -51,7 +51,9 @@ def test_weights_multiply_the_losses_of_tokens_and_divide_by_their_sum():
     loss = token_cross_entropy()
     by_hand = -0.5 * LOGITS.log_softmax(-1)[0, 0, 1] - 0.25 * LOGITS.log_softmax(-1)[1, 2, 0]
     assert torch.allclose(loss.total(LOGITS, WEIGHTED), by_hand, rtol=1e-7)
-    assert loss.count_weight_and_tokens(WEIGHTED) == (0.75, 3.0), "a token of weight 0 is a token, one without a label is none"
+    assert loss.count_weight_and_tokens(WEIGHTED) == (0.75, 3.0), (
+        "a token of weight 0 is a token, one without a label is none"
+    )
     assert loss.count_weight_and_tokens({"labels": LABELS}) == (3.0, 3.0)
 
 
@@ -64,7 +66,10 @@ def test_weights_of_one_change_nothing():
 @pytest.mark.parametrize(
     ("weights", "said"),
     [
-        (torch.ones(2), r"(?s)loss_weights of shape \[2\] beside labels of shape \[2, 3\].*one weight per label"),
+        (
+            torch.ones(2),
+            r"(?s)loss_weights of shape \[2\] beside labels of shape \[2, 3\].*one weight per label",
+        ),
         (torch.full((2, 3), -0.5), r"(?s)loss_weights from -0.5 up.*from 0 up"),
         (torch.full((2, 3), float("inf")), r"(?s)weigh inf; needed is a number from 0 up.*loss_weights"),
     ],
@@ -76,13 +81,19 @@ def test_weights_that_cannot_be_are_refused(weights: torch.Tensor, said: str):
 
 
 def test_a_key_that_the_batch_lacks_is_named():
-    with pytest.raises(PlanError, match=r"(?s)Loss.count reads 'labels' of the batch, which holds x\n  repair: give the batch"):
+    with pytest.raises(
+        PlanError,
+        match=r"(?s)Loss.count reads 'labels' of the batch, which holds x\n  repair: give the batch",
+    ):
         token_cross_entropy().count_weight_and_tokens({"x": LABELS})
 
 
 def weighted_rows(count: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
-    return {**rows(count), "loss_weights": 0.1 * torch.rand(count, 5, generator=generator, dtype=torch.float64)}
+    return {
+        **rows(count),
+        "loss_weights": 0.1 * torch.rand(count, 5, generator=generator, dtype=torch.float64),
+    }
 
 
 @pytest.mark.parametrize("micro_batch", [0, 2])
@@ -135,6 +146,8 @@ def test_a_loss_of_ones_own_that_counts_rows_equals_one_device(micro_batch: int)
     batches = [part(data, 0, 12), part(data, 12, 17)]
     verdict = mw.verify(reading, plan, batches, loss=squared_error())
     assert verdict.passed, str(verdict)
-    with mw.build(Regression(), mw.make_plan(reading, tiny_job()), loss=squared_error(), example=data) as engine:
+    with mw.build(
+        Regression(), mw.make_plan(reading, tiny_job()), loss=squared_error(), example=data
+    ) as engine:
         metrics = engine.step({key: value.double() for key, value in batches[1].items()})
         assert metrics.tokens == 5

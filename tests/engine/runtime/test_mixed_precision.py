@@ -8,7 +8,12 @@ import torch
 
 from meshwright.api import make_plan, parallelize
 from meshwright.engine.optim.optimizers import OptimizerFactory
-from meshwright.engine.runtime.mixed_precision import LossScale, check_dtype_support, check_dtypes_match_plan, total_norm
+from meshwright.engine.runtime.mixed_precision import (
+    LossScale,
+    check_dtype_support,
+    check_dtypes_match_plan,
+    total_norm,
+)
 from meshwright.engine.runtime.state import Metrics
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, LossGuard, OptimizerConfig, PrecisionConfig
@@ -25,7 +30,10 @@ CPU = torch.device("cpu")
 
 
 def engine_of(
-    precision: PrecisionConfig, optimizer: OptimizerConfig = ADAMW, made: OptimizerFactory | None = None, **parts: object
+    precision: PrecisionConfig,
+    optimizer: OptimizerConfig = ADAMW,
+    made: OptimizerFactory | None = None,
+    **parts: object,
 ) -> Trainer:
     """One device."""
     job: Job = job_of(precision=precision, optimizer=optimizer, **parts)
@@ -38,13 +46,23 @@ def trained(engine: Trainer, steps: int) -> list[Metrics]:
 
 def model_of(engine: Trainer) -> dict[str, torch.Tensor]:
     """What a checkpoint would hold of the parameters, copied."""
-    found = {name: tensor.clone() for name, tensor in engine.executor.state_dict().items() if isinstance(tensor, torch.Tensor)}
-    return {name.removeprefix("model/"): tensor for name, tensor in found.items() if name.startswith("model/")}
+    found = {
+        name: tensor.clone()
+        for name, tensor in engine.executor.state_dict().items()
+        if isinstance(tensor, torch.Tensor)
+    }
+    return {
+        name.removeprefix("model/"): tensor for name, tensor in found.items() if name.startswith("model/")
+    }
 
 
 @pytest.mark.parametrize(
     ("precision", "parameters", "gradients", "master", "moments"),
-    [(MIXED, 2, 2, 4, 8), (HALF, 2, 2, 4, 8), *((each, 4, 4, 0, 8) for each in (PrecisionConfig(), *AUTOCAST))],
+    [
+        (MIXED, 2, 2, 4, 8),
+        (HALF, 2, 2, 4, 8),
+        *((each, 4, 4, 0, 8) for each in (PrecisionConfig(), *AUTOCAST)),
+    ],
     ids=str,
 )
 def test_every_parameter_takes_two_and_two_and_twelve_bytes(
@@ -62,7 +80,9 @@ def test_every_parameter_takes_two_and_two_and_twelve_bytes(
 
 
 @pytest.mark.parametrize(
-    "precision", [MIXED, HALF, PrecisionConfig(), *AUTOCAST, PrecisionConfig("float64", "float64", "float64")], ids=str
+    "precision",
+    [MIXED, HALF, PrecisionConfig(), *AUTOCAST, PrecisionConfig("float64", "float64", "float64")],
+    ids=str,
 )
 def test_live_tensors_have_the_dtypes_that_the_plan_says(precision: PrecisionConfig):
     engine, seen = engine_of(precision), set()
@@ -74,7 +94,12 @@ def test_live_tensors_have_the_dtypes_that_the_plan_says(precision: PrecisionCon
     assert seen == {roles["gradients"]}
     stepped = engine.executor.flat_params.optimizer_params()
     assert {parameter.dtype for parameter in stepped.values()} == {roles["master"]}
-    kept = [value for optimizer in engine.executor.optimizers for held in optimizer.state.values() for value in held.values()]
+    kept = [
+        value
+        for optimizer in engine.executor.optimizers
+        for held in optimizer.state.values()
+        for value in held.values()
+    ]
     assert {value.dtype for value in kept if value.ndim} == {roles["moments"]}
     assert {tensor.dtype for tensor in model_of(engine).values()} == {roles["master"]}
 
@@ -82,7 +107,9 @@ def test_live_tensors_have_the_dtypes_that_the_plan_says(precision: PrecisionCon
 def test_a_tensor_of_another_dtype_than_planned_is_noticed():
     engine = engine_of(MIXED)
     engine.module.head.bias.data = engine.module.head.bias.data.float()
-    with pytest.raises(RuntimeError, match=r"the parameters of head\.bias are float32 in memory, and the plan says bfloat16"):
+    with pytest.raises(
+        RuntimeError, match=r"the parameters of head\.bias are float32 in memory, and the plan says bfloat16"
+    ):
         check_dtypes_match_plan(engine.plan, [("parameters", "head.bias", engine.module.head.bias)])
 
 
@@ -96,7 +123,9 @@ def test_a_master_begins_with_the_value_before_rounding_and_the_weight_is_the_ma
         engine.step(rows(12))
 
 
-@pytest.mark.parametrize("optimizer", [ADAMW, OptimizerConfig("sgd", lr=0.1, momentum=0.9)], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "optimizer", [ADAMW, OptimizerConfig("sgd", lr=0.1, momentum=0.9)], ids=lambda each: each.name
+)
 @pytest.mark.parametrize("clip", [0.0, 0.05])
 def test_it_is_the_loop_that_anybody_would_write(optimizer: OptimizerConfig, clip: float):
     job = job_of(precision=MIXED, optimizer=replace(optimizer, weight_decay=0.0), clip=clip)
@@ -122,14 +151,18 @@ def test_it_is_the_loop_that_anybody_would_write(optimizer: OptimizerConfig, cli
             for name, parameter in module.named_parameters():
                 parameter.copy_(masters[name])
         assert metrics.loss == pytest.approx(loss.item(), rel=1e-3)
-        assert metrics.grad_norm == pytest.approx(norm.item(), rel=2e-2)  # 1/count is rounded into the gradients' 8 bits
+        assert metrics.grad_norm == pytest.approx(
+            norm.item(), rel=2e-2
+        )  # 1/count is rounded into the gradients' 8 bits
     for name, master in model_of(engine).items():
         torch.testing.assert_close(master, masters[name].detach(), rtol=0, atol=3e-3)
 
 
 def test_small_steps_add_up_in_a_master_and_are_lost_without_one():
     tiny = OptimizerConfig("sgd", lr=2e-4, weight_decay=0.0)
-    pure, mixed, full = (engine_of(each, tiny, steps=100) for each in (replace(MIXED, master=""), MIXED, PrecisionConfig()))
+    pure, mixed, full = (
+        engine_of(each, tiny, steps=100) for each in (replace(MIXED, master=""), MIXED, PrecisionConfig())
+    )
     first = model_of(full)
     for engine in (pure, mixed, full):
         trained(engine, 100)
@@ -139,7 +172,10 @@ def test_small_steps_add_up_in_a_master_and_are_lost_without_one():
     def missed(engine: Trainer) -> float:
         moved = {name: value.float() - first[name] for name, value in model_of(engine).items()}
         if engine is pure:
-            moved = {name: value.float() - first[name].bfloat16().float() for name, value in model_of(engine).items()}
+            moved = {
+                name: value.float() - first[name].bfloat16().float()
+                for name, value in model_of(engine).items()
+            }
         return float(sum((moved[name] - wanted[name]).square().sum() for name in wanted) / scale)
 
     assert missed(mixed) < 0.01
@@ -149,7 +185,8 @@ def test_small_steps_add_up_in_a_master_and_are_lost_without_one():
 @pytest.mark.parametrize("precision", [PrecisionConfig(compute="float16"), HALF], ids=["autocast", "half"])
 def test_a_loss_scale_halves_at_an_overflow_and_doubles_after_a_window(precision: PrecisionConfig):
     engine = engine_of(
-        replace(precision, loss_scale=2.0**40, loss_scale_window=3), OptimizerConfig("sgd", lr=1e-3, weight_decay=0.0)
+        replace(precision, loss_scale=2.0**40, loss_scale_window=3),
+        OptimizerConfig("sgd", lr=1e-3, weight_decay=0.0),
     )
     before, left_out = model_of(engine), 0
     while (metrics := engine.step(rows(12))).overflow:
@@ -185,7 +222,9 @@ def test_unscaled_gradients_come_from_the_player(compute: str):
     found = []
     for precision in (PrecisionConfig(compute=compute), PrecisionConfig()):
         engine = engine_of(precision)
-        engine.executor._acts.update.step = lambda engine=engine: found.append(engine.executor.gather_gradients())
+        engine.executor._acts.update.step = lambda engine=engine: found.append(
+            engine.executor.gather_gradients()
+        )
         engine.step(rows(12))
     for name, gradient in found[1].items():
         torch.testing.assert_close(found[0][name], gradient, rtol=0.05, atol=2e-3)
@@ -202,7 +241,10 @@ def test_an_optimizer_of_the_caller_steps_once_and_is_divided_for():
     sgd = OptimizerConfig("sgd", lr=0.1, weight_decay=0.0)
     for precision in (MIXED, PrecisionConfig(compute="float16")):
         calls.clear()
-        mine, usual = engine_of(precision, sgd, lambda groups: Counting(groups, lr=0.1)), engine_of(precision, sgd)
+        mine, usual = (
+            engine_of(precision, sgd, lambda groups: Counting(groups, lr=0.1)),
+            engine_of(precision, sgd),
+        )
         trained(mine, 2)
         trained(usual, 2)
         assert calls == [True, True]
@@ -227,7 +269,9 @@ def test_an_overflow_is_counted_apart_from_what_the_guard_judges():
 def test_gradients_that_overflow_at_no_scale_end_the_run():
     scale = LossScale(PrecisionConfig(compute="float16", loss_scale=2.0))
     assert scale.update_on_overflow(inf, 1)
-    with pytest.raises(PlanError, match=r"step 2: the gradients overflow float16 at a loss scale of 1(?s:.*)\"bfloat16\""):
+    with pytest.raises(
+        PlanError, match=r"step 2: the gradients overflow float16 at a loss scale of 1(?s:.*)\"bfloat16\""
+    ):
         scale.update_on_overflow(float("nan"), 2)
 
 
@@ -245,7 +289,10 @@ def test_masters_made_again_from_rounded_weights_are_noticed():
     engine, again = engine_of(MIXED), engine_of(MIXED)
     trained(engine, 3)
     saved = {name: tensor.clone() for name, tensor in engine.executor.state_dict().items()}
-    rounded = {name: value.bfloat16().float() if name.startswith("model/") else value for name, value in saved.items()}
+    rounded = {
+        name: value.bfloat16().float() if name.startswith("model/") else value
+        for name, value in saved.items()
+    }
     again.executor.load_state_dict(rounded, 3)
     trained(again, 1)
     trained(engine, 1)
@@ -253,7 +300,9 @@ def test_masters_made_again_from_rounded_weights_are_noticed():
 
 
 @pytest.mark.parametrize(
-    "then", [MIXED, PrecisionConfig(), PrecisionConfig(compute="bfloat16"), replace(MIXED, master="")], ids=str
+    "then",
+    [MIXED, PrecisionConfig(), PrecisionConfig(compute="bfloat16"), replace(MIXED, master="")],
+    ids=str,
 )
 @pytest.mark.parametrize("now", [MIXED, HALF, PrecisionConfig(), replace(MIXED, master="")], ids=str)
 def test_a_run_goes_on_in_other_dtypes(then: PrecisionConfig, now: PrecisionConfig):
@@ -282,10 +331,14 @@ def test_a_device_that_cannot_multiply_in_it_is_refused_by_name(monkeypatch: pyt
     check_dtype_support(HALF, CPU)
     monkeypatch.setattr(torch.Tensor, "__matmul__", unable)
     check_dtype_support(PrecisionConfig(), CPU)
-    with pytest.raises(PlanError, match=r"the device cpu cannot compute in float16: .*'Half'(?s:.*)\"float32\""):
+    with pytest.raises(
+        PlanError, match=r"the device cpu cannot compute in float16: .*'Half'(?s:.*)\"float32\""
+    ):
         check_dtype_support(HALF, CPU)
 
 
 def test_gradients_of_another_dtype_need_shards():
-    with pytest.raises(PlanError, match=r"gradients in float32, and those of \d+ parameters .* are not cut into shards"):
+    with pytest.raises(
+        PlanError, match=r"gradients in float32, and those of \d+ parameters .* are not cut into shards"
+    ):
         engine_of(replace(MIXED, gradients="float32"))

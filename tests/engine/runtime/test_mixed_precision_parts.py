@@ -34,7 +34,9 @@ def steps(
     """Each rank's metrics of three steps, and whether each moved its weights; in the second a gradient of `planted` is inf."""
     mesh, strategies = LAYOUTS[layout] if layout else (Mesh(), ())
     job = tiny_job(
-        precision=precision, optimizer=OptimizerConfig("sgd", lr=0.1, weight_decay=0.0), guard=guard or LossGuard("off")
+        precision=precision,
+        optimizer=OptimizerConfig("sgd", lr=0.1, weight_decay=0.0),
+        guard=guard or LossGuard("off"),
     )
     plan = make_plan(reading_of(), job, mesh, strategies, 2)
 
@@ -45,9 +47,9 @@ def steps(
 
             def planting() -> None:
                 held = next(iter(store.update_groups()), None)
-                for tensor in [p.grad for p in engine.executor.state.trained_module.trainable_parameters.values()] + list(
-                    held.gradients if held else ()
-                ):
+                for tensor in [
+                    p.grad for p in engine.executor.state.trained_module.trainable_parameters.values()
+                ] + list(held.gradients if held else ()):
                     if tensor is not None and len(found) == 1 and world.rank == planted:
                         tensor.view(-1)[0] = inf
                 square(store)
@@ -63,8 +65,12 @@ def steps(
 
 
 @pytest.mark.parametrize("precision", [AUTOCAST, HALF], ids=["autocast", "half"])
-@pytest.mark.parametrize(("layout", "planted"), [("two parts", 0), ("two parts", 1), ("three parts", 1), ("shards", 3)])
-def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(layout: str, planted: int, precision: PrecisionConfig):
+@pytest.mark.parametrize(
+    ("layout", "planted"), [("two parts", 0), ("two parts", 1), ("three parts", 1), ("shards", 3)]
+)
+def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(
+    layout: str, planted: int, precision: PrecisionConfig
+):
     found = steps(precision, layout, planted)
     for metrics, moved in found:
         assert [each.overflow for each in metrics] == [False, True, False]
@@ -79,7 +85,9 @@ def test_without_one_it_trains_as_one_device_does(precision: PrecisionConfig):
     for metrics, moved in steps(precision, "three parts"):
         assert all(moved)
         assert [each.loss for each in metrics] == pytest.approx([each.loss for each in wanted], rel=2e-3)
-        assert [each.grad_norm for each in metrics] == pytest.approx([each.grad_norm for each in wanted], rel=1e-2)
+        assert [each.grad_norm for each in metrics] == pytest.approx(
+            [each.grad_norm for each in wanted], rel=1e-2
+        )
 
 
 def test_the_guard_leaves_an_overflow_to_the_scale():
@@ -90,7 +98,9 @@ def test_the_guard_leaves_an_overflow_to_the_scale():
 
 def test_ranks_that_judge_by_their_own_gradients_alone_are_noticed(monkeypatch):
     def own(self: FlatParams) -> torch.Tensor:
-        mine = [p.grad for p in self._state.trained_module.trainable_parameters.values() if p.grad is not None]
+        mine = [
+            p.grad for p in self._state.trained_module.trainable_parameters.values() if p.grad is not None
+        ]
         return torch.linalg.vector_norm(torch.stack([each.float().norm() for each in mine]))
 
     monkeypatch.setattr(FlatParams, "total_norm", property(own))

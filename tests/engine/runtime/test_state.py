@@ -22,7 +22,11 @@ def test_packing_copies_gradients_in_order_and_makes_each_a_view():
     bucket.pack(SHAPES)
     assert bucket.buffer.tolist() == [1.0] * 6 + [2.0] + [3.0] * 4
     bucket.buffer.mul_(2)
-    assert {name: p.grad.unique().tolist() for name, p in held.items()} == {"matrix": [2], "scalar": [4], "vector": [6]}
+    assert {name: p.grad.unique().tolist() for name, p in held.items()} == {
+        "matrix": [2],
+        "scalar": [4],
+        "vector": [6],
+    }
     assert {name: tuple(p.grad.shape) for name, p in held.items()} == SHAPES
 
 

@@ -35,7 +35,13 @@ def test_a_step_begins_empty_and_what_ended_is_forgotten_but_for_the_sums():
     for _ in range(2):
         rows = {"x": torch.zeros(2)}
         state.begin_step([rows], 1)
-        assert (state.microbatches, state.num_real_microbatches, state.forward_passes, state.final_glue, state.works) == (
+        assert (
+            state.microbatches,
+            state.num_real_microbatches,
+            state.forward_passes,
+            state.final_glue,
+            state.works,
+        ) == (
             [rows],
             1,
             {},
@@ -43,7 +49,10 @@ def test_a_step_begins_empty_and_what_ended_is_forgotten_but_for_the_sums():
             {},
         )
         assert state.loss_sum.item() == 0
-        state.forward_passes[0], state.final_glue[0] = ForwardPass(lambda visit: None), (None, BlockCall("(outputs)"))
+        state.forward_passes[0], state.final_glue[0] = (
+            ForwardPass(lambda visit: None),
+            (None, BlockCall("(outputs)")),
+        )
         state.loss_sum += 3
         state.step_totals += 1
     state.clear_step()

@@ -7,7 +7,14 @@ import torch
 
 from meshwright.api import make_plan
 from meshwright.comm.backends.fake import Done
-from meshwright.engine.runtime.step_profiler import GLUE, ISSUE, WAIT, ProfilerSpan, StepProfiler, wrap_with_profiler
+from meshwright.engine.runtime.step_profiler import (
+    GLUE,
+    ISSUE,
+    WAIT,
+    ProfilerSpan,
+    StepProfiler,
+    wrap_with_profiler,
+)
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
@@ -50,7 +57,9 @@ def spans(plan) -> list[ProfilerSpan]:
 
 def test_every_action_of_the_list_is_seen_once_on_its_lane(plan, spans):
     told = [(span.name, span.stream, span.action) for span in spans if span.kind not in (GLUE, ISSUE, WAIT)]
-    assert sorted(told, key=str) == sorted(((a.name, a.stream, a) for a in plan.program.actions(FIRST_ROLE)), key=str)
+    assert sorted(told, key=str) == sorted(
+        ((a.name, a.stream, a) for a in plan.program.actions(FIRST_ROLE)), key=str
+    )
 
 
 def test_spans_of_the_compute_lane_are_nested_or_apart(spans):
@@ -59,7 +68,10 @@ def test_spans_of_the_compute_lane_are_nested_or_apart(spans):
     for one in lane:
         for other in lane:
             apart = one.end <= other.begin or other.end <= one.begin
-            inside = one.begin <= other.begin <= other.end <= one.end or other.begin <= one.begin <= one.end <= other.end
+            inside = (
+                one.begin <= other.begin <= other.end <= one.end
+                or other.begin <= one.begin <= one.end <= other.end
+            )
             assert apart or inside, f"{one.name} and {other.name} overlap"
 
 
@@ -92,7 +104,10 @@ def test_a_message_that_arrives_before_its_wait_has_ended_there():
     """The result comes while the compute lane is busy elsewhere: the wire's span ends then, not at the wait."""
     watch, send, late = StepProfiler(CPU), Action("SEND", stream="wire"), Action("LATE", waits=("SEND()",))
     works: dict[str, Done] = {}
-    entries = [(send, lambda action: works.update({action.name: Done()}), ()), (late, lambda action: None, ("SEND()",))]
+    entries = [
+        (send, lambda action: works.update({action.name: Done()}), ()),
+        (late, lambda action: None, ("SEND()",)),
+    ]
     for action, handler, _ in wrap_with_profiler(entries, works, watch):
         handler(action)
     found = {span.name: span for span in watch.spans()}
@@ -122,7 +137,12 @@ def test_sizes_are_those_of_the_tensors():
     assert before == {"parameters": nbytes, "gradients": nbytes, "moments": 0, "buckets": 0}
     assert after == {"parameters": nbytes, "gradients": 0, "moments": nbytes, "buckets": nbytes}  # momentum
     alone = plan_of(READING, 1, job=replace(plan.job))
-    assert on_threads(lambda world: player_of(READING, alone, world).memory_by_category(), alone.mesh)[0]["gradients"] == nbytes
+    assert (
+        on_threads(lambda world: player_of(READING, alone, world).memory_by_category(), alone.mesh)[0][
+            "gradients"
+        ]
+        == nbytes
+    )
 
 
 def test_what_ranks_send_each_other_is_seen_on_lanes_of_its_own_and_waited_for_before_the_forward_that_needs_it():

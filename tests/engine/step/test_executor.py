@@ -33,7 +33,9 @@ def chain(model: Custom, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_metrics_say_what_the_step_did():
-    job = job_of(steps=10, schedule=ScheduleConfig("cosine", warmup=1), optimizer=OptimizerConfig("sgd", lr=0.5))
+    job = job_of(
+        steps=10, schedule=ScheduleConfig("cosine", warmup=1), optimizer=OptimizerConfig("sgd", lr=0.5)
+    )
     done = pair(job=job, micro_batch=4)
     first, second = (done.player.step(BATCH) for _ in range(2))
     assert (first.step, second.step, done.player.steps_done) == (1, 2, 2)
@@ -61,7 +63,9 @@ def test_one_rank_that_asks_to_stop_is_heard_by_all():
         subject = make_trained_module(reading, world.device, torch.float64)
         player = Executor(plan, RankState(subject, world, token_cross_entropy()))
         mine = part(BATCH, 4 * world.rank, 4 * world.rank + 4)
-        return [player.step(None if world.rank == 2 else mine, stop=step == world.rank == 1) for step in range(3)]
+        return [
+            player.step(None if world.rank == 2 else mine, stop=step == world.rank == 1) for step in range(3)
+        ]
 
     played = on_threads(play, plan.mesh)
     assert [metrics.stop_requested for metrics in played[0]] == [False, True, False]
@@ -71,7 +75,8 @@ def test_one_rank_that_asks_to_stop_is_heard_by_all():
 def test_a_step_with_too_many_or_unequal_rows_is_refused():
     done = pair(micro_batch=4)
     with pytest.raises(
-        ValueError, match=r"13 rows and this rank plays 12 in a step; pass at most that many, or raise train\.batch"
+        ValueError,
+        match=r"13 rows and this rank plays 12 in a step; pass at most that many, or raise train\.batch",
     ):
         done.player.step(rows(13))
     with pytest.raises(ValueError, match="the batch holds input_ids 12, labels 11; needed are the same rows"):
@@ -100,26 +105,36 @@ def test_blocks_in_another_order_than_the_plan_knows_are_refused_with_the_order(
         "the model reached block 'layers.1' out of the order that the plan knows: embed layers.0 layers.1 layers.2 head"
         in str(caught.value)
     )
-    assert "repair: a forward may leave blocks out; let it call them in the order of the trial run" in str(caught.value)
+    assert "repair: a forward may leave blocks out; let it call them in the order of the trial run" in str(
+        caught.value
+    )
 
 
 def test_a_block_called_more_often_than_the_plan_knows_is_refused_and_less_often_is_not():
     more = reordered(lambda ids: [0, 1, 2] if len(ids) == 3 else [0, 1, 1, 2])
-    with pytest.raises(PlanError, match=r"reached block 'layers\.1#2' more often than in the order that the plan knows"):
+    with pytest.raises(
+        PlanError, match=r"reached block 'layers\.1#2' more often than in the order that the plan knows"
+    ):
         pair(lambda: more(chain)).player.step(BATCH)
     less = reordered(lambda ids: [0, 0, 1, 2, 2] if len(ids) == 3 else [0, 2])
     done = pair(lambda: less(chain))
     metrics = done.player.step(BATCH)
-    assert metrics.loss == pytest.approx(done.step_alone(torch.optim.SGD(done.model.parameters(), lr=0.1), BATCH)[0], rel=1e-14)
+    assert metrics.loss == pytest.approx(
+        done.step_alone(torch.optim.SGD(done.model.parameters(), lr=0.1), BATCH)[0], rel=1e-14
+    )
     assert done.error < 1e-14
 
 
 def test_an_action_that_nobody_plays_is_refused():
     reading = analyze(Tiny, rows(2))
     plan = make_plan(reading, job_of())
-    strange = replace(plan, program=plan.program.edit(lambda actions: [*actions, Action("EVICT"), Action("FETCH")]))
+    strange = replace(
+        plan, program=plan.program.edit(lambda actions: [*actions, Action("EVICT"), Action("FETCH")])
+    )
     state = RankState(
-        make_trained_module(reading, torch.device("cpu"), torch.float64), alone(torch.device("cpu")), token_cross_entropy()
+        make_trained_module(reading, torch.device("cpu"), torch.float64),
+        alone(torch.device("cpu")),
+        token_cross_entropy(),
     )
     with pytest.raises(PlanError, match=r"^program: nobody plays EVICT, FETCH(?s:.*)`bind`"):
         Executor(strange, state)
@@ -197,7 +212,9 @@ def live() -> tuple[int, int]:
     """
     gc.collect()
     tensors = [item for item in gc.get_objects() if type(item) in (torch.Tensor, nn.Parameter)]
-    return len(tensors), sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return len(tensors), sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
 
 
 @pytest.mark.parametrize("build", [Tiny, lambda: Tiny(p=0.5), lambda: Tiny(tied=True), lambda: Custom(chain)])
@@ -268,7 +285,9 @@ def test_a_closed_player_leaves_the_module_to_its_owner():
     done.player.close()
     done.player.close()
     blocks = done.player.state.trained_module.blocks.values()
-    assert not [name for name, inner in module.named_modules() if inner in blocks and "forward" in vars(inner)]
+    assert not [
+        name for name, inner in module.named_modules() if inner in blocks and "forward" in vars(inner)
+    ]
     module(BATCH["input_ids"]).sum().backward()
     assert module.head.weight.grad is not None
 

@@ -55,7 +55,10 @@ class Travel(Strategy):
             rows = job.train.batch // sharding.mesh.world_size
             sent = (Transfer("shift", (AXIS,), rows * TOKENS * WIDTH * 8, dtype="float64"),) * self.booked
             met = [action.subject == LAYER and action.kind in ("F", "B") for action in actions]
-            return [replace(action, inner_transfers=sent) if mine else action for action, mine in zip(actions, met, strict=True)]
+            return [
+                replace(action, inner_transfers=sent) if mine else action
+                for action, mine in zip(actions, met, strict=True)
+            ]
 
         return program.edit(change)
 

@@ -26,7 +26,9 @@ def held(mesh: Mesh) -> list[dict[str, torch.Tensor]]:
     def rank(world: World) -> dict[str, torch.Tensor]:
         with parallelize(reading, plan, world=world) as engine:
             engine.step(engine.local_batch(DATA))
-            return engine.executor.gather_parameters() | gather_full_buffers(plan, engine.executor.state, "TEST")
+            return engine.executor.gather_parameters() | gather_full_buffers(
+                plan, engine.executor.state, "TEST"
+            )
 
     return on_threads(rank, mesh)
 

@@ -68,7 +68,10 @@ def averaged(found: Iterable[tuple[float, float]]) -> list[float]:
     """The ratio of the two averages after each step."""
     g, s, ratios = 0.0, 0.0, []
     for square, variance in found:
-        g, s = AVERAGE_DECAY * g + (1 - AVERAGE_DECAY) * square, AVERAGE_DECAY * s + (1 - AVERAGE_DECAY) * variance
+        g, s = (
+            AVERAGE_DECAY * g + (1 - AVERAGE_DECAY) * square,
+            AVERAGE_DECAY * s + (1 - AVERAGE_DECAY) * variance,
+        )
         ratios.append(s / g)
     return ratios
 
@@ -153,8 +156,12 @@ HALF_SQUARES = Loss(
 )
 
 
-@pytest.mark.parametrize(("ranks", "micro_batch", "square_within", "variance_within"), [(3, 0, 0.12, 0.56), (1, 4, 0.16, 1.3)])
-def test_noise_that_is_known_is_found(ranks: int, micro_batch: int, square_within: float, variance_within: float):
+@pytest.mark.parametrize(
+    ("ranks", "micro_batch", "square_within", "variance_within"), [(3, 0, 0.12, 0.56), (1, 4, 0.16, 1.3)]
+)
+def test_noise_that_is_known_is_found(
+    ranks: int, micro_batch: int, square_within: float, variance_within: float
+):
     """Rows of variance 1 in 8 dims, a vector of squared length 1/2: S = 8, |G|^2 = 1/2, 16 samples.
 
     The means of the estimates of 400 steps of 12 samples have the standard errors 0.03 for |G|^2 and 0.14 for S on three
@@ -167,10 +174,14 @@ def test_noise_that_is_known_is_found(ranks: int, micro_batch: int, square_withi
     plan = make_plan(reading, job, Mesh(dp_replicate=ranks), None, micro_batch)
 
     def rank(world: World) -> tuple[torch.Tensor, float | None]:
-        player = Executor(plan, RankState(make_trained_module(reading, world.device, torch.float64), world, HALF_SQUARES))
+        player = Executor(
+            plan, RankState(make_trained_module(reading, world.device, torch.float64), world, HALF_SQUARES)
+        )
         averages = [torch.zeros(2, dtype=torch.float64)]
         for step in range(400):
-            metrics = player.step(select_local_batch(part(rows_of, 12 * step, 12 * step + 12), plan, world.rank))
+            metrics = player.step(
+                select_local_batch(part(rows_of, 12 * step, 12 * step + 12), plan, world.rank)
+            )
             averages.append(player.state_dict()["noise/averages"].clone())
         player.close()
         each = [(new - AVERAGE_DECAY * old) / (1 - AVERAGE_DECAY) for old, new in pairwise(averages)]
@@ -190,7 +201,8 @@ def test_the_estimates_are_exact_where_norms_are_what_is_expected():
 
 
 @pytest.mark.parametrize(
-    ("small", "num_small", "big"), [(1.0, 4.0, 2.0), (float("nan"), 2.0, 1.0), (1.0, 2.0, float("inf")), (1.0, 4.5, 1.0)]
+    ("small", "num_small", "big"),
+    [(1.0, 4.0, 2.0), (float("nan"), 2.0, 1.0), (1.0, 2.0, float("inf")), (1.0, 4.5, 1.0)],
 )
 def test_one_size_and_what_is_not_finite_give_no_estimate(small: float, num_small: float, big: float):
     assert estimate_signal_and_noise(small, num_small, big, 4.0) is None
@@ -222,7 +234,9 @@ def test_ranks_without_data_are_no_parts_and_one_part_alone_gives_no_estimate():
 
     for model, averages, metrics in on_threads(rank, plan.mesh):
         square, variance = by_hand(model, given[:2], given[:2])
-        assert averages[0].tolist() == pytest.approx([square * (1 - AVERAGE_DECAY), variance * (1 - AVERAGE_DECAY)], rel=1e-9)
+        assert averages[0].tolist() == pytest.approx(
+            [square * (1 - AVERAGE_DECAY), variance * (1 - AVERAGE_DECAY)], rel=1e-9
+        )
         assert torch.equal(averages[1], averages[0])
         assert torch.equal(averages[2], averages[0])
         assert metrics[2].is_skipped
@@ -242,9 +256,13 @@ def test_a_step_that_the_guard_leaves_out_does_not_enter_the_averages():
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(3, 2), (1, 4)])
 @pytest.mark.parametrize("strategies", [SMALL_BUCKETS, (BatchSplit(), NaiveDDP())])
-def test_it_changes_no_number_and_is_proved_as_any_plan(ranks: int, micro_batch: int, strategies: tuple[Strategy, ...]):
+def test_it_changes_no_number_and_is_proved_as_any_plan(
+    ranks: int, micro_batch: int, strategies: tuple[Strategy, ...]
+):
     reading = reading_of(spare=True)
-    plain, plan = (plan_of(reading, ranks, strategies, micro_batch, job) for job in (tiny_job(), noisy(tiny_job())))
+    plain, plan = (
+        plan_of(reading, ranks, strategies, micro_batch, job) for job in (tiny_job(), noisy(tiny_job()))
+    )
     assert static_checks(plan) == []
     verdict = verdict_of(case_of(reading, plan))
     assert verdict.passed, str(verdict)
@@ -254,7 +272,9 @@ def test_it_changes_no_number_and_is_proved_as_any_plan(ranks: int, micro_batch:
         for step in range(3):
             player.step(feed.batch(step))
         player.close()
-        return bits({name: value for name, value in player.state_dict().items() if not name.startswith("noise/")})
+        return bits(
+            {name: value for name, value in player.state_dict().items() if not name.startswith("noise/")}
+        )
 
     off, on = (on_threads(lambda world, plan=plan: rank(world, plan), plan.mesh) for plan in (plain, plan))
     assert off == on
@@ -262,7 +282,9 @@ def test_it_changes_no_number_and_is_proved_as_any_plan(ranks: int, micro_batch:
 
 def test_its_one_message_is_in_the_program_and_is_what_is_sent():
     plan = plan_of(READING, 3, SMALL_BUCKETS, job=noisy(tiny_job()))
-    (move,) = [action.transfer for action in plan.program.actions(FIRST_ROLE) if action.kind == "REDUCE_SQNORM"]
+    (move,) = [
+        action.transfer for action in plan.program.actions(FIRST_ROLE) if action.kind == "REDUCE_SQNORM"
+    ]
     assert (move.collective, move.nbytes, move.dtype, move.axes) == (
         "all_reduce",
         REDUCE_SQNORM_NBYTES,
@@ -273,19 +295,27 @@ def test_its_one_message_is_in_the_program_and_is_what_is_sent():
     assert found.passed, str(found)
     assert found.planned_nbytes["REDUCE_SQNORM()"] == 24
     wrong = replace(move, nbytes=16)
-    spoiled = plan.program.edit(lambda listed: [replace(a, transfer=wrong) if a.kind == "REDUCE_SQNORM" else a for a in listed])
+    spoiled = plan.program.edit(
+        lambda listed: [replace(a, transfer=wrong) if a.kind == "REDUCE_SQNORM" else a for a in listed]
+    )
     assert not trace(READING, replace(plan, program=spoiled), [0]).passed
     assert first_of(verdict_of(case_of(READING, replace(plan, program=spoiled))))[1] == "ledger"
 
 
 def test_the_averages_come_back_as_they_were_and_begin_anew_without():
     job = noisy(job_of())
-    first, second, plain = pair(job=job, micro_batch=4), pair(job=job, micro_batch=4), pair(job=job_of(), micro_batch=4)
+    first, second, plain = (
+        pair(job=job, micro_batch=4),
+        pair(job=job, micro_batch=4),
+        pair(job=job_of(), micro_batch=4),
+    )
     for _ in range(3):
         first.player.step(rows(12))
         plain.player.step(rows(12))
     assert "noise/averages" not in plain.player.state_dict()
-    second.player.load_state_dict({name: value.clone() for name, value in first.player.state_dict().items()}, 3)
+    second.player.load_state_dict(
+        {name: value.clone() for name, value in first.player.state_dict().items()}, 3
+    )
     assert first.player.step(rows(12)) == second.player.step(rows(12))
     second.player.load_state_dict(plain.player.state_dict(), 3)
     assert second.player.state_dict()["noise/averages"].tolist() == [0.0, 0.0]

@@ -39,7 +39,9 @@ def test_one_data_rank_compares_its_first_micro_batch_with_the_whole(layout: str
     metrics, models = played(*ALONE[layout], 3)
     feed = open_feed(ExampleDataset(rows()), make_plan(READING, tiny_job(), Mesh(), (), 3), 0)
     batches = [feed.batch(step) for step in range(3)]
-    wanted = averaged(by_hand(model, [each], [part(each, 0, 3)]) for model, each in zip(models, batches, strict=True))
+    wanted = averaged(
+        by_hand(model, [each], [part(each, 0, 3)]) for model, each in zip(models, batches, strict=True)
+    )
     for mine in metrics:
         assert [each.noise_scale for each in mine] == pytest.approx(wanted, rel=1e-8)
 
@@ -67,7 +69,10 @@ def test_slices_of_parts_add_up_what_all_of_them_have_once():
         plan = make_plan(reading, noisy(tiny_job()), mesh, strategies, 3)
 
         def rank(world: World) -> list[float | None]:
-            player, feed = player_of(reading, plan, world), open_feed(ExampleDataset(rows()), plan, world.rank)
+            player, feed = (
+                player_of(reading, plan, world),
+                open_feed(ExampleDataset(rows()), plan, world.rank),
+            )
             found = [player.step(feed.batch(step)).noise_scale for step in range(3)]
             player.close()
             return found
@@ -79,7 +84,9 @@ def test_slices_of_parts_add_up_what_all_of_them_have_once():
 
 
 def test_weights_that_several_parts_use_are_refused():
-    with pytest.raises(PlanError, match="used by several parts of the model, and no rank has the gradient of one part"):
+    with pytest.raises(
+        PlanError, match="used by several parts of the model, and no rank has the gradient of one part"
+    ):
         make_plan(reading_of(tied=True), noisy(tiny_job()), Mesh(pp=2), (Pipeline(),), 2)
 
 
@@ -87,7 +94,9 @@ def test_a_part_that_does_not_tell_its_squares_is_noticed(monkeypatch):
     truth, _ = played(*BESIDE["copies"])
     measure = GradientNoiseScale.compute_grad_sqnorm
     monkeypatch.setattr(
-        GradientNoiseScale, "compute_grad_sqnorm", lambda self, action: None if self._tells else measure(self, action)
+        GradientNoiseScale,
+        "compute_grad_sqnorm",
+        lambda self, action: None if self._tells else measure(self, action),
     )
     found, _ = played(*BESIDE["copies"])
     assert found[0][-1].noise_scale != pytest.approx(truth[0][-1].noise_scale, rel=1e-3)

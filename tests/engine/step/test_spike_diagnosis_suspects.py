@@ -66,7 +66,12 @@ class Wrong(nn.Module):
 
 
 def spike_of(
-    how: str, bad_rows: tuple[int, ...], ranks: int = 3, micro_batch: int = 2, stage: int = 0, rows_of_last: int | None = None
+    how: str,
+    bad_rows: tuple[int, ...],
+    ranks: int = 3,
+    micro_batch: int = 2,
+    stage: int = 0,
+    rows_of_last: int | None = None,
 ) -> list[LossSpike]:
     """What each rank says of the third of four steps, the only one in which rows are marked; the fourth is a good one again.
 
@@ -91,7 +96,9 @@ def spikes(
     ids = clean["input_ids"].clone()
     ids[list(bad_rows), 0] = MARK
     reading = analyze(lambda: model(how), part(clean, 0, 2))
-    plan = make_plan(reading, tiny_job(guard=LossGuard("skip", factor=50.0, window=2)), mesh, strategies, micro_batch)
+    plan = make_plan(
+        reading, tiny_job(guard=LossGuard("skip", factor=50.0, window=2)), mesh, strategies, micro_batch
+    )
     share = 12 // plan.num_data
 
     def rank(world: World) -> LossSpike:
@@ -128,18 +135,29 @@ def test_a_gradient_that_is_not_finite_is_traced_to_its_rank_block_and_parameter
     culprit = spike_of("backward", (9,))[1].culprit
     assert (culprit.rank, culprit.phase, culprit.block) == (2, "backward", "layers.1")
     assert culprit.parameter.startswith("layers.1.")
-    assert f"the gradient of {culprit.parameter} of block layers.1 is the first that is not finite" in str(culprit)
+    assert f"the gradient of {culprit.parameter} of block layers.1 is the first that is not finite" in str(
+        culprit
+    )
 
 
 @pytest.mark.parametrize("micro_batch", [0, 2])
 @pytest.mark.parametrize("how", ["forward", "backward", "large"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_weights_in_shards_are_brought_together_to_look_and_the_same_is_found(stage: int, how: str, micro_batch: int):
+def test_weights_in_shards_are_brought_together_to_look_and_the_same_is_found(
+    stage: int, how: str, micro_batch: int
+):
     mine, wanted = (spike_of(how, (9,), micro_batch=micro_batch, stage=each) for each in (stage, 0))
     assert repr(mine[0]) == repr(mine[1]) == repr(mine[2])
     for found, truth in zip(mine[0].rank_reports, wanted[0].rank_reports, strict=True):
-        assert (found.rank, found.phase, found.block, found.parameter) == (truth.rank, truth.phase, truth.block, truth.parameter)
-        assert (found.loss, found.grad_norm) == pytest.approx((truth.loss, truth.grad_norm), rel=1e-9, nan_ok=True)
+        assert (found.rank, found.phase, found.block, found.parameter) == (
+            truth.rank,
+            truth.phase,
+            truth.block,
+            truth.parameter,
+        )
+        assert (found.loss, found.grad_norm) == pytest.approx(
+            (truth.loss, truth.grad_norm), rel=1e-9, nan_ok=True
+        )
 
 
 @pytest.mark.parametrize("rows_of_last", [0, 1])
@@ -156,8 +174,12 @@ def test_a_finite_spike_is_traced_to_the_rank_with_the_largest_gradient():
     assert spike.culprit.rank == 1
     assert spike.culprit.phase == ""
     assert spike.culprit.parameter == "head.weight", "it takes in what the layer gave out"
-    assert spike.culprit.grad_norm > 10 * max(suspect.grad_norm for suspect in spike.rank_reports if suspect.rank != 1)
-    assert sum(suspect.loss for suspect in spike.rank_reports) == pytest.approx(spike.loss, rel=1e-12), "shares of one loss"
+    assert spike.culprit.grad_norm > 10 * max(
+        suspect.grad_norm for suspect in spike.rank_reports if suspect.rank != 1
+    )
+    assert sum(suspect.loss for suspect in spike.rank_reports) == pytest.approx(spike.loss, rel=1e-12), (
+        "shares of one loss"
+    )
 
 
 def test_the_first_of_several_ranks_is_named():
@@ -170,4 +192,6 @@ def test_a_sum_that_overflows_is_nobody_s_fault():
     spike = spike_of("large", (5,), ranks=2)[0]
     overflown = LossSpike(spike.step, spike.loss, inf, ("the gradient norm is inf",), spike.rank_reports)
     assert overflown.culprit is None
-    assert str(overflown) == "the gradient norm is inf; every rank's own gradients are finite: their sum is not"
+    assert (
+        str(overflown) == "the gradient norm is inf; every rank's own gradients are finite: their sum is not"
+    )

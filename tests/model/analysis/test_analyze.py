@@ -65,7 +65,9 @@ def test_a_chain_whose_parts_alone_are_called_runs_as_one_block():
 def test_parameters_in_glue_and_written_buffers_are_noted():
     class Noted(Chained):
         def __init__(self) -> None:
-            super().__init__(lambda model, x: nn.functional.linear(model.layers[0](x), model.layers[1].weight))
+            super().__init__(
+                lambda model, x: nn.functional.linear(model.layers[0](x), model.layers[1].weight)
+            )
             self.register_buffer("count", torch.zeros(()))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,17 +104,23 @@ def test_an_error_in_a_forward_that_looks_at_values_is_the_models_own():
         return x
 
     with pytest.raises(
-        PlanError, match=r"fails in a trial run on rows like x \[2, 6\] float32: KeyError: 'nothing for these values'"
+        PlanError,
+        match=r"fails in a trial run on rows like x \[2, 6\] float32: KeyError: 'nothing for these values'",
     ):
         reading_of(lambda: Chained(rule), X)
 
 
 def test_an_example_that_does_not_fit_the_forward_is_refused_with_its_shapes():
     with pytest.raises(PlanError) as caught:
-        analyze(load_factory(Plain, 0, "plain"), {"x": torch.zeros(2, 5), "labels": torch.zeros(2)}, ("labels",))
-    assert "the forward fails in a trial run on rows like x [2, 5] float32: RuntimeError: " in str(caught.value)
+        analyze(
+            load_factory(Plain, 0, "plain"), {"x": torch.zeros(2, 5), "labels": torch.zeros(2)}, ("labels",)
+        )
+    assert "the forward fails in a trial run on rows like x [2, 5] float32: RuntimeError: " in str(
+        caught.value
+    )
     with pytest.raises(
-        PlanError, match=r"on rows like y \[2, 6\] float32: TypeError: .*unexpected keyword argument 'y'(?s:.*)its keys"
+        PlanError,
+        match=r"on rows like y \[2, 6\] float32: TypeError: .*unexpected keyword argument 'y'(?s:.*)its keys",
     ):
         analyze(load_factory(Plain, 0, "plain"), {"y": torch.zeros(2, 6)}, ())
 
@@ -127,7 +135,9 @@ def test_an_example_that_does_not_fit_the_forward_is_refused_with_its_shapes():
     ],
 )
 def test_an_example_without_common_rows_is_refused(example: dict[str, torch.Tensor], given: str):
-    with pytest.raises(PlanError, match=rf"^example: the example batch holds .*{given}.*; needed are the same rows"):
+    with pytest.raises(
+        PlanError, match=rf"^example: the example batch holds .*{given}.*; needed are the same rows"
+    ):
         analyze(load_factory(Plain, 0, "plain"), example, ())
 
 
@@ -185,7 +195,8 @@ def test_declared_blocks_that_no_forward_calls_are_refused():
 
     blocks = ["layers.0", "layers.1", "layers.2"]
     with pytest.raises(
-        PlanError, match=r"^model\.blocks: the declared blocks layers\.0, layers\.2 are not called(?s:.*)every batch"
+        PlanError,
+        match=r"^model\.blocks: the declared blocks layers\.0, layers\.2 are not called(?s:.*)every batch",
     ):
         analyze(load_factory(lambda: Model(Chained(rule), X, blocks=blocks), 0, "chained"), X, ())
 
@@ -212,11 +223,18 @@ def test_two_batch_sizes_tell_the_batch_dim_of_what_is_drawn_from_others():
 def test_a_model_of_six_billion_parameters_is_read_in_the_memory_of_a_small_one(tmp_path: Path):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = tmp_path / "config.json"
-    config.write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, **sizes}))
+    config.write_text(
+        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, **sizes})
+    )
     rows = {key: torch.zeros(1, 64, dtype=torch.long) for key in ("input_ids", "labels")}
     analyze(load_model(ModelConfig(str(config)), 0), rows, ("labels",))
     before = peak_mb()
-    large = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 6, "num_attention_heads": 64}
+    large = {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 64,
+    }
     large |= {"num_key_value_heads": 64, "vocab_size": 32000}
     anatomy = analyze(load_model(ModelConfig(str(config), large), 0), rows, ("labels",)).model_spec
     assert anatomy.numel == 6_362_865_664
@@ -227,7 +245,9 @@ def test_a_model_of_six_billion_parameters_is_read_in_the_memory_of_a_small_one(
 def test_a_mixture_of_experts_of_many_gigabytes_is_read_without_values(tmp_path: Path):
     config = tmp_path / "config.json"
     sizes = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "vocab_size": 256}
-    config.write_text(json.dumps({"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], **sizes}))
+    config.write_text(
+        json.dumps({"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], **sizes})
+    )
     rows = {key: torch.zeros(1, 16, dtype=torch.long) for key in ("input_ids", "labels")}
     before = peak_mb()
     anatomy = analyze(load_model(ModelConfig(str(config)), 0), rows, ("labels",)).model_spec

@@ -19,12 +19,18 @@ MASK = TOKENS * TOKENS * 4  # bytes of what torch's kernel makes of one of bools
 
 def squares() -> Loss:
     """Of the outputs, so that the loss needs nothing else."""
-    return Loss(lambda outputs, batch: outputs.square().sum(), lambda batch: torch.tensor(float(len(batch["x"]))), targets=())
+    return Loss(
+        lambda outputs, batch: outputs.square().sum(),
+        lambda batch: torch.tensor(float(len(batch["x"]))),
+        targets=(),
+    )
 
 
 def chained(block, glue=None) -> ModelMemory:
     chain = glue or (lambda model, x: model.head(model.layers[1](model.layers[0](x))))
-    reading = analyze(lambda: Chain(chain, block).float(), {"x": torch.linspace(-2, 2, 24).view(4, 6)}, loss=squares())
+    reading = analyze(
+        lambda: Chain(chain, block).float(), {"x": torch.linspace(-2, 2, 24).view(4, 6)}, loss=squares()
+    )
     return weighed(reading)
 
 
@@ -66,16 +72,25 @@ def test_what_glue_makes_and_a_block_keeps_is_glue_s():
 
 
 def test_a_mask_that_only_tracing_needs_is_not_counted():
-    plain = {"input_ids": batches(1, length=TOKENS)[0]["input_ids"], "labels": batches(1, length=TOKENS)[0]["labels"]}
+    plain = {
+        "input_ids": batches(1, length=TOKENS)[0]["input_ids"],
+        "labels": batches(1, length=TOKENS)[0]["labels"],
+    }
     padded = {**plain, "attention_mask": torch.ones(4, TOKENS, dtype=torch.long)}
-    hidden = {**plain, "attention_mask": torch.ones(4, TOKENS, dtype=torch.long).index_fill(1, torch.tensor([0]), 0)}
+    hidden = {
+        **plain,
+        "attention_mask": torch.ones(4, TOKENS, dtype=torch.long).index_fill(1, torch.tensor([0]), 0),
+    }
     first, second, third = (layer_of(analyze(llama(), batch)) for batch in (plain, padded, hidden))
     assert first == second
     assert third.saved_activations.per_sample - first.saved_activations.per_sample >= MASK
 
 
 def test_scores_that_a_model_makes_itself_are_counted():
-    eager, fused = (layer_of(analyze(llama(attn_implementation=how), batches(1, length=TOKENS)[0])) for how in ("eager", "sdpa"))
+    eager, fused = (
+        layer_of(analyze(llama(attn_implementation=how), batches(1, length=TOKENS)[0]))
+        for how in ("eager", "sdpa")
+    )
     assert eager.saved_activations.per_sample - fused.saved_activations.per_sample > HEADS * MASK
     assert eager.backward.per_sample > fused.backward.per_sample
 
@@ -86,12 +101,18 @@ def test_half_of_the_floats_are_half_as_wide_and_weights_are_cast_whatever_the_r
     assert wide.saved_activations.fixed == wide.saved_activations.weight_sized == 0
     cast = sum(p.numel() for name, p in llama().named_parameters() if "layers.0" in name and p.ndim == 2) * 2
     assert mixed.saved_activations.weight_sized == pytest.approx(cast, rel=0.01)
-    assert 0.5 * wide.saved_activations.per_sample < mixed.saved_activations.per_sample < wide.saved_activations.per_sample
+    assert (
+        0.5 * wide.saved_activations.per_sample
+        < mixed.saved_activations.per_sample
+        < wide.saved_activations.per_sample
+    )
 
 
 def test_gradients_of_weights_are_told_apart_and_those_that_a_tied_table_adds_to_the_head_s():
     batch = batches(1, length=TOKENS)[0]
-    untied, tied = (weighed(analyze(llama(tie_word_embeddings=tied), batch)).block_calls[0] for tied in (False, True))
+    untied, tied = (
+        weighed(analyze(llama(tie_word_embeddings=tied), batch)).block_calls[0] for tied in (False, True)
+    )
     table = WORDS * llama().config.hidden_size * 4
     assert (untied.backward.weight_sized, untied.backward_with_grads.weight_sized) == (0, table)
     assert tied.backward.weight_sized == table  # made anew, then added to what is there
@@ -108,9 +129,13 @@ def test_nothing_is_said_of_a_forward_that_looks_at_values_or_of_a_loss_that_nob
         y = model.layers[0](x)
         return model.head(y if y.sum() > 0 else -y)
 
-    looking = analyze(lambda: Chain(glue, None).float(), {"x": torch.linspace(-2, 2, 24).view(4, 6)}, loss=squares())
+    looking = analyze(
+        lambda: Chain(glue, None).float(), {"x": torch.linspace(-2, 2, 24).view(4, 6)}, loss=squares()
+    )
     assert looking.measure_memory(torch.float32, torch.float32) is None
-    whole = Loss(lambda outputs, batch: outputs.sum(), lambda batch: torch.tensor(1.0), targets=(), whole_batch=True)
+    whole = Loss(
+        lambda outputs, batch: outputs.sum(), lambda batch: torch.tensor(1.0), targets=(), whole_batch=True
+    )
     assert (
         analyze(nn.Sequential(nn.Linear(6, 6)), {"input": torch.ones(4, 6)}, loss=whole).measure_memory(
             torch.float32, torch.float32
@@ -124,7 +149,9 @@ def test_a_model_that_is_one_block_is_weighed_too():
         lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh()),
         {"input": torch.ones(4, 6)},
         loss=Loss(
-            lambda outputs, batch: F.mse_loss(outputs, torch.zeros_like(outputs)), lambda batch: torch.tensor(1.0), targets=()
+            lambda outputs, batch: F.mse_loss(outputs, torch.zeros_like(outputs)),
+            lambda batch: torch.tensor(1.0),
+            targets=(),
         ),
     )
     assert weighed(reading).block_calls

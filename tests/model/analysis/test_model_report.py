@@ -51,7 +51,14 @@ def test_equal_blocks_are_one_row_in_the_order_of_visits():
     blocks = ["embed", "layers.0", "layers.1", "layers.2", "head"]
     found = of(Model(Net(0.5), blocks=blocks))
     rows = [
-        (row.first_block_call, row.last_block_call, row.num_block_calls, row.class_name, row.numel, row.num_dropout_sites)
+        (
+            row.first_block_call,
+            row.last_block_call,
+            row.num_block_calls,
+            row.class_name,
+            row.numel,
+            row.num_dropout_sites,
+        )
         for row in found.blocks
     ]
     assert rows == [
@@ -77,7 +84,13 @@ def test_what_is_special_about_parameters_is_told():
 def test_sockets_of_all_layers_are_one_row():
     found = of(Model(Net(), layer_roles={"layers.*.0": "columns"}))
     row = next(row for row in found.layers if row.pattern == "layers.*.*")
-    assert (row.num_layers, row.shape, row.numel, row.role, row.source) == (3, (4, 4), 60, "columns", "declared by you")
+    assert (row.num_layers, row.shape, row.numel, row.role, row.source) == (
+        3,
+        (4, 4),
+        60,
+        "columns",
+        "declared by you",
+    )
 
 
 def test_the_advice_for_a_model_without_a_chain_is_two_lines_that_work():
@@ -85,7 +98,10 @@ def test_the_advice_for_a_model_without_a_chain_is_two_lines_that_work():
     chain = next(fault for fault in found.advice if "no chain of blocks" in fault.problem)
     line = chain.fix.splitlines()[-1].strip()
     assert line == "return meshwright.Model(make_it(), blocks=['embed', 'up'])"
-    assert [row.first_block_call for row in of(Model(Flat(), blocks=["embed", "up"])).blocks] == ["embed", "up"]
+    assert [row.first_block_call for row in of(Model(Flat(), blocks=["embed", "up"])).blocks] == [
+        "embed",
+        "up",
+    ]
     assert not any("no chain" in fault.problem for fault in of(Model(Flat(), blocks=["embed", "up"])).advice)
 
 
@@ -114,8 +130,16 @@ def test_a_whole_model_as_one_block_is_named_as_such():
 
 
 def test_router_logits_are_told_as_a_side_channel():
-    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.MixtralConfig(**sizes, intermediate_size=24, num_local_experts=3, output_router_logits=True)
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = transformers.MixtralConfig(
+        **sizes, intermediate_size=24, num_local_experts=3, output_router_logits=True
+    )
     found = of(transformers.MixtralForCausalLM(config))
     assert found.num_captured == (("router_logits", 2),)
     assert found.attention == "sdpa"

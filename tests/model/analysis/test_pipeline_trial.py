@@ -6,7 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
-from meshwright.model.analysis.pipeline_trial import ForwardGraphCache, add_stage_boundaries, get_forward_graphs
+from meshwright.model.analysis.pipeline_trial import (
+    ForwardGraphCache,
+    add_stage_boundaries,
+    get_forward_graphs,
+)
 from meshwright.plan.job.errors import PlanError
 from tests.model.block_backward import Chain, reading_of
 from tests.model.pipeline.staged_model import X, chained
@@ -61,7 +65,9 @@ def one_layer_more(model: Chain, x: torch.Tensor) -> object:
         (one_layer_more, r"it comes to head on 3 rows, and to layers\.1 on 5"),
     ],
 )
-def test_where_the_ways_of_a_forward_part_is_told(forward: Callable[[Chain, torch.Tensor], object], said: str):
+def test_where_the_ways_of_a_forward_part_is_told(
+    forward: Callable[[Chain, torch.Tensor], object], said: str
+):
     with pytest.raises(PlanError, match=f"takes another way on 5 rows than on 3: {said}"):
         add_stage_boundaries(reading_of(lambda: Chain(forward), X))
 
@@ -73,9 +79,10 @@ def test_an_anatomy_has_borders_when_somebody_asks_for_them():
     assert borders is not None
     assert borders.block_calls == reading.model_spec.block_calls
     assert {value.dtype for value in borders.values} == {"float32"}
-    assert {value.dtype for value in add_stage_boundaries(reading, torch.float64).model_spec.stage_boundaries.values} == {
-        "float64"
-    }
+    assert {
+        value.dtype
+        for value in add_stage_boundaries(reading, torch.float64).model_spec.stage_boundaries.values
+    } == {"float64"}
 
 
 def test_whoever_asks_for_borders_or_courses_of_a_reading_has_the_same_ones():
@@ -85,7 +92,9 @@ def test_whoever_asks_for_borders_or_courses_of_a_reading_has_the_same_ones():
         "products in the dtype of parameters are no other way"
     )
     assert get_forward_graphs(reading, torch.float32).get(reading.example).boundaries is borders
-    assert add_stage_boundaries(reading, compute_dtype=torch.bfloat16).model_spec.stage_boundaries is not borders
+    assert (
+        add_stage_boundaries(reading, compute_dtype=torch.bfloat16).model_spec.stage_boundaries is not borders
+    )
     assert get_forward_graphs(reading, torch.float64) is not get_forward_graphs(reading, torch.float32)
 
 
@@ -98,7 +107,8 @@ def test_a_value_whose_shape_grows_with_the_square_of_the_rows_closes_its_border
     one = chained(compares)
     assert one.borders.open_boundaries() == ()
     assert (
-        "has the shape [9] of 3 rows and [25] of 5: it compares rows with each other" in one.borders.closed_boundaries[0].reason
+        "has the shape [9] of 3 rows and [25] of 5: it compares rows with each other"
+        in one.borders.closed_boundaries[0].reason
     )
 
 
@@ -108,6 +118,7 @@ def test_a_forward_that_writes_into_its_input_is_refused():
         return model.layers[1](model.layers[0](x))
 
     with pytest.raises(
-        PlanError, match="the forward writes into its input 'x', and every part that a rank runs would do so again"
+        PlanError,
+        match="the forward writes into its input 'x', and every part that a rank runs would do so again",
     ):
         add_stage_boundaries(reading_of(lambda: Chain(writes), X))

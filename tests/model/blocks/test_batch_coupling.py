@@ -14,7 +14,9 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from tests.tiny_model import tiny_job
 
-LOSS = mw.Loss(lambda outputs, batch: outputs.square().sum(), lambda batch: torch.tensor(len(batch["y"])), ("y",))
+LOSS = mw.Loss(
+    lambda outputs, batch: outputs.square().sum(), lambda batch: torch.tensor(len(batch["y"])), ("y",)
+)
 
 
 class Counter(nn.Module):

@@ -72,7 +72,10 @@ def counted() -> nn.Module:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (normed, "the table 'words.weight' with max_norm is written by the forward, where a part of the global batch"),
+        (
+            normed,
+            "the table 'words.weight' with max_norm is written by the forward, where a part of the global batch",
+        ),
         (counted, "the table 'words.weight' with scale_grad_by_freq would divide gradients by how often"),
         (Called, "the table 'words.weight' with scale_grad_by_freq would divide gradients by how often"),
         (lambda: Bag(max_norm=1.0), "with max_norm is written by the forward"),
@@ -80,7 +83,9 @@ def counted() -> nn.Module:
     ],
     ids=["norm", "count", "by its function", "norm of a bag", "count of a bag"],
 )
-def test_a_table_that_would_see_a_part_of_the_batch_is_refused_with_what_to_do(words: Callable[[], nn.Module], said: str):
+def test_a_table_that_would_see_a_part_of_the_batch_is_refused_with_what_to_do(
+    words: Callable[[], nn.Module], said: str
+):
     reading = reading_of(words)
     for mesh in (mw.Mesh(dp_replicate=2), mw.Mesh(dp_shard=3)):
         with pytest.raises(PlanError) as caught:
@@ -99,7 +104,9 @@ def test_so_is_one_that_would_see_some_of_the_tokens(words: Callable[[], nn.Modu
 def test_micro_batches_divide_counts_and_leave_norms_alone():
     with pytest.raises(PlanError, match="1 ranks x 3 micro-batches"):
         mw.make_plan(reading_of(counted), tiny_job(), micro_batch=4)
-    with pytest.raises(PlanError, match="with max_norm is written"):  # the head has used what is written later
+    with pytest.raises(
+        PlanError, match="with max_norm is written"
+    ):  # the head has used what is written later
         mw.make_plan(reading_of(normed, tied=True), tiny_job(), micro_batch=4)
     reading = reading_of(normed)
     verdict = mw.verify(reading, mw.make_plan(reading, tiny_job(), micro_batch=4), [rows(), rows()])
@@ -150,13 +157,17 @@ class Written(nn.Module):
     ids=["shards", "master"],
 )
 def test_a_write_that_would_be_lost_is_refused(mesh: mw.Mesh, changes: dict[str, object], said: str):
-    with pytest.raises(PlanError, match=f"the forward writes into the parameter 'words.layer.weight', and {said}"):
+    with pytest.raises(
+        PlanError, match=f"the forward writes into the parameter 'words.layer.weight', and {said}"
+    ):
         mw.make_plan(reading_of(Written), tiny_job(**changes), mesh)
 
 
 def test_a_write_that_all_ranks_make_alike_is_that_of_one_device():
     reading = reading_of(Written)
-    assert mw.verify(reading, mw.make_plan(reading, tiny_job(), mw.Mesh(dp_replicate=2)), [rows(), rows()]).passed
+    assert mw.verify(
+        reading, mw.make_plan(reading, tiny_job(), mw.Mesh(dp_replicate=2)), [rows(), rows()]
+    ).passed
 
 
 class Scaled(nn.Module):
@@ -177,7 +188,9 @@ def batch_norm(x: torch.Tensor) -> torch.Tensor:
 def test_statistics_by_torchs_function_are_those_of_all_rows():
     reading = reading_of(lambda: Scaled(batch_norm))
     for mesh, micro_batch in ((mw.Mesh(dp_replicate=2), 0), (mw.Mesh(), 4)):
-        with pytest.raises(PlanError, match=r"F.batch_norm in .* would take statistics of a part of the global batch"):
+        with pytest.raises(
+            PlanError, match=r"F.batch_norm in .* would take statistics of a part of the global batch"
+        ):
             mw.make_plan(reading, tiny_job(), mesh, micro_batch=micro_batch)
     assert mw.make_plan(reading, tiny_job()).num_microbatches == 1
     assert reading_of(lambda: Scaled(F.instance_norm)).tables == ()  # it sees one row at a time

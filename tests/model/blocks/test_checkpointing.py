@@ -20,7 +20,9 @@ class Writing(nn.Module):
         self.found: list[tuple[float, float, int, bool]] = []
 
     def forward(self) -> None:
-        self.found.append((self.written[0].item(), self.replaced[0].item(), self.number, "made" in vars(self)))
+        self.found.append(
+            (self.written[0].item(), self.replaced[0].item(), self.number, "made" in vars(self))
+        )
         self.written.add_(1)
         self.replaced = self.replaced + 1
         self.number += 1
@@ -62,7 +64,9 @@ def test_everything_is_back_also_after_a_run_that_fails():
     assert held(module) == (1, 1, 1, True)
 
 
-@pytest.mark.parametrize("make", [nn.BatchNorm1d, lambda width: nn.InstanceNorm1d(width, track_running_stats=True)])
+@pytest.mark.parametrize(
+    "make", [nn.BatchNorm1d, lambda width: nn.InstanceNorm1d(width, track_running_stats=True)]
+)
 def test_statistics_are_kept_though_kernels_write_them_without_a_new_version(make):
     norm, x = make(3), torch.randn(4, 3, 5)
     before = ModuleSnapshot(norm)

@@ -42,22 +42,28 @@ SHAPES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         lambda: net(towers=nn.ModuleDict({"left": nn.Linear(2, 2), "right": nn.Linear(2, 2)})),
         ["towers.left", "towers.right"],
     ),
-    "a sequential model is a chain itself": (lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), ["0", "2"]),
+    "a sequential model is a chain itself": (
+        lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)),
+        ["0", "2"],
+    ),
     "a module that stands in a chain twice is one block": (
         lambda: net(layers=nn.ModuleList([nn.Linear(2, 2)] * 3)),
         ["layers.0"],
     ),
     "a module that stands in two chains is one block": (
-        lambda: (lambda shared: net(left=nn.ModuleList([shared]), right=nn.ModuleList([shared, nn.Linear(2, 2)])))(
-            nn.Linear(2, 2)
-        ),
+        lambda: (
+            lambda shared: net(left=nn.ModuleList([shared]), right=nn.ModuleList([shared, nn.Linear(2, 2)]))
+        )(nn.Linear(2, 2)),
         ["left.0", "right.1"],
     ),
     "a chain without parameters is none": (
         lambda: net(one=nn.Linear(2, 2), acts=nn.ModuleList([nn.ReLU(), nn.Tanh()])),
         [WHOLE_MODEL],
     ),
-    "a model without a chain is one block": (lambda: net(one=nn.Linear(2, 2), two=nn.Linear(2, 2)), [WHOLE_MODEL]),
+    "a model without a chain is one block": (
+        lambda: net(one=nn.Linear(2, 2), two=nn.Linear(2, 2)),
+        [WHOLE_MODEL],
+    ),
 }
 
 

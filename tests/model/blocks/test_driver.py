@@ -11,7 +11,9 @@ from tests.model.block_backward import Block, Chain, Driven, Forward, both_ways,
 X = {"x": torch.linspace(-2, 2, 24).view(4, 6)}
 
 
-def driven(glue: Forward, block: Forward | None = None, blocks: list[str] | None = None, refused: str = "") -> Driven:
+def driven(
+    glue: Forward, block: Forward | None = None, blocks: list[str] | None = None, refused: str = ""
+) -> Driven:
     done = both_ways(lambda: Chain(glue, block), X, blocks, refused=refused)
     assert done.error < 1e-14
     return done
@@ -71,7 +73,9 @@ def test_a_block_called_by_another_block_is_a_part_of_it():
         def __init__(self) -> None:
             super().__init__()
             self.shared = nn.Linear(6, 6)
-            self.layers = nn.ModuleList(Block(lambda block, x: block.shared(block.linear(x).tanh())) for _ in range(3))
+            self.layers = nn.ModuleList(
+                Block(lambda block, x: block.shared(block.linear(x).tanh())) for _ in range(3)
+            )
             for layer in self.layers:
                 layer.shared = self.shared
 
@@ -97,7 +101,9 @@ def test_parts_of_a_block_called_directly_are_glue():
 
 
 def test_several_inputs_and_outputs_with_views_integers_and_things_that_are_no_tensors():
-    def block(block: Block, x: torch.Tensor, y: torch.Tensor, *, name: str, forward: None, size: torch.Size) -> object:
+    def block(
+        block: Block, x: torch.Tensor, y: torch.Tensor, *, name: str, forward: None, size: torch.Size
+    ) -> object:
         z = block.linear(y)
         return x, z.view(size), x[:2], y, 3, None, x.argmax(), torch.max(z, 0, keepdim=True)
 
@@ -165,7 +171,9 @@ def test_a_block_that_overwrites_its_input_is_refused_by_name():
             x = x + layer(x)
         return x
 
-    with pytest.raises(PlanError, match=r"(?s)the block 'layers\.0' writes into its input in place.*inplace=False"):
+    with pytest.raises(
+        PlanError, match=r"(?s)the block 'layers\.0' writes into its input in place.*inplace=False"
+    ):
         reading_of(lambda: Chain(glue, lambda block, x: block.linear(F.relu(x, inplace=True))), X)
 
 

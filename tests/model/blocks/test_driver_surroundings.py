@@ -99,7 +99,9 @@ def test_a_detached_drive_leaves_the_module_as_it_was():
     model = Chain(lambda model, x: model.layers[0](x))
     own = model.layers[1].forward = lambda x: x
     drive = ForwardDriver({"layers.0": model.layers[0], "layers.1": model.layers[1]})
-    assert torch.equal(model(X["x"]), model.layers[0].linear(X["x"]).tanh())  # outside a drive, the block's own forward
+    assert torch.equal(
+        model(X["x"]), model.layers[0].linear(X["x"]).tanh()
+    )  # outside a drive, the block's own forward
     drive.detach()
     drive.detach()
     assert "forward" not in vars(model.layers[0])

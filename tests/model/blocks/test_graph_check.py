@@ -32,7 +32,9 @@ class Keeping(nn.Module):
 class Net(nn.Module):
     """Three such blocks; `finish(model, x)` is what the model returns."""
 
-    def __init__(self, keep: Callable[[torch.Tensor], torch.Tensor], finish: Callable[..., object], share: bool = False) -> None:
+    def __init__(
+        self, keep: Callable[[torch.Tensor], torch.Tensor], finish: Callable[..., object], share: bool = False
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Keeping(keep) for _ in range(3))
         self.finish, self.share = finish, share
@@ -53,17 +55,25 @@ def test_a_side_channel_into_glue_is_refused_by_the_name_of_its_block():
     said = str(caught.value)
     assert "goes round the border of the block 'layers." in said
     assert "it meets the glue between blocks" in said
-    assert "repair: pass that tensor as an argument, return it among the outputs, or declare a larger block" in said
+    assert (
+        "repair: pass that tensor as an argument, return it among the outputs, or declare a larger block"
+        in said
+    )
 
 
 def test_a_side_channel_from_block_to_block_is_refused():
-    with pytest.raises(PlanError, match=r"the border of the block 'layers\.0': it meets the block 'layers\.1'"):
+    with pytest.raises(
+        PlanError, match=r"the border of the block 'layers\.0': it meets the block 'layers\.1'"
+    ):
         reading_of(lambda: Net(torch.square, lambda model, x: x, share=True), X)
 
 
 def test_the_repairs_work():
     assert both_ways(lambda: Net(torch.square, side_sum), X, blocks=["(model)"]).error < 1e-14
-    assert both_ways(lambda: Net(torch.square, lambda model, x: x, share=True), X, blocks=["(model)"]).error < 1e-14
+    assert (
+        both_ways(lambda: Net(torch.square, lambda model, x: x, share=True), X, blocks=["(model)"]).error
+        < 1e-14
+    )
     assert both_ways(lambda: Net(torch.detach, side_sum), X).error < 1e-14
 
 
@@ -76,7 +86,10 @@ def test_gradients_taken_between_blocks_are_refused():
     def finish(model: Net, x: torch.Tensor) -> object:
         return torch.autograd.grad(x.sum(), model.layers[0].linear.weight, create_graph=True)
 
-    with pytest.raises(PlanError, match=r"takes gradients itself \(grad\) between blocks(?s:.*)'\(model\)' is the whole model"):
+    with pytest.raises(
+        PlanError,
+        match=r"takes gradients itself \(grad\) between blocks(?s:.*)'\(model\)' is the whole model",
+    ):
         reading_of(lambda: Net(torch.detach, finish), X)
     done = both_ways(lambda: Net(torch.detach, finish), X, blocks=["(model)"])
     assert done.error < 1e-14
@@ -114,7 +127,9 @@ def test_every_piece_knows_the_parameters_it_uses():
     assert found.users[id(model[0].weight)] == {"0", "1"}
     assert found.users[id(model[0].bias)] == {"0"}
     assert set(found.owner.values()) == {"0", "1"}
-    found.check_param_users(dict(model.named_parameters()), {"0.weight": ("0", "1"), "0.bias": ("0",), "1.bias": ("1",)})
+    found.check_param_users(
+        dict(model.named_parameters()), {"0.weight": ("0", "1"), "0.bias": ("0",), "1.bias": ("1",)}
+    )
     found.check_loss(outputs.square().sum(), dict(model.named_parameters()))
 
 
@@ -122,8 +137,12 @@ def test_a_use_that_the_trial_did_not_show_is_refused():
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     model[1].weight = model[0].weight
     _, found = forward_of(model, X["x"])
-    with pytest.raises(PlanError, match=r"the block '1' uses the parameter 0\.weight, which it did not in the trial run"):
-        found.check_param_users(dict(model.named_parameters()), {"0.weight": ("0",), "0.bias": ("0",), "1.bias": ("1",)})
+    with pytest.raises(
+        PlanError, match=r"the block '1' uses the parameter 0\.weight, which it did not in the trial run"
+    ):
+        found.check_param_users(
+            dict(model.named_parameters()), {"0.weight": ("0",), "0.bias": ("0",), "1.bias": ("1",)}
+        )
 
 
 def test_a_loss_that_reaches_a_parameter_or_a_piece_directly_is_refused():
@@ -132,7 +151,9 @@ def test_a_loss_that_reaches_a_parameter_or_a_piece_directly_is_refused():
     kept: list[torch.Tensor] = []
     model[1].forward = lambda x: kept.append(F.linear(x, model[1].weight)) or kept[0].tanh()
     outputs, found = forward_of(model, X["x"])
-    with pytest.raises(PlanError, match=r"^loss: the loss reaches the parameter 0\.weight directly(?s:.*)inside the model"):
+    with pytest.raises(
+        PlanError, match=r"^loss: the loss reaches the parameter 0\.weight directly(?s:.*)inside the model"
+    ):
         found.check_loss(outputs.sum() + model[0].weight.square().sum(), names)
     with pytest.raises(PlanError, match="the border of the block '1': it meets the loss"):
         found.check_loss(outputs.sum() + kept[0].sum(), {})

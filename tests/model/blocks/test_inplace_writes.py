@@ -120,7 +120,9 @@ class Looking(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
-        return x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+        return x + self.out(
+            F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+        )
 
 
 def rows() -> dict[str, torch.Tensor]:
@@ -129,7 +131,12 @@ def rows() -> dict[str, torch.Tensor]:
 
 
 def planned(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy) -> Plan:
-    job = Job(ModelConfig("own"), DataConfig("random", sequence=9), TrainConfig(batch=4), OptimizerConfig("sgd", lr=0.1))
+    job = Job(
+        ModelConfig("own"),
+        DataConfig("random", sequence=9),
+        TrainConfig(batch=4),
+        OptimizerConfig("sgd", lr=0.1),
+    )
     return make_plan(reading, job, mesh, strategies, 1)
 
 
@@ -146,12 +153,19 @@ COPIES = DDP(axis="cp")
     ],
     ids=str,
 )
-def test_what_nobody_is_told_of_is_refused_where_somebody_keeps_it(mesh: Mesh, strategies: tuple[Strategy, ...]):
+def test_what_nobody_is_told_of_is_refused_where_somebody_keeps_it(
+    mesh: Mesh, strategies: tuple[Strategy, ...]
+):
     reading = analyze(lambda: Masked(lambda mask: mask.data), rows())
     with pytest.raises(PlanError) as caught:
         planned(reading, mesh, *strategies)
-    assert "glue writes by way of '.data' into a tensor that a block was given before (at test_writing.py:" in str(caught.value)
-    assert "make a new tensor there (torch.where, clone), or write into the tensor itself" in str(caught.value)
+    assert (
+        "glue writes by way of '.data' into a tensor that a block was given before (at test_writing.py:"
+        in str(caught.value)
+    )
+    assert "make a new tensor there (torch.where, clone), or write into the tensor itself" in str(
+        caught.value
+    )
 
 
 def test_where_nobody_keeps_it_that_is_as_on_one_device():
@@ -162,7 +176,12 @@ def test_where_nobody_keeps_it_that_is_as_on_one_device():
 
 @pytest.mark.parametrize(
     "way",
-    [lambda mask: mask, lambda mask: mask.detach(), lambda mask: mask.data.clone(), lambda mask: mask[:, :, :]],
+    [
+        lambda mask: mask,
+        lambda mask: mask.detach(),
+        lambda mask: mask.data.clone(),
+        lambda mask: mask[:, :, :],
+    ],
     ids=["itself", "without its graph", "a copy", "a view"],
 )
 def test_what_everybody_sees_is_as_it_was(way: Callable[[torch.Tensor], Any]):
@@ -173,7 +192,9 @@ def handed_out() -> AnalyzedModel:
     return analyze(lambda: Masked(lambda mask: mask.numpy()), rows())
 
 
-@pytest.mark.parametrize(("mesh", "strategy"), [(Mesh(cp=3), RingAttention()), (Mesh(cp=4), HybridContextParallel())], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "strategy"), [(Mesh(cp=3), RingAttention()), (Mesh(cp=4), HybridContextParallel())], ids=str
+)
 def test_of_memory_that_is_handed_out_ranks_keep_nothing(mesh: Mesh, strategy: Strategy):
     reading = handed_out()
     assert reading.sequence_info is not None

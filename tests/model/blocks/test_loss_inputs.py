@@ -23,7 +23,9 @@ def test_the_tensors_of_a_batch_are_columns_of_rows():
 
 def test_outputs_are_told_apart_by_their_rows_and_by_who_takes_them():
     found = loss_inputs(
-        judge(lambda outputs, batch: outputs["a"].sum() * outputs["s"]), BATCH, {"a": ROWS, "s": SHARED, "m": SPARE}
+        judge(lambda outputs, batch: outputs["a"].sum() * outputs["s"]),
+        BATCH,
+        {"a": ROWS, "s": SHARED, "m": SPARE},
     )
     assert found == (
         BatchTensor("output0", (5,), "float32"),
@@ -38,13 +40,16 @@ def test_a_tensor_that_stands_twice_is_one_column():
 
 def test_a_second_size_tells_a_dim_of_the_batch_from_another_of_the_same_length():
     three = torch.ones(3, 3)
-    found = loss_inputs(judge(lambda outputs, batch: outputs[0].sum()), BATCH, (three, three + 1), (torch.ones(5, 3), three))
+    found = loss_inputs(
+        judge(lambda outputs, batch: outputs[0].sum()), BATCH, (three, three + 1), (torch.ones(5, 3), three)
+    )
     assert [(column.shape, column.per_sample) for column in found] == [((3,), True), ((3, 3), False)]
 
 
 def test_a_loss_that_cannot_be_played_is_taken_to_use_all():
     assert all(
-        column.used_by_loss for column in loss_inputs(judge(lambda outputs, batch: outputs.nothing), BATCH, (ROWS, SHARED))
+        column.used_by_loss
+        for column in loss_inputs(judge(lambda outputs, batch: outputs.nothing), BATCH, (ROWS, SHARED))
     )
 
 
@@ -54,14 +59,21 @@ def test_only_a_loss_of_the_whole_batch_is_kept_from_the_inputs(whole_batch: boo
         return outputs[0].sum() + batch["x"].sum()
 
     if not whole_batch:
-        assert [column.used_by_loss for column in loss_inputs(judge(greedy), BATCH, (ROWS, SHARED))] == [True, False]
+        assert [column.used_by_loss for column in loss_inputs(judge(greedy), BATCH, (ROWS, SHARED))] == [
+            True,
+            False,
+        ]
         return
     with pytest.raises(PlanError, match="reads 'x', which is not among its targets"):
         loss_inputs(judge(greedy, whole_batch=True), BATCH, (ROWS, SHARED))
 
 
 def test_the_wire_is_as_wide_as_the_parameters_and_knows_its_dtypes():
-    half, mask, odd = BatchTensor("a", (2, 3), "bfloat16"), BatchTensor("b", (7,), "bool"), BatchTensor("c", (), "complex64")
+    half, mask, odd = (
+        BatchTensor("a", (2, 3), "bfloat16"),
+        BatchTensor("b", (7,), "bool"),
+        BatchTensor("c", (), "complex64"),
+    )
     assert (half.nbytes("float32"), half.nbytes("bfloat16"), half.nbytes("float64")) == (24, 24, 48)
     assert (mask.nbytes("float64"), mask.comm_dtype("float64")) == (7, "bool")
     assert "c is of complex64, which does not travel between ranks" in next(odd.diagnostics("here")).problem

@@ -16,7 +16,11 @@ def inside_of(block, glue=None) -> dict[str, int]:
 
 
 def test_what_a_block_takes_in_and_hands_on_and_its_weights_do_not_count():
-    assert inside_of(None) == {"layers.0": 0, "layers.1": 0, "head": 0}  # tanh saves what it gives, a linear what it takes
+    assert inside_of(None) == {
+        "layers.0": 0,
+        "layers.1": 0,
+        "head": 0,
+    }  # tanh saves what it gives, a linear what it takes
 
 
 def test_what_is_saved_within_counts_once_however_often_it_is_saved():

@@ -97,7 +97,9 @@ def under_way() -> tuple[nn.Module, BlockCall]:
     """A Llama of one layer, and the visit of that, to whose outputs gradients have come."""
     model = llama(num_hidden_layers=1).double()
     drive = ForwardDriver({"layer": model.model.layers[0]})
-    out, closing, passed = drive.forward(lambda visit: None, lambda: model(torch.arange(9)[None], use_cache=False))
+    out, closing, passed = drive.forward(
+        lambda visit: None, lambda: model(torch.arange(9)[None], use_cache=False)
+    )
     drive.detach()
     backward_from(out.logits.square().sum(), 1.0)
     backward(closing)
@@ -106,7 +108,9 @@ def under_way() -> tuple[nn.Module, BlockCall]:
 
 def test_of_a_llama_each_half_has_half_of_the_products():
     model, visit = under_way()
-    share = block_shares(ShardingPlan.one_device(Mesh(), known(num_hidden_layers=1).model_spec))["model.layers.0"]
+    share = block_shares(ShardingPlan.one_device(Mesh(), known(num_hidden_layers=1).model_spec))[
+        "model.layers.0"
+    ]
     with FlopCounterMode(display=False) as first:
         owed = input_backward(visit)
     with FlopCounterMode(display=False) as second:
@@ -114,7 +118,9 @@ def test_of_a_llama_each_half_has_half_of_the_products():
     weights = sum(p.numel() for p in model.model.layers[0].parameters() if p.ndim == 2)
     assert second.get_total_flops() == share.weight_grad_flops == 2 * 9 * weights
     assert share.weight_grad_flops < share.flops < 2 * share.flops - share.weight_grad_flops
-    assert first.get_total_flops() >= second.get_total_flops()  # what counts here does not know attention on a CPU
+    assert (
+        first.get_total_flops() >= second.get_total_flops()
+    )  # what counts here does not know attention on a CPU
 
 
 def test_between_the_halves_waits_what_the_plan_says():
@@ -122,7 +128,10 @@ def test_between_the_halves_waits_what_the_plan_says():
     _, visit = under_way()
     owed = input_backward(visit)
     left = (
-        gradient.untyped_storage() for _, left, _ in owed.frontiers for gradient in left.gradients or () if gradient is not None
+        gradient.untyped_storage()
+        for _, left, _ in owed.frontiers
+        for gradient in left.gradients or ()
+        if gradient is not None
     )
     nbytes = {storage._cdata: storage.nbytes() for storage in left}
     assert sum(nbytes.values()) == 8 * block_shares(space)["model.layers.0"].deferred_grad_numel
@@ -131,7 +140,9 @@ def test_between_the_halves_waits_what_the_plan_says():
 def test_what_the_forward_kept_goes_with_the_second_half():
     model = made("residual")
     kept: list[StorageWeakRef] = []
-    model.block.up.register_forward_hook(lambda module, given, out: kept.append(StorageWeakRef(out.untyped_storage())))
+    model.block.up.register_forward_hook(
+        lambda module, given, out: kept.append(StorageWeakRef(out.untyped_storage()))
+    )
     drive = ForwardDriver({"block": model.block})
     out, closing, passed = drive.forward(lambda visit: None, lambda: model(torch.tensor([3, 1, 4])))
     drive.detach()

@@ -38,7 +38,9 @@ def again(*, reentrant: bool) -> nn.Module:
     ],
     ids=str,
 )
-def test_what_backward_computes_again_is_as_wide_as_in_the_forward(mesh: Mesh, strategies: tuple[Strategy, ...], reentrant: bool):
+def test_what_backward_computes_again_is_as_wide_as_in_the_forward(
+    mesh: Mesh, strategies: tuple[Strategy, ...], reentrant: bool
+):
     reading, plan = planned(again(reentrant=reentrant), mesh, strategies)
     assert reading.model_spec.user_checkpointed_calls == LAYERS
     verdict = verify(reading, plan, batches(2))
@@ -47,7 +49,10 @@ def test_what_backward_computes_again_is_as_wide_as_in_the_forward(mesh: Mesh, s
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_blocks_in_which_ranks_meet_are_refused(reentrant: bool):
-    with pytest.raises(PlanError, match=r"runs 'model.layers.0' and 1 more blocks again in backward .*\n.* strategy 'recompute'"):
+    with pytest.raises(
+        PlanError,
+        match=r"runs 'model.layers.0' and 1 more blocks again in backward .*\n.* strategy 'recompute'",
+    ):
         planned(again(reentrant=reentrant), Mesh(tp=2), (TensorParallel(),))
 
 

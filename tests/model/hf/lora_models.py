@@ -36,7 +36,9 @@ def adapted(config: dict[str, object] | None = None, **lora: object) -> Callable
     return lambda: peft.get_peft_model(base(**(config or {})), peft.LoraConfig(**options))
 
 
-def adapted_reading(config: dict[str, object] | None = None, weights: Path | None = None, **lora: object) -> AnalyzedModel:
+def adapted_reading(
+    config: dict[str, object] | None = None, weights: Path | None = None, **lora: object
+) -> AnalyzedModel:
     """What the model of `adapted` is made of, on rows of `tests.tiny_model`; its base from `weights`."""
     return analyze(adapted(config, **lora), rows(2), weights="" if weights is None else str(weights))
 

@@ -41,7 +41,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def written(folder: Path, **changes: object) -> str:
-    config = {"model_type": "thimble", "architectures": ["Thimble"], "width": 6, "auto_map": AUTO_MAP, **changes}
+    config = {
+        "model_type": "thimble",
+        "architectures": ["Thimble"],
+        "width": 6,
+        "auto_map": AUTO_MAP,
+        **changes,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
@@ -50,7 +56,9 @@ def test_a_model_that_needs_its_own_code_is_refused_with_the_two_ways(folder: Pa
     with pytest.raises(PlanError) as caught:
         config_factory(written(folder), {})
     assert "its repository brings code for it, which is not run" in caught.value.diagnostics[0].problem
-    assert "model.trust_remote_code = true and model.revision to its commit" in caught.value.diagnostics[0].fix
+    assert (
+        "model.trust_remote_code = true and model.revision to its commit" in caught.value.diagnostics[0].fix
+    )
 
 
 def test_trusted_code_builds_its_model(folder: Path):

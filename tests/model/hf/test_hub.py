@@ -40,7 +40,17 @@ def test_a_hub_id_is_two_names_that_are_no_path_here(tmp_path: Path, monkeypatch
     assert is_hub_id("org/name-7B_v0.1")
     (tmp_path / "configs").mkdir()
     (tmp_path / "org2" / "name").mkdir(parents=True)
-    paths = ("configs/missing", "org2/name", "llama", "a/b/c", "/a/b", "./a", "org/model.json", "org/x.safetensors", "f.py:build")
+    paths = (
+        "configs/missing",
+        "org2/name",
+        "llama",
+        "a/b/c",
+        "/a/b",
+        "./a",
+        "org/model.json",
+        "org/x.safetensors",
+        "f.py:build",
+    )
     assert [path for path in paths if is_hub_id(path)] == []
 
 
@@ -75,7 +85,9 @@ def test_pickles_and_code_are_not_fetched_nor_weights_for_a_config(cache: Cache)
 def test_what_the_hub_does_not_give_is_refused(cache: Cache):
     with pytest.raises(PlanError) as caught:
         pin_revision(ModelConfig("org/lost", revision="main"))
-    assert "there is no path 'org/lost' here, and as a hub id at 'main' it cannot be fetched" in str(caught.value)
+    assert "there is no path 'org/lost' here, and as a hub id at 'main' it cannot be fetched" in str(
+        caught.value
+    )
     assert "HF_HOME" in caught.value.diagnostics[0].fix
 
 

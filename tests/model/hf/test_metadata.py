@@ -14,7 +14,13 @@ from meshwright.model.hf.metadata import (
 )
 from meshwright.model.tensor_parallel.layer_roles import ROLES
 
-SIZES = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24}
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+}
 
 
 def llama() -> nn.Module:
@@ -24,7 +30,12 @@ def llama() -> nn.Module:
 def test_a_plain_module_declares_nothing():
     plain = nn.Sequential(nn.Linear(2, 2))
     assert not is_transformers_model(plain)
-    assert (config_of(plain), output_head(plain), attention_implementation(plain), declared_roles(plain)) == (None, None, "", {})
+    assert (config_of(plain), output_head(plain), attention_implementation(plain), declared_roles(plain)) == (
+        None,
+        None,
+        "",
+        {},
+    )
 
 
 def test_plans_are_found_inside_a_users_own_module():
@@ -42,7 +53,9 @@ def test_the_attention_that_can_be_exchanged_is_named():
     assert attention_implementation(llama()) == "sdpa"
     assert (
         attention_implementation(
-            transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2))
+            transformers.BloomForCausalLM(
+                transformers.BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2)
+            )
         )
         == ""
     )

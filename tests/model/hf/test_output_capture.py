@@ -19,7 +19,13 @@ from tests.tiny_model import tiny_job
 
 TOKENS = torch.arange(48).view(6, 8) * 7 % 61
 ROWS = {"input_ids": TOKENS, "labels": TOKENS.roll(-1, 1)}
-SIZES = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+}
 SIZES |= {"num_key_value_heads": 2, "use_cache": False, "output_router_logits": True}
 FAMILIES = {
     "Mixtral": {"num_local_experts": 3},
@@ -43,7 +49,9 @@ def with_auxiliary(outputs: Any, batch: Any) -> torch.Tensor:
 
 
 def with_z(outputs: Any, batch: Any) -> torch.Tensor:
-    return USUAL.total(outputs, batch) + 0.01 * sum(logits.logsumexp(-1).square().sum() for logits in outputs.router_logits)
+    return USUAL.total(outputs, batch) + 0.01 * sum(
+        logits.logsumexp(-1).square().sum() for logits in outputs.router_logits
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -87,9 +95,12 @@ def test_the_models_own_auxiliary_loss_trains_exactly_where_the_batch_is_whole()
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch", "parts"), [(3, 0, 3), (1, 2, 3)])
-def test_the_models_own_auxiliary_loss_is_refused_on_a_part_of_the_batch(ranks: int, micro_batch: int, parts: int):
+def test_the_models_own_auxiliary_loss_is_refused_on_a_part_of_the_batch(
+    ranks: int, micro_batch: int, parts: int
+):
     with pytest.raises(
-        PlanError, match=rf"^loss: the loss adds outputs\.aux_loss, .* router_logits .* in {parts} parts(?s:.*)z-loss"
+        PlanError,
+        match=rf"^loss: the loss adds outputs\.aux_loss, .* router_logits .* in {parts} parts(?s:.*)z-loss",
     ):
         verdict(with_auxiliary, ranks, micro_batch)
 

@@ -42,18 +42,25 @@ OPTIONS = {
     "a trained copy of the head": {"modules_to_save": ["lm_head"]},
     "tied embeddings": {"config": {"tie_word_embeddings": True}},
     "adapters at the embedding and the head": {"target_modules": ["embed_tokens", "lm_head", "k_proj"]},
-    "trained biases, a narrow base": {"bias": "all", "config": {"attention_bias": True, "dtype": torch.bfloat16}},
+    "trained biases, a narrow base": {
+        "bias": "all",
+        "config": {"attention_bias": True, "dtype": torch.bfloat16},
+    },
     "experts": {"target_modules": ["q_proj"], "config": {"family": "mixtral", "num_local_experts": 4}},
 }
 STORES = ["whole", 1, 2, 3]
 
 
-def planned(reading: AnalyzedModel, ranks: int, store: str | int, micro_batch: int = 0, **changes: object) -> Plan:
+def planned(
+    reading: AnalyzedModel, ranks: int, store: str | int, micro_batch: int = 0, **changes: object
+) -> Plan:
     """The plan over `ranks` ranks, with whole copies or with shards of that stage."""
     job = tiny_job(**changes)
     if store == "whole":
         return make_plan(reading, job, Mesh(dp_replicate=ranks), micro_batch=micro_batch)
-    return make_plan(reading, job, Mesh(dp_shard=ranks), (BatchSplit(axis="dp_shard"), ZeRO(stage=int(store))), micro_batch)
+    return make_plan(
+        reading, job, Mesh(dp_shard=ranks), (BatchSplit(axis="dp_shard"), ZeRO(stage=int(store))), micro_batch
+    )
 
 
 def test_blocks_are_found_through_the_wrapper():
@@ -79,7 +86,9 @@ def test_a_model_without_a_chain_stays_one_block_when_it_is_adapted():
             super().__init__()
             self.one, self.two = nn.Linear(3, 4), nn.Linear(4, 3)
 
-    assert list(find_blocks(peft.get_peft_model(Net(), peft.LoraConfig(r=2, target_modules=["one"])))) == [WHOLE_MODEL]
+    assert list(find_blocks(peft.get_peft_model(Net(), peft.LoraConfig(r=2, target_modules=["one"])))) == [
+        WHOLE_MODEL
+    ]
 
 
 def test_the_base_is_what_is_left_without_the_adapters():
@@ -90,8 +99,15 @@ def test_the_base_is_what_is_left_without_the_adapters():
     layer = f"{IN_BASE}.layers.1.self_attn"
     assert names[f"{layer}.q_proj.base_layer.weight"] == "model.layers.1.self_attn.q_proj.weight"
     assert names[f"{layer}.k_proj.weight"] == "model.layers.1.self_attn.k_proj.weight"
-    assert names[f"{IN_BASE}.norm.original_module.weight"] == names[f"{IN_BASE}.norm.modules_to_save.default.weight"]
-    assert names["base_model.model.lm_head.weight"] == names[f"{IN_BASE}.embed_tokens.weight"] == "model.embed_tokens.weight"
+    assert (
+        names[f"{IN_BASE}.norm.original_module.weight"]
+        == names[f"{IN_BASE}.norm.modules_to_save.default.weight"]
+    )
+    assert (
+        names["base_model.model.lm_head.weight"]
+        == names[f"{IN_BASE}.embed_tokens.weight"]
+        == "model.embed_tokens.weight"
+    )
     assert not any("lora_" in name for name in names)
 
 
@@ -107,7 +123,8 @@ def test_adapters_start_as_peft_starts_them():
             assert 0.8 * bound < value.abs().max() <= bound, name
     head = "base_model.model.lm_head"
     assert torch.equal(
-        print_.initial_value(f"{head}.original_module.weight"), print_.initial_value(f"{head}.modules_to_save.default.weight")
+        print_.initial_value(f"{head}.original_module.weight"),
+        print_.initial_value(f"{head}.modules_to_save.default.weight"),
     )
 
 
@@ -141,7 +158,9 @@ def test_weights_of_another_base_are_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize(("option", "ranks"), [("plain", 2), ("a trained copy of the head", 2), *((each, 3) for each in OPTIONS)])
+@pytest.mark.parametrize(
+    ("option", "ranks"), [("plain", 2), ("a trained copy of the head", 2), *((each, 3) for each in OPTIONS)]
+)
 def test_it_equals_one_device(option: str, ranks: int, store: str | int):
     reading = adapted_reading(**OPTIONS[option])
     plan = planned(reading, ranks, store, micro_batch=2)
@@ -191,10 +210,24 @@ def test_only_adapters_are_summed_stepped_and_given_gradients(store: str | int):
         for _ in range(2):
             player.step({key: value[4 * world.rank : 4 * world.rank + 4] for key, value in rows().items()})
         after = bits(player.gather_parameters())
-        summed = {name for action in plan.program.actions("stage0") if action.kind == "REDUCE" for name in action.tensors}
-        held = {name for name, parameter in player.state.trained_module.parameters.items() if parameter.grad is not None}
+        summed = {
+            name
+            for action in plan.program.actions("stage0")
+            if action.kind == "REDUCE"
+            for name in action.tensors
+        }
+        held = {
+            name
+            for name, parameter in player.state.trained_module.parameters.items()
+            if parameter.grad is not None
+        }
         player.close()
-        return {name for name in after if after[name] != before[name]}, summed, held, player.memory_by_category()
+        return (
+            {name for name in after if after[name] != before[name]},
+            summed,
+            held,
+            player.memory_by_category(),
+        )
 
     reports = on_threads(rank, plan.mesh)
     numel, small = plan.model_spec.numel, sum(weight.numel for weight in plan.model_spec.trainable)
@@ -204,7 +237,11 @@ def test_only_adapters_are_summed_stepped_and_given_gradients(store: str | int):
         assert not held
         assert sizes["gradients"] + sizes["moments"] <= 8 * 4 * small + 1000  # those of the adapters
         if store == 3:
-            assert 8 * numel / 3 <= sizes["parameters"] <= 8 * numel / 3 + 8 * 3 * len(plan.sharding.flat_param_specs())
+            assert (
+                8 * numel / 3
+                <= sizes["parameters"]
+                <= 8 * numel / 3 + 8 * 3 * len(plan.sharding.flat_param_specs())
+            )
         else:
             assert sizes["parameters"] >= 8 * numel
 
@@ -224,7 +261,10 @@ def test_a_narrow_base_stays_narrow_under_wider_adapters(store: str | int):
             batch = {key: value[first : first + plan.local_batch] for key, value in rows().items()}
             found = [player.step(batch).loss for _ in range(3)]
             dtypes = {name: value.dtype for name, value in player.gather_parameters().items()}
-            assert all(dtypes[w.name] == (torch.float32 if w.trainable else torch.bfloat16) for w in plan.model_spec.params)
+            assert all(
+                dtypes[w.name] == (torch.float32 if w.trainable else torch.bfloat16)
+                for w in plan.model_spec.params
+            )
             assert player.memory_by_category()["parameters"] == state_bytes(plan, world.rank).parameters
             return found
 
@@ -233,7 +273,9 @@ def test_a_narrow_base_stays_narrow_under_wider_adapters(store: str | int):
     one, *_ = on_threads(losses(alone), alone.mesh)
     assert one[2] < one[0]
     for found in on_threads(losses(plan), plan.mesh):
-        assert found == pytest.approx(one, rel=0.01)  # bfloat16 has three digits, and rows are added in another order
+        assert found == pytest.approx(
+            one, rel=0.01
+        )  # bfloat16 has three digits, and rows are added in another order
 
 
 def test_a_model_whose_adapters_are_frozen_too_is_refused():
@@ -241,7 +283,9 @@ def test_a_model_whose_adapters_are_frozen_too_is_refused():
         planned(adapted_reading(inference_mode=True), 2, 3)
 
 
-def test_a_factory_that_finds_no_peft_is_told_which_extra_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_factory_that_finds_no_peft_is_told_which_extra_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(sys.modules, "peft", None)
 
     def build() -> nn.Module:

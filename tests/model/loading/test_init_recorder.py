@@ -56,15 +56,22 @@ def test_every_initialiser_of_torch_is_recorded():
 def test_a_truncated_normal_imported_by_name_is_recorded():
     from torch.nn.init import trunc_normal_
 
-    _, module = made(lambda: only(nn.Module(), trunc_normal_(nn.Linear(64, 64).weight, std=0.5, a=-0.5, b=0.5)))
+    _, module = made(
+        lambda: only(nn.Module(), trunc_normal_(nn.Linear(64, 64).weight, std=0.5, a=-0.5, b=0.5))
+    )
     assert module.weight.std().item() == pytest.approx(0.27, rel=0.05)
 
 
 def test_a_value_computed_before_registration_is_kept():
-    _, module = made(lambda: only(nn.Module(), nn.Parameter(torch.randn(3) * 0.02 + torch.tensor([1.0, 2.0, 3.0]))))
+    _, module = made(
+        lambda: only(nn.Module(), nn.Parameter(torch.randn(3) * 0.02 + torch.tensor([1.0, 2.0, 3.0])))
+    )
     assert torch.allclose(module.weight, torch.tensor([1.0, 2.0, 3.0]), atol=0.2)
     assert torch.equal(
-        module.weight, made(lambda: only(nn.Module(), nn.Parameter(torch.randn(3) * 0.02 + torch.arange(1.0, 4.0))))[1].weight
+        module.weight,
+        made(lambda: only(nn.Module(), nn.Parameter(torch.randn(3) * 0.02 + torch.arange(1.0, 4.0))))[
+            1
+        ].weight,
     )
 
 
@@ -92,7 +99,9 @@ def test_threads_may_draw_blueprints_at_the_same_time():
     drawn: list[torch.Tensor] = []
     threads = [
         threading.Thread(
-            target=lambda: drawn.append(made(lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(20)]))[1][7].weight)
+            target=lambda: drawn.append(
+                made(lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(20)]))[1][7].weight
+            )
         )
         for _ in range(3)
     ]
@@ -174,7 +183,11 @@ def writes_behind() -> nn.Module:
         (writes_behind, "the tensor written by aten.zero_.default", "shares its memory with Linear.first"),
         (lambda: only(nn.Module(), nn.Parameter(torch.empty(3, 4))), "weight", "(3, 4) is never initialised"),
         (lambda: nn.LazyLinear(3), "LazyLinear.weight", "a lazy parameter"),
-        (lambda: only(nn.Module(), nn.Parameter(torch.ones(3, 3).to_sparse())), "Module.weight", "layout torch.sparse_coo"),
+        (
+            lambda: only(nn.Module(), nn.Parameter(torch.ones(3, 3).to_sparse())),
+            "Module.weight",
+            "layout torch.sparse_coo",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*Lazy modules are a new feature.*")

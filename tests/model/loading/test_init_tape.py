@@ -45,7 +45,10 @@ ALONE = {
 TOGETHER = {
     "orthogonal": nn.init.orthogonal_,
     "columns": lambda weight: (nn.init.normal_(weight), weight[:, 2].zero_()),
-    "looks at itself": lambda weight: (nn.init.normal_(weight), weight.div_(weight.norm(dim=1, keepdim=True))),
+    "looks at itself": lambda weight: (
+        nn.init.normal_(weight),
+        weight.div_(weight.norm(dim=1, keepdim=True)),
+    ),
     "copied": lambda weight: weight.copy_(torch.randn(WORDS, WIDTH)),
 }
 
@@ -89,7 +92,9 @@ def test_what_needs_the_whole_is_cut_out_of_it(fill: Callable[[torch.Tensor], ob
 def test_a_parameter_that_comes_with_its_values_is_read_by_rows():
     given = nn.Embedding(WORDS, WIDTH)
     made = defer_init(lambda: nn.Sequential(given), seed=0)
-    assert torch.equal(made.initial_value("0.weight", rows=range(10, 20)), made.initial_value("0.weight")[10:20])
+    assert torch.equal(
+        made.initial_value("0.weight", rows=range(10, 20)), made.initial_value("0.weight")[10:20]
+    )
 
 
 def test_rows_and_shapes_are_asked_for_without_the_rest():

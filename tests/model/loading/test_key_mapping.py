@@ -4,7 +4,12 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.model.loading.key_mapping import KeyConversion, ignored_patterns, load_conversions, save_conversions
+from meshwright.model.loading.key_mapping import (
+    KeyConversion,
+    ignored_patterns,
+    load_conversions,
+    save_conversions,
+)
 from meshwright.model.loading.meta_init import defer_init
 from tests.model.published_models import DECODER
 
@@ -22,22 +27,32 @@ def test_a_fused_tensor_of_experts_is_stored_as_one_tensor_per_expert_and_comes_
     module = mixtral()
     state = dict(module.state_dict())
     stored = {
-        name: value for each in save_conversions(module, state) for name, value in each.apply(module, state.__getitem__).items()
+        name: value
+        for each in save_conversions(module, state)
+        for name, value in each.apply(module, state.__getitem__).items()
     }
     assert stored["model.layers.0.block_sparse_moe.experts.2.w1.weight"].shape == (24, 16)
     conversions, unknown = load_conversions(module, stored)
-    made = {name: value for each in conversions for name, value in each.apply(module, stored.__getitem__).items()}
+    made = {
+        name: value for each in conversions for name, value in each.apply(module, stored.__getitem__).items()
+    }
     assert unknown == []
-    assert {name: value.shape for name, value in made.items()} == {name: value.shape for name, value in state.items()}
+    assert {name: value.shape for name, value in made.items()} == {
+        name: value.shape for name, value in state.items()
+    }
 
 
 def test_only_tensors_that_are_stacked_can_be_had_by_rows():
     module = mixtral()
     state = dict(module.state_dict())
-    stored = [name for each in save_conversions(module, state) for name in each.apply(module, state.__getitem__)]
+    stored = [
+        name for each in save_conversions(module, state) for name in each.apply(module, state.__getitem__)
+    ]
     stacks = {each.target: each for each in load_conversions(module, stored)[0] if each.stacks_rows}
     assert set(stacks) == {
-        f"model.layers.{layer}.mlp.experts.{name}" for layer in (0, 1) for name in ("gate_up_proj", "down_proj")
+        f"model.layers.{layer}.mlp.experts.{name}"
+        for layer in (0, 1)
+        for name in ("gate_up_proj", "down_proj")
     }
     kept = stacks["model.layers.1.mlp.experts.gate_up_proj"].select_rows(range(1, 2)).source_names
     assert [name.split(".experts.")[1] for name in kept] == ["1.w1.weight", "1.w3.weight"]

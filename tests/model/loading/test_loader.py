@@ -100,13 +100,22 @@ def test_a_config_is_looked_at_and_a_factory_is_not(tmp_path: Path):
 
 
 def test_a_config_is_named_after_its_folder(tmp_path: Path):
-    config = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 10}
+    config = {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 10,
+    }
     folder = tmp_path / "tiny"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 8}))
     for source in (folder, folder / "config.json"):
         assert load(str(source)).name == "tiny"
-    assert "model.layers.1.mlp.up_proj.weight" not in load(str(folder), num_hidden_layers=1).deferred_init.logical_params
+    assert (
+        "model.layers.1.mlp.up_proj.weight"
+        not in load(str(folder), num_hidden_layers=1).deferred_init.logical_params
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +124,11 @@ def test_a_config_is_named_after_its_folder(tmp_path: Path):
         ("nett", "has no function 'nett'", "did you mean 'net'?"),
         ("constant", "has no function 'constant'", "choose one of: bad_blocks"),
         ("broken", "constructing 'broken' raised ZeroDivisionError: no width", "repair the construction"),
-        ("number", "the factory 'number' returned a value of type int", "return an nn.Module, or meshwright.Model"),
+        (
+            "number",
+            "the factory 'number' returned a value of type int",
+            "return an nn.Module, or meshwright.Model",
+        ),
         ("bad_example", "the example of 'bad_example' is not a dict", "example={'x': tensor}"),
         ("bad_blocks", "the blocks of 'bad_blocks' are 'layers'", "blocks=['layers.0', 'layers.1']"),
     ],
@@ -140,7 +153,9 @@ def test_a_factory_that_raises_keeps_its_own_traceback(file: str):
 
 def test_a_refusal_of_the_recorder_passes_through():
     with pytest.raises(PlanError) as caught:
-        load_factory(lambda: nn.Linear(2, 2).register_parameter("late", nn.UninitializedParameter()), 0, "lazy")
+        load_factory(
+            lambda: nn.Linear(2, 2).register_parameter("late", nn.UninitializedParameter()), 0, "lazy"
+        )
     assert caught.value.diagnostics[0].location == "Linear.late"
 
 

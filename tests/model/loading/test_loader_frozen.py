@@ -105,7 +105,9 @@ def test_only_adapters_are_trained_sent_and_kept_in_the_optimizer():
             player.step(part(rows(), 4 * world.rank, 4 * world.rank + 4))
         after = bits(player.state.trained_module.parameters)
         moved = {name for name in after if after[name] != before[name]}
-        moments = {name.rpartition("/")[2] for name in player.state_dict() if name.startswith("optimizer/exp_avg/")}
+        moments = {
+            name.rpartition("/")[2] for name in player.state_dict() if name.startswith("optimizer/exp_avg/")
+        }
         player.close()
         sent = sum(entry.nbytes for entry in world.ledger.entries if entry.action.startswith("REDUCE"))
         return moved, moments, sent

@@ -13,12 +13,21 @@ from meshwright.model.loading.meta_init import defer_init
 from meshwright.plan.job.errors import PlanError
 from tests.model.loading.meta_models import assert_alike, made, only
 
-SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 100}
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+}
 ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 CAUSAL = transformers.AutoModelForCausalLM
 FAMILIES = {
     "llama": (CAUSAL, transformers.LlamaConfig(**SMALL, num_key_value_heads=2)),
-    "gpt2": (CAUSAL, transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100, n_positions=64, **ENDS)),
+    "gpt2": (
+        CAUSAL,
+        transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100, n_positions=64, **ENDS),
+    ),
     "bert": (transformers.AutoModelForMaskedLM, transformers.BertConfig(**SMALL)),
     "t5": (
         transformers.AutoModelForSeq2SeqLM,
@@ -26,22 +35,36 @@ FAMILIES = {
     ),
     "vit": (
         transformers.AutoModelForImageClassification,
-        transformers.ViTConfig(**{k: v for k, v in SMALL.items() if k != "vocab_size"}, image_size=32, patch_size=8),
+        transformers.ViTConfig(
+            **{k: v for k, v in SMALL.items() if k != "vocab_size"}, image_size=32, patch_size=8
+        ),
     ),
     "bart": (
         transformers.AutoModelForSeq2SeqLM,
-        transformers.BartConfig(d_model=64, encoder_layers=2, decoder_layers=1, vocab_size=100, max_position_embeddings=64),
+        transformers.BartConfig(
+            d_model=64, encoder_layers=2, decoder_layers=1, vocab_size=100, max_position_embeddings=64
+        ),
     ),
-    "qwen3": (CAUSAL, transformers.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=16, max_window_layers=2)),
+    "qwen3": (
+        CAUSAL,
+        transformers.Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=16, max_window_layers=2),
+    ),
     "gpt_neox": (CAUSAL, transformers.GPTNeoXConfig(**SMALL)),
     "falcon": (
         CAUSAL,
-        transformers.FalconConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=100, **ENDS),
+        transformers.FalconConfig(
+            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=100, **ENDS
+        ),
     ),
     "opt": (
         CAUSAL,
         transformers.OPTConfig(
-            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=100, ffn_dim=128, word_embed_proj_dim=64
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            vocab_size=100,
+            ffn_dim=128,
+            word_embed_proj_dim=64,
         ),
     ),
     "gemma2": (CAUSAL, transformers.Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=16)),
@@ -198,6 +221,8 @@ def test_a_module_compiled_by_torchscript_is_refused_once_by_its_name():
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.Tanh())))
 
-    with pytest.raises(PlanError, match=r"^1: the module is compiled by TorchScript \(Sequential\)") as caught:
+    with pytest.raises(
+        PlanError, match=r"^1: the module is compiled by TorchScript \(Sequential\)"
+    ) as caught:
         defer_init(build, 0)
     assert len(caught.value.diagnostics) == 1

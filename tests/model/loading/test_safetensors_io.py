@@ -50,7 +50,9 @@ def test_every_dtype_comes_back_as_it_was_written(tmp_path: Path, dtype: torch.d
 
 
 def test_values_are_cast_and_scalars_and_empty_tensors_are_read(tmp_path: Path):
-    file = written(tmp_path, {"x": torch.tensor([1.5, 2.5]).bfloat16(), "n": torch.tensor(7), "e": torch.ones(0, 3)})
+    file = written(
+        tmp_path, {"x": torch.tensor([1.5, 2.5]).bfloat16(), "n": torch.tensor(7), "e": torch.ones(0, 3)}
+    )
     found = list_tensors(file)
     assert read_tensor(found["x"], torch.float64).tolist() == [1.5, 2.5]
     assert read_tensor(found["n"], torch.int64).item() == 7
@@ -93,7 +95,9 @@ def test_absent_files_are_named_together(tmp_path: Path):
     written(tmp_path, {"a": torch.ones(1)}, "model-00002-of-00003.safetensors")
     assert "2 files of the weights are not in" in refusal(tmp_path)
     assert "model-00001-of-00003.safetensors, model-00003-of-00003.safetensors" in refusal(tmp_path)
-    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}}))
+    (tmp_path / INDEX_FILE).write_text(
+        json.dumps({"weight_map": {"a": "x.safetensors", "b": "y.safetensors"}})
+    )
     assert "x.safetensors, y.safetensors" in refusal(tmp_path)
 
 
@@ -135,7 +139,9 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path: Path):
         file.write_bytes(content)
         assert words in refusal(tmp_path)
     assert "there is no folder" in refusal(tmp_path / "nowhere")
-    assert "holds no model.safetensors" in refusal(written(tmp_path / "empty", {"a": torch.ones(1)}, "a.st").parent)
+    assert "holds no model.safetensors" in refusal(
+        written(tmp_path / "empty", {"a": torch.ones(1)}, "a.st").parent
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,12 +175,17 @@ def test_a_file_that_was_cut_after_it_was_looked_at_is_noticed(tmp_path: Path):
 def test_the_digest_follows_values_names_and_shapes_but_not_the_folder(tmp_path: Path):
     x = torch.randn(100, 3)
     contents = ({"x": x}, {"y": x}, {"x": x.view(3, 100)}, {"x": x + 1}, {"x": x.half()})
-    digests = [weights_digest(list_tensors(written(tmp_path / str(i), tensors))) for i, tensors in enumerate(contents)]
+    digests = [
+        weights_digest(list_tensors(written(tmp_path / str(i), tensors)))
+        for i, tensors in enumerate(contents)
+    ]
     assert len(set(digests)) == len(contents)
     assert weights_digest(list_tensors(written(tmp_path / "again", contents[0]))) == digests[0]
 
 
 def test_equal_tensors_are_the_same_to_the_last_bit(tmp_path: Path):
     x = torch.randn(50)
-    found = list_tensors(written(tmp_path, {"x": x, "y": x.clone(), "z": x + 1e-7, "w": x.view(5, 10).clone()}))
+    found = list_tensors(
+        written(tmp_path, {"x": x, "y": x.clone(), "z": x + 1e-7, "w": x.view(5, 10).clone()})
+    )
     assert [equal_tensors(found["x"], found[name]) for name in "yzw"] == [True, False, False]

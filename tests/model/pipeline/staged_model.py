@@ -87,10 +87,14 @@ def ranks(
     module, _, parameters = reading.make_module("cpu", torch.float64)
     loss = total(module(**inputs))
     loss.backward()
-    return Ranks(reading, course, inputs, total, loss, {name: parameter.grad for name, parameter in parameters.items()})
+    return Ranks(
+        reading, course, inputs, total, loss, {name: parameter.grad for name, parameter in parameters.items()}
+    )
 
 
-def steps(one: Ranks, parts: Sequence[StageSpec], made: Sequence[Any], *, lean: bool) -> tuple[list[Gradients], torch.Tensor]:
+def steps(
+    one: Ranks, parts: Sequence[StageSpec], made: Sequence[Any], *, lean: bool
+) -> tuple[list[Gradients], torch.Tensor]:
     """The gradients of every part's copy, and the loss: all forwards in order, then all backwards in reverse."""
     store: dict[str, torch.Tensor] = {}
     ran, drives, loss = [], [], torch.zeros(())
@@ -100,7 +104,11 @@ def steps(one: Ranks, parts: Sequence[StageSpec], made: Sequence[Any], *, lean: 
         drives.append(ForwardDriver(blocks, in_place=one.reading.model_spec.writes_in_place))
         ran.append(played(one, part, module, drives[-1], store, lean=lean))
         store |= {name: tensor.detach().clone() for name, tensor in ran[-1].given.items()}
-        untouched = {name for name in before if not any(name.startswith(visit.split("#")[0]) for visit in part.block_calls)}
+        untouched = {
+            name
+            for name in before
+            if not any(name.startswith(visit.split("#")[0]) for visit in part.block_calls)
+        }
         now = module.state_dict()
         assert all(torch.equal(now[name].nan_to_num(), before[name].nan_to_num()) for name in untouched)
     owed: dict[str, torch.Tensor] = {}
@@ -121,7 +129,9 @@ def steps(one: Ranks, parts: Sequence[StageSpec], made: Sequence[Any], *, lean: 
     return [{name: parameter.grad for name, parameter in each[2].items()} for each in made], loss
 
 
-def spoil(one: Ranks, part: StageSpec, parameters: Mapping[str, nn.Parameter]) -> list[tuple[nn.Parameter, torch.Tensor]]:
+def spoil(
+    one: Ranks, part: StageSpec, parameters: Mapping[str, nn.Parameter]
+) -> list[tuple[nn.Parameter, torch.Tensor]]:
     """Make all parameters NaN that a rank with this part alone would not hold; what they were."""
     used = {weight.name: set(weight.block_calls) for weight in one.reading.model_spec.params}
     for name, visits in one.borders.root_params:
@@ -152,7 +162,9 @@ def played(
         return lean
 
     rows = len(next(iter(one.inputs.values())))
-    ran = run_stage(lambda: module(**one.inputs), drive, course or one.course, part, rows, received, before_block=reach)
+    ran = run_stage(
+        lambda: module(**one.inputs), drive, course or one.course, part, rows, received, before_block=reach
+    )
     assert torch.is_grad_enabled() is False or visits == list(part.block_calls)
     for value in part.outputs:
         assert tuple(ran.sent_values[value.name].shape) == value.shape(rows)
@@ -203,7 +215,9 @@ def exact(glue: Forward, block: Forward | None = None) -> StageBoundaries:
 
 def live(borders: StageBoundaries) -> dict[str, list[str]]:
     """The names of the values that are live before each visit but the first."""
-    return {border: [value.name for value in borders.live_values(border)] for border in borders.block_calls[1:]}
+    return {
+        border: [value.name for value in borders.live_values(border)] for border in borders.block_calls[1:]
+    }
 
 
 def refused(glue: Forward, block: Forward | None = None) -> Ranks:
@@ -219,7 +233,9 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(4))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(4)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

@@ -141,7 +141,9 @@ def test_a_number_that_is_read_closes_the_borders_behind_it_and_no_others():
     one = refused(reading_a_number)
     assert one.borders.open_boundaries() == ("layers.1",)
     text = r"no part can begin with 'layers\.2', behind 'layers\.1': the glue behind 'layers\.1' reads the value of layers\.1\+0 "
-    with pytest.raises(PlanError, match=rf"{text}\(item at test_crossing\.py:\d+\).*\n  repair: begin it with 'layers\.1'"):
+    with pytest.raises(
+        PlanError, match=rf"{text}\(item at test_crossing\.py:\d+\).*\n  repair: begin it with 'layers\.1'"
+    ):
         one.borders.stages(["layers.2"])
 
 
@@ -163,14 +165,19 @@ def test_what_a_block_leaves_in_an_attribute_closes_the_borders_up_to_its_use():
 
     class Leaving(Chain):
         def __init__(self) -> None:
-            super().__init__(lambda model, x: model.head(model.layers[2](model.layers[1](model.layers[0](x)))), block)
+            super().__init__(
+                lambda model, x: model.head(model.layers[2](model.layers[1](model.layers[0](x)))), block
+            )
             for layer in self.layers:
                 layer.left, layer.first = [], None
             object.__setattr__(self.layers[2], "first", self.layers[0])
 
     one = ranks(Leaving, X)
     assert one.borders.open_boundaries() == ("head",)
-    assert "'layers.2' uses a tensor that 'layers.0' made and did not give out" in one.borders.closed_boundaries[0].reason
+    assert (
+        "'layers.2' uses a tensor that 'layers.0' made and did not give out"
+        in one.borders.closed_boundaries[0].reason
+    )
 
 
 def test_lists_that_a_block_writes_into_close_the_borders_behind_it():
@@ -183,7 +190,10 @@ def test_lists_that_a_block_writes_into_close_the_borders_behind_it():
         x = model.layers[0](x, past)
         return model.head(x + past[0])
 
-    assert "'layers.0' writes into a list or dict that it is given" in refused(glue, block).borders.closed_boundaries[0].reason
+    assert (
+        "'layers.0' writes into a list or dict that it is given"
+        in refused(glue, block).borders.closed_boundaries[0].reason
+    )
 
 
 def test_objects_that_nobody_looks_into_close_the_borders_behind_them():
@@ -240,7 +250,9 @@ def test_numbers_that_glue_draws_for_all_parts_behind_a_block_that_drew_close_bo
     borders = trace_forward_graph(reading_of(lambda: Chain(glue, dropping), X), X).boundaries
     assert borders.open_boundaries() == ()
     closed = borders.closed_boundaries[0]
-    assert closed.reason.startswith("the glue behind 'layers.0' draws numbers for all parts (at test_crossing.py:")
+    assert closed.reason.startswith(
+        "the glue behind 'layers.0' draws numbers for all parts (at test_crossing.py:"
+    )
     assert "after others that the block draws, which parts behind it do not" in closed.reason
     assert "set the layer drop to 0" in closed.fix
     assert (

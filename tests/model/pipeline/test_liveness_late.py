@@ -71,4 +71,6 @@ def test_a_hook_on_a_gradient_closes_the_borders_up_to_its_line():
 
     one = refused(glue)
     assert one.borders.open_boundaries() == ("head",)
-    assert one.borders.closed_boundaries[0].reason.startswith("a hook is hung on the gradient of 'layers.0' (at test_late.py:")
+    assert one.borders.closed_boundaries[0].reason.startswith(
+        "a hook is hung on the gradient of 'layers.0' (at test_late.py:"
+    )

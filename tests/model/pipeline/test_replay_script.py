@@ -31,7 +31,9 @@ def gradients(ran: StageResult, parameters: dict[str, nn.Parameter]) -> list[tor
     backward(ran.closing_call)
     for visit in reversed(ran.forward_pass.block_calls.values()):
         backward(visit)
-    found = [parameter.grad for parameter in parameters.values()] + [leaf.grad for leaf in ran.received_values.values()]
+    found = [parameter.grad for parameter in parameters.values()] + [
+        leaf.grad for leaf in ran.received_values.values()
+    ]
     for parameter in parameters.values():
         parameter.grad = None
     return found
@@ -40,18 +42,33 @@ def gradients(ran: StageResult, parameters: dict[str, nn.Parameter]) -> list[tor
 def spoilt(one: Ranks, borders: Sequence[str] = ()) -> list[str]:
     """Why nothing was written down of each part of `one`, "" where something was, and gave what a forward gives."""
     module, blocks, parameters = one.reading.make_module("cpu", torch.float64)
-    drive, scripts, why = ForwardDriver(blocks, in_place=one.reading.model_spec.writes_in_place), ScriptCache(module, blocks), []
+    drive, scripts, why = (
+        ForwardDriver(blocks, in_place=one.reading.model_spec.writes_in_place),
+        ScriptCache(module, blocks),
+        [],
+    )
     first, second = one.inputs, {key: other(value) for key, value in one.inputs.items()}
     stores: dict[bool, dict[str, torch.Tensor]] = {False: {}, True: {}}
     calls: list[object] = []
     module.register_forward_pre_hook(lambda *given: calls.append(given))
     for part in one.borders.stages(borders):
 
-        def played(inputs: Any, store: dict[str, torch.Tensor], scripts: ScriptCache | None, part: Any = part) -> StageResult:
+        def played(
+            inputs: Any, store: dict[str, torch.Tensor], scripts: ScriptCache | None, part: Any = part
+        ) -> StageResult:
             received = {value.name: store[value.name].clone() for value in part.takes}
             given, reach = {"scripts": scripts, "inputs": inputs}, lambda visit: None
             rows = len(next(iter(inputs.values())))
-            return run_stage(partial(module, **inputs), drive, one.course, part, rows, received, before_block=reach, **given)
+            return run_stage(
+                partial(module, **inputs),
+                drive,
+                one.course,
+                part,
+                rows,
+                received,
+                before_block=reach,
+                **given,
+            )
 
         written = played(first, stores[False], scripts)
         truth = played(second, stores[True], None)
@@ -77,7 +94,9 @@ def simple(model: Chain, x: torch.Tensor) -> object:
     return model.head(model.layers[2](model.layers[1](h) + scale) + twice)
 
 
-@pytest.mark.parametrize("borders", [(), ("layers.1",), ("layers.1", "layers.2"), ("layers.1", "layers.2", "head")])
+@pytest.mark.parametrize(
+    "borders", [(), ("layers.1",), ("layers.1", "layers.2"), ("layers.1", "layers.2", "head")]
+)
 def test_glue_and_blocks_are_played_for_other_numbers(borders: tuple[str, ...]):
     assert spoilt(chained(simple), borders) == [""] * (len(borders) + 1)
 
@@ -168,7 +187,14 @@ def whole(one: Ranks, hook: Any = None) -> tuple[ScriptCache, Any]:
     def play(inputs: Any, *, truly: bool = False) -> Any:
         given = {"scripts": None if truly else scripts, "inputs": inputs}
         return run_stage(
-            partial(module, **inputs), drive, one.course, part, 4, {}, before_block=lambda visit: None, **given
+            partial(module, **inputs),
+            drive,
+            one.course,
+            part,
+            4,
+            {},
+            before_block=lambda visit: None,
+            **given,
         ).outputs
 
     return scripts, play
@@ -213,7 +239,9 @@ def test_a_hook_of_a_block_is_not_applied_twice():
     play(one.inputs)
     inputs = {key: other(value) for key, value in one.inputs.items()}
     assert same(play(inputs, truly=True), play(inputs))
-    assert [why.partition(" ")[2] for why in scripts.failure_reasons.values()] == ["has hooks, or something is captured in it"]
+    assert [why.partition(" ")[2] for why in scripts.failure_reasons.values()] == [
+        "has hooks, or something is captured in it"
+    ]
 
 
 def test_a_tensor_that_comes_as_two_inputs_is_not_taken_for_both_afterwards():
@@ -239,7 +267,9 @@ def test_inputs_of_the_same_shapes_and_other_names_have_another_script():
             super().__init__()
             self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
 
-        def forward(self, x: torch.Tensor, plus: torch.Tensor | None = None, minus: torch.Tensor | None = None) -> torch.Tensor:
+        def forward(
+            self, x: torch.Tensor, plus: torch.Tensor | None = None, minus: torch.Tensor | None = None
+        ) -> torch.Tensor:
             y = self.first(x)
             return self.second(y + plus if plus is not None else y - minus)
 

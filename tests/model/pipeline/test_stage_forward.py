@@ -31,9 +31,18 @@ def test_a_value_that_is_not_handed_over_is_named():
     part = one.borders.stages(["layers.1", "layers.2"])[2]
     module, blocks, _ = one.reading.make_module("cpu", torch.float64)
     with pytest.raises(
-        PlanError, match=r"the part of 'layers\.2' takes the value 'layers\.0\+0 \(mul at test_parts\.py:\d+\)', which"
+        PlanError,
+        match=r"the part of 'layers\.2' takes the value 'layers\.0\+0 \(mul at test_parts\.py:\d+\)', which",
     ):
-        run_stage(lambda: module(**one.inputs), ForwardDriver(blocks), one.course, part, 4, {}, before_block=lambda visit: None)
+        run_stage(
+            lambda: module(**one.inputs),
+            ForwardDriver(blocks),
+            one.course,
+            part,
+            4,
+            {},
+            before_block=lambda visit: None,
+        )
 
 
 @pytest.mark.parametrize("lost", ["layers.0", "layers.0+0", "layers.2+0"])
@@ -61,7 +70,8 @@ def test_a_tensor_that_other_parts_wrote_into_and_nobody_handed_over_is_noticed(
     assert len(kept) == len(one.borders.values) - 1
     one.course = replace(one.course, boundaries=replace(one.borders, values=kept))
     with pytest.raises(
-        PlanError, match=r"computes sum \(at test_parts\.py:\d+\) with the value 'layers\.1\+0~'.* did not receive"
+        PlanError,
+        match=r"computes sum \(at test_parts\.py:\d+\) with the value 'layers\.1\+0~'.* did not receive",
     ):
         one.error(["layers.2"])
 
@@ -75,15 +85,24 @@ def test_a_forward_that_takes_another_way_than_its_course_is_refused():
     def play(glue: Forward) -> None:
         module.glue = glue
         run_stage(
-            lambda: module(**one.inputs), ForwardDriver(blocks), one.course, part, 4, received, before_block=lambda visit: None
+            lambda: module(**one.inputs),
+            ForwardDriver(blocks),
+            one.course,
+            part,
+            4,
+            received,
+            before_block=lambda visit: None,
         )
 
     with pytest.raises(
-        PlanError, match=r"computes exp \(at test_parts\.py:\d+\) with 'layers\.0', which it did not in the trial run"
+        PlanError,
+        match=r"computes exp \(at test_parts\.py:\d+\) with 'layers\.0', which it did not in the trial run",
     ):
         play(lambda model, x: model.head(model.layers[0](x).exp()))
     module, blocks, _ = one.reading.make_module("cpu", torch.float64)
-    with pytest.raises(PlanError, match=r"calls 'layers\.2' behind 'layers\.0', which it did not in the trial run"):
+    with pytest.raises(
+        PlanError, match=r"calls 'layers\.2' behind 'layers\.0', which it did not in the trial run"
+    ):
         play(lambda model, x: model.layers[2](model.layers[0](x)))
 
 
@@ -130,7 +149,9 @@ def test_the_state_of_a_model_is_as_before_when_it_is_left():
     one = ranks(Counting, X)
     module, blocks, _ = one.reading.make_module("cpu", torch.float64)
     drive, part = ForwardDriver(blocks), one.borders.stages(["layers.1"])[0]
-    ran = run_stage(lambda: module(**one.inputs), drive, one.course, part, 4, {}, before_block=lambda visit: None)
+    ran = run_stage(
+        lambda: module(**one.inputs), drive, one.course, part, 4, {}, before_block=lambda visit: None
+    )
     drive.detach()
     assert module.depth == 0
     assert list(ran.sent_values) == ["layers.0+0"]
@@ -142,7 +163,10 @@ def test_a_gradient_that_is_not_sent_back_changes_those_of_one_backward():
     parts = one.borders.stages(["layers.1", "layers.2"])
     made = [one.reading.make_module("cpu", torch.float64) for _ in parts]
     assert one.error(["layers.1", "layers.2"]) < 1e-12
-    lost = [replace(part, inputs=tuple(replace(v, needs_grad=v.name != "layers.0+0") for v in part.inputs)) for part in parts]
+    lost = [
+        replace(part, inputs=tuple(replace(v, needs_grad=v.name != "layers.0+0") for v in part.inputs))
+        for part in parts
+    ]
     gradients, _ = steps(one, lost, made, lean=False)
     difference = gradients[0]["layers.0.linear.weight"] - one.truth["layers.0.linear.weight"]
     assert difference.abs().max() > 1e-2
@@ -155,10 +179,14 @@ def test_a_graph_that_is_not_cut_within_a_part_is_one_backward():
     module, blocks, parameters = one.reading.make_module("cpu", torch.float64)
     drive = ForwardDriver(blocks, cut_graph=False)
     early = played(one, first, module, drive, store)
-    late = played(one, last, module, drive, {name: tensor.detach() for name, tensor in early.sent_values.items()})
+    late = played(
+        one, last, module, drive, {name: tensor.detach() for name, tensor in early.sent_values.items()}
+    )
     one.total(late.outputs).backward()
     names = list(early.sent_values)
-    torch.autograd.backward([early.sent_values[name] for name in names], [late.received_values[name].grad for name in names])
+    torch.autograd.backward(
+        [early.sent_values[name] for name in names], [late.received_values[name].grad for name in names]
+    )
     drive.detach()
     for name, parameter in parameters.items():
         truth = one.truth[name]
@@ -184,7 +212,8 @@ def test_what_the_loss_does_not_take_is_not_sent_and_says_so_when_it_is_looked_a
     assert torch.equal(ran.outputs["y"], module(**X)["y"])
     assert ran.outputs["first"].shape == (4, 6)
     with pytest.raises(
-        PlanError, match=r"behind the forward, mul \(at test_parts\.py:\d+\) takes the value 'layers\.0', made behind"
+        PlanError,
+        match=r"behind the forward, mul \(at test_parts\.py:\d+\) takes the value 'layers\.0', made behind",
     ):
         ran.outputs["first"] * 2
 
@@ -199,8 +228,14 @@ def test_nothing_is_kept_of_a_run_when_nobody_holds_what_it_left():
         for part in parts:
             ran = played(one, part, module, drive, store)
             store |= {name: tensor.detach() for name, tensor in ran.sent_values.items()}
-            held = [weakref.ref(tensor) for tensor in (*ran.sent_values.values(), *ran.received_values.values())]
-            held += [weakref.ref(tensor) for visit in ran.forward_pass.block_calls.values() for tensor, _ in visit.outputs]
+            held = [
+                weakref.ref(tensor) for tensor in (*ran.sent_values.values(), *ran.received_values.values())
+            ]
+            held += [
+                weakref.ref(tensor)
+                for visit in ran.forward_pass.block_calls.values()
+                for tensor, _ in visit.outputs
+            ]
             del ran
             assert [ref() for ref in held if ref() is not None] == []
     finally:

@@ -27,7 +27,9 @@ def learnt(forward: Callable[[int], object], *batches: int) -> DrawSites:
     return dice.sites
 
 
-def run(sites: DrawSites, ids: torch.Tensor, forward: Callable[[], torch.Tensor], step: int = 0) -> torch.Tensor:
+def run(
+    sites: DrawSites, ids: torch.Tensor, forward: Callable[[], torch.Tensor], step: int = 0
+) -> torch.Tensor:
     dice = StatelessRNG(0, sites)
     dice.begin_forward(step, ids)
     with StatelessDropout(dice):
@@ -99,12 +101,20 @@ def test_attention_is_exact_but_for_the_mask(name: str, monkeypatch: pytest.Monk
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(2, 4, 5, 8, dtype=F64, generator=generator).requires_grad_()
     k, v = (torch.randn(2, heads, 7, 8, dtype=F64, generator=generator).requires_grad_() for _ in range(2))
-    monkeypatch.setattr(StatelessRNG, "keep_mask", lambda self, shape, p, device: torch.ones(shape, dtype=torch.bool))
-    found = run(DrawSites(), torch.arange(2), lambda: F.scaled_dot_product_attention(q, k, v, dropout_p=0.25, **MASKS[name]))
+    monkeypatch.setattr(
+        StatelessRNG, "keep_mask", lambda self, shape, p, device: torch.ones(shape, dtype=torch.bool)
+    )
+    found = run(
+        DrawSites(),
+        torch.arange(2),
+        lambda: F.scaled_dot_product_attention(q, k, v, dropout_p=0.25, **MASKS[name]),
+    )
     expected = F.scaled_dot_product_attention(q, k, v, **MASKS[name]) / 0.75
     assert torch.allclose(found, expected, rtol=1e-12, atol=1e-14)
     for one, other in zip(
-        torch.autograd.grad(found.sum(), (q, k, v)), torch.autograd.grad(expected.sum(), (q, k, v)), strict=True
+        torch.autograd.grad(found.sum(), (q, k, v)),
+        torch.autograd.grad(expected.sum(), (q, k, v)),
+        strict=True,
     ):
         assert torch.allclose(one, other, rtol=1e-11, atol=1e-13)
 
@@ -123,7 +133,11 @@ def test_attention_drops_probabilities_by_the_mask_of_their_site():
 def test_attention_refuses_two_masks_as_torch_does():
     q = torch.randn(2, 3, 5, 5)
     with pytest.raises(ValueError, match="both attn_mask and is_causal"):
-        run(on("/0"), torch.arange(2), lambda: F.scaled_dot_product_attention(q, q, q, torch.ones(5, 5), 0.5, True))
+        run(
+            on("/0"),
+            torch.arange(2),
+            lambda: F.scaled_dot_product_attention(q, q, q, torch.ones(5, 5), 0.5, True),
+        )
 
 
 class Layers(nn.Module):
@@ -131,7 +145,9 @@ class Layers(nn.Module):
 
     def __init__(self, batch_first: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.3, batch_first=batch_first) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, 0.3, batch_first=batch_first) for _ in range(2)
+        )
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -142,7 +158,9 @@ class Layers(nn.Module):
 
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("parts", [(3, 3), (2, 2, 2), (1,) * 6])
-def test_a_transformer_of_torch_is_the_same_however_the_batch_is_divided(batch_first: bool, parts: tuple[int, ...]):
+def test_a_transformer_of_torch_is_the_same_however_the_batch_is_divided(
+    batch_first: bool, parts: tuple[int, ...]
+):
     torch.manual_seed(0)
     model, dim = Layers(batch_first).train(), 0 if batch_first else 1
     x = torch.randn((6, 5, 8) if batch_first else (5, 6, 8), dtype=F64)
@@ -150,7 +168,10 @@ def test_a_transformer_of_torch_is_the_same_however_the_batch_is_divided(batch_f
     sites = learnt(lambda batch: model(x.narrow(dim, 0, 1).repeat_interleave(batch, dim)), 7, 11)
     assert len(sites.layouts) == 2 * 4
     whole = run(sites, ids, lambda: model(x))
-    pieces = [run(sites, i, lambda part=part: model(part)) for i, part in zip(ids.split(parts), x.split(parts, dim), strict=True)]
+    pieces = [
+        run(sites, i, lambda part=part: model(part))
+        for i, part in zip(ids.split(parts), x.split(parts, dim), strict=True)
+    ]
     assert torch.allclose(torch.cat(pieces, dim), whole, rtol=1e-12, atol=1e-13)
     assert not torch.allclose(run(sites, ids, lambda: model(x), step=1), whole)
 
@@ -164,7 +185,11 @@ GPT2 = transformers.GPT2Config(
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_gpt2_has_the_same_loss_and_gradients_in_one_batch_and_in_two(attention: str):
     torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel._from_config(copy.deepcopy(GPT2), attn_implementation=attention).double().train()
+    model = (
+        transformers.GPT2LMHeadModel._from_config(copy.deepcopy(GPT2), attn_implementation=attention)
+        .double()
+        .train()
+    )
     tokens, ids = torch.randint(0, 40, (4, 9)), torch.tensor([10, 11, 30, 31])
     sites = learnt(lambda batch: model(input_ids=tokens[:1].expand(batch, -1)))
     assert len(sites.layouts) == 1 + 2 * 3
@@ -178,7 +203,9 @@ def test_gpt2_has_the_same_loss_and_gradients_in_one_batch_and_in_two(attention:
     gradients = torch.autograd.grad(whole, tuple(model.parameters()))
     halves = [run(sites, ids[i : i + 2], lambda i=i: summed(tokens[i : i + 2])) for i in (0, 2)]
     assert sum(halves).item() == pytest.approx(whole.item(), rel=1e-12)
-    for one, other in zip(torch.autograd.grad(sum(halves), tuple(model.parameters())), gradients, strict=True):
+    for one, other in zip(
+        torch.autograd.grad(sum(halves), tuple(model.parameters())), gradients, strict=True
+    ):
         assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
     swapped = run(sites, ids.flip(0), lambda: summed(tokens))
     assert abs(swapped.item() - whole.item()) > 1e-3
@@ -186,7 +213,11 @@ def test_gpt2_has_the_same_loss_and_gradients_in_one_batch_and_in_two(attention:
 
 def test_sdpa_and_eager_attention_drop_the_same_probabilities():
     torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel._from_config(copy.deepcopy(GPT2), attn_implementation="eager").double().train()
+    model = (
+        transformers.GPT2LMHeadModel._from_config(copy.deepcopy(GPT2), attn_implementation="eager")
+        .double()
+        .train()
+    )
     tokens, logits = torch.randint(0, 40, (3, 9)), []
     for attention in ("eager", "sdpa"):
         model.set_attn_implementation(attention)
@@ -229,7 +260,12 @@ def test_rand_takes_its_arguments_as_torch_does():
     dice = StatelessRNG(0, sites)
     dice.begin_forward(0, torch.arange(1))
     with StatelessDropout(dice):
-        found = [torch.rand(2, 3), torch.rand([]), torch.rand(size=(2,), dtype=F64), torch.rand_like(torch.ones(3, dtype=F64))]
+        found = [
+            torch.rand(2, 3),
+            torch.rand([]),
+            torch.rand(size=(2,), dtype=F64),
+            torch.rand_like(torch.ones(3, dtype=F64)),
+        ]
     assert [tuple(u.shape) for u in found] == [(2, 3), (), (2,), (3,)]
     assert [u.dtype for u in found] == [torch.float32, torch.float32, F64, F64]
 

@@ -41,7 +41,9 @@ def test_slices_put_together_are_the_whole(kind: str, ranks: int):
     parts = []
     for index in range(ranks):
         local = [*shape[:dim], DimSplit(0, 3, (shape[dim],)).size(index, ranks), *shape[dim + 1 :]]
-        parts.append(dice(sites, rows, (DrawSharding(ranks, index, dim_split=HEADS),)).keep_mask(local, 0.5, CPU))
+        parts.append(
+            dice(sites, rows, (DrawSharding(ranks, index, dim_split=HEADS),)).keep_mask(local, 0.5, CPU)
+        )
     assert torch.equal(torch.cat(parts, dim), whole)
 
 
@@ -58,7 +60,9 @@ def test_a_slice_of_the_stream_is_told_by_its_dim(dim: int):
 def test_what_is_whole_on_every_rank_is_drawn_whole():
     sites = learnt(5, 1, 1)
     mine = dice(sites, [1, 2], (DrawSharding(2, 1, dim_split=HEADS), DrawSharding(2, 1, -2)))
-    assert torch.equal(mine.keep_mask((2, 1, 1), 0.5, CPU), dice(sites, [1, 2]).keep_mask((2, 1, 1), 0.5, CPU))
+    assert torch.equal(
+        mine.keep_mask((2, 1, 1), 0.5, CPU), dice(sites, [1, 2]).keep_mask((2, 1, 1), 0.5, CPU)
+    )
 
 
 def test_heads_of_more_ranks_than_units_are_dealt_one_by_one():
@@ -82,13 +86,24 @@ def test_rows_of_another_length_are_drawn_where_another_dim_says_enough():
 @pytest.mark.parametrize(
     ("whole", "local", "division"),
     [
-        ((6, 6, 4), (4, 4, 4), DrawSharding(2, 0, dim_split=HEADS)),  # two dims may be the one that is divided
+        (
+            (6, 6, 4),
+            (4, 4, 4),
+            DrawSharding(2, 0, dim_split=HEADS),
+        ),  # two dims may be the one that is divided
         ((9, 4), (3, 4), DrawSharding(2, 0, -2)),  # shorter rows, of which nobody knows the length
         ((6, 4), (4,), DrawSharding(2, 0, dim_split=HEADS)),
-        ((9, 8), (9, 4), DrawSharding(2, 0, declared=False)),  # features of which nobody knows that they are divided
+        (
+            (9, 8),
+            (9, 4),
+            DrawSharding(2, 0, declared=False),
+        ),  # features of which nobody knows that they are divided
         ((6, 9, 9), (3, 9, 9), DrawSharding(2, 0, declared=False)),  # heads, likewise
     ],
 )
 def test_what_is_not_clear_is_refused(whole: tuple[int, ...], local: tuple[int, ...], division: DrawSharding):
-    with pytest.raises(PlanError, match=r"block/0: .* in the whole model: which is not clear\n.*as long as those of the example"):
+    with pytest.raises(
+        PlanError,
+        match=r"block/0: .* in the whole model: which is not clear\n.*as long as those of the example",
+    ):
         find_slice(whole, local, [division], "block/0")

@@ -10,7 +10,12 @@ from meshwright.model.tensors.counter_rng import CHUNK_NUMEL
 from meshwright.plan.job.errors import PlanError
 
 CPU = torch.device("cpu")
-SHAPES: dict[SampleLayout, tuple[int, ...]] = {"first": (1, 5, 7), "second": (5, 1, 7), "rows": (3, 7), "shared": (5, 7)}
+SHAPES: dict[SampleLayout, tuple[int, ...]] = {
+    "first": (1, 5, 7),
+    "second": (5, 1, 7),
+    "rows": (3, 7),
+    "shared": (5, 7),
+}
 
 
 def shape_for(kind: SampleLayout, batch: int) -> tuple[int, ...]:
@@ -24,7 +29,9 @@ def dice_for(kind: SampleLayout, seed: int = 0) -> StatelessRNG:
     return StatelessRNG(seed, DrawSites({"/0": (kind,), "a/0": (kind,), "b/0": (kind,), "a/1": (kind,)}))
 
 
-def keep(dice: StatelessRNG, kind: SampleLayout, ids: list[int], step: int = 0, p: float = 0.4) -> torch.Tensor:
+def keep(
+    dice: StatelessRNG, kind: SampleLayout, ids: list[int], step: int = 0, p: float = 0.4
+) -> torch.Tensor:
     dice.begin_forward(step, torch.tensor(ids))
     return dice.keep_mask(shape_for(kind, len(ids)), p, CPU)
 
@@ -34,7 +41,9 @@ def keep(dice: StatelessRNG, kind: SampleLayout, ids: list[int], step: int = 0, 
 def test_a_sample_has_the_same_mask_however_the_batch_is_divided(kind: SampleLayout, parts: tuple[int, ...]):
     ids = [3, 4, 50, 51, 52, 9]
     whole = keep(dice_for(kind), kind, ids)
-    pieces = [keep(dice_for(kind), kind, ids[sum(parts[:i]) : sum(parts[: i + 1])]) for i in range(len(parts))]
+    pieces = [
+        keep(dice_for(kind), kind, ids[sum(parts[:i]) : sum(parts[: i + 1])]) for i in range(len(parts))
+    ]
     assert torch.equal(torch.cat(pieces, dim=1 if kind == "second" else 0), whole)
 
 
@@ -129,10 +138,14 @@ def test_a_site_that_no_trial_met_is_refused():
 
 
 @pytest.mark.parametrize(("kind", "size"), [("first", (4, 2)), ("second", (2, 4)), ("rows", (4, 2))])
-def test_a_tensor_that_does_not_fit_the_announced_samples_is_refused(kind: SampleLayout, size: tuple[int, int]):
+def test_a_tensor_that_does_not_fit_the_announced_samples_is_refused(
+    kind: SampleLayout, size: tuple[int, int]
+):
     dice = dice_for(kind)
     dice.begin_forward(0, torch.arange(3))
-    with pytest.raises(PlanError, match=rf"is drawn for 3 samples, and in the trial run its kind was '{kind}'"):
+    with pytest.raises(
+        PlanError, match=rf"is drawn for 3 samples, and in the trial run its kind was '{kind}'"
+    ):
         dice.keep_mask(size, 0.5, CPU)
 
 

@@ -50,7 +50,9 @@ class Images(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(3, WIDTH, side, side)
         self.first = nn.Parameter(torch.zeros(1, 1, WIDTH))
-        self.places = nn.Parameter(torch.linspace(-1, 1, ((PIXELS // side) ** 2 + 1) * WIDTH).view(1, -1, WIDTH))
+        self.places = nn.Parameter(
+            torch.linspace(-1, 1, ((PIXELS // side) ** 2 + 1) * WIDTH).view(1, -1, WIDTH)
+        )
         self.layers, self.head = nn.ModuleList(layer() for _ in range(2)), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -79,16 +81,24 @@ def test_patches_are_tokens_from_the_first_block_that_attends():
     tokens = tokens_of(Images)
     assert mixes(tokens) == []
     assert (tokens.length, tokens.lengths, tokens.inputs, tokens.targets) == (17, (17,), (), ())
-    assert [(each.query_len, each.key_len, each.is_causal) for each in tokens.attention_calls] == [(17, 17, False)] * 2
+    assert [(each.query_len, each.key_len, each.is_causal) for each in tokens.attention_calls] == [
+        (17, 17, False)
+    ] * 2
     runs = [(each.block_call, tokens.num_sharded_tokens(each.block_call)) for each in tokens.block_calls]
     assert runs == [("patches", 0), ("layers.0", 17), ("layers.1", 17), ("head", 0)]
 
 
 def test_a_vit_has_tokens():
-    tokens = analyze(FAMILIES["vit"], {"pixel_values": IMAGES, "labels": LABELS}, loss=loss_of("vit")).sequence_info
+    tokens = analyze(
+        FAMILIES["vit"], {"pixel_values": IMAGES, "labels": LABELS}, loss=loss_of("vit")
+    ).sequence_info
     assert tokens is not None
     assert mixes(tokens) == []
-    assert (tokens.length, tokens.num_sharded_tokens("vit.embeddings"), tokens.num_sharded_tokens("classifier")) == (5, 0, 0)
+    assert (
+        tokens.length,
+        tokens.num_sharded_tokens("vit.embeddings"),
+        tokens.num_sharded_tokens("classifier"),
+    ) == (5, 0, 0)
     assert [tokens.num_sharded_tokens(each) for each in ("vit.layers.0", "vit.layernorm")] == [5, 5]
 
 

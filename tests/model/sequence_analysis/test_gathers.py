@@ -12,8 +12,16 @@ def moved(visit: str, numel: int, dtype: torch.dtype, *back: str, tokens: int = 
 
 
 def test_elements_are_counted_by_row_where_they_come_with_rows():
-    few = [moved("a", 3 * 8, torch.float32, "b"), moved("a", 7, torch.int64), moved("b", 3 * 70, torch.float32, tokens=10)]
-    more = [moved("a", 4 * 8, torch.float64, "b"), moved("a", 7, torch.int64), moved("b", 4 * 70, torch.float32, tokens=10)]
+    few = [
+        moved("a", 3 * 8, torch.float32, "b"),
+        moved("a", 7, torch.int64),
+        moved("b", 3 * 70, torch.float32, tokens=10),
+    ]
+    more = [
+        moved("a", 4 * 8, torch.float64, "b"),
+        moved("a", 7, torch.int64),
+        moved("b", 4 * 70, torch.float32, tokens=10),
+    ]
     assert compare_gathers(few, more, (3, 4)) == (
         (
             GlueGather("a", 8, backward_calls=("b",)),
@@ -31,8 +39,14 @@ def test_of_one_forward_alone_what_divides_by_rows_comes_with_rows():
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ([], "the glue behind 'a' brings tokens of several ranks together 1 times on 3 rows, and 0 times on 4"),
-        ([moved("a", 9 * 4 * 4, torch.float64)], "depends on the number of rows, or of tokens: 36 elements of 3 rows, 144 of 4"),
+        (
+            [],
+            "the glue behind 'a' brings tokens of several ranks together 1 times on 3 rows, and 0 times on 4",
+        ),
+        (
+            [moved("a", 9 * 4 * 4, torch.float64)],
+            "depends on the number of rows, or of tokens: 36 elements of 3 rows, 144 of 4",
+        ),
         ([moved("a", 4 * 12, torch.float64, "b")], "depends on the number of rows, or of tokens"),
     ],
 )

@@ -9,7 +9,16 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.model.sequence_analysis.analysis import resize_sequence
 from meshwright.model.sequence_analysis.lengths import ComputedOp, length_dependence
-from tests.model.sequence_analysis.test_token_rules import WIDTH, Layer, Layers, Rule, attended, heads, layer, tokens_of
+from tests.model.sequence_analysis.test_token_rules import (
+    WIDTH,
+    Layer,
+    Layers,
+    Rule,
+    attended,
+    heads,
+    layer,
+    tokens_of,
+)
 
 COUNTED: dict[str, Rule] = {
     "logarithm": lambda self, x: x * (math.log(x.shape[1]) / math.log(32)),
@@ -19,7 +28,9 @@ COUNTED: dict[str, Rule] = {
     "full": lambda self, x: x * torch.full((1,), 1.0 / x.shape[1]),
     "full for each": lambda self, x: x * x.new_full((*x.shape[:2], 1), x.shape[1] * 0.1),
     "scale of attention": lambda self, x: (
-        F.scaled_dot_product_attention(heads(x), heads(x), heads(x), scale=x.shape[1] ** -0.25).transpose(1, 2).reshape(x.shape)
+        F.scaled_dot_product_attention(heads(x), heads(x), heads(x), scale=x.shape[1] ** -0.25)
+        .transpose(1, 2)
+        .reshape(x.shape)
     ),
 }
 
@@ -30,11 +41,15 @@ def test_a_number_made_of_how_many_tokens_there_are_is_noticed(rule: str):
 
 
 def test_a_branch_on_how_many_tokens_there_are_is_noticed():
-    assert layer(lambda self, x: x * 2 if x.shape[1] > 6 else x).not_sequence_parallel.startswith("layers.0 computes")
+    assert layer(lambda self, x: x * 2 if x.shape[1] > 6 else x).not_sequence_parallel.startswith(
+        "layers.0 computes"
+    )
 
 
 def test_numbers_that_are_the_same_on_rows_of_any_length_are_harmless():
-    assert layer(lambda self, x: self.norm(x) * WIDTH**-0.5 + torch.full((1,), 3.0)).not_sequence_parallel == ""
+    assert (
+        layer(lambda self, x: self.norm(x) * WIDTH**-0.5 + torch.full((1,), 3.0)).not_sequence_parallel == ""
+    )
 
 
 def test_what_is_computed_is_compared_in_order():

@@ -36,7 +36,9 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(self.rule(x)).chunk(3, -1))
-        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class Own(nn.Module):
@@ -83,7 +85,9 @@ JOB = Job(ModelConfig("own"), DataConfig("random", sequence=TOKENS), TrainConfig
 
 
 def planned(reading: AnalyzedModel, mesh: Mesh | None = None, *strategies: Strategy) -> Plan:
-    return make_plan(reading, JOB, mesh or Mesh(cp=3), (*(strategies or (RingAttention(),)), DDP(axis="cp")), 1)
+    return make_plan(
+        reading, JOB, mesh or Mesh(cp=3), (*(strategies or (RingAttention(),)), DDP(axis="cp")), 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +102,9 @@ def planned(reading: AnalyzedModel, mesh: Mesh | None = None, *strategies: Strat
 @pytest.mark.parametrize(
     ("rule", "said"), [(far, "layers.0 computes 'mul' on rows of 40"), (scaled, "the number of tokens (mul)")]
 )
-def test_a_branch_that_longer_rows_take_is_refused_when_they_come(rule: Rule, said: str, mesh: Mesh, strategies: tuple) -> None:
+def test_a_branch_that_longer_rows_take_is_refused_when_they_come(
+    rule: Rule, said: str, mesh: Mesh, strategies: tuple
+) -> None:
     reading = reading_of(rule)
     plan = planned(reading, mesh, *strategies)
     assert verify(reading, plan, [rows()]).passed
@@ -134,7 +140,12 @@ def test_rows_of_any_length_run_where_blocks_do_not_ask(monkeypatch: pytest.Monk
             return [engine.step(rows(length)).loss for length in (13, 9, 21, 20, 13)]
 
     assert on_threads(train, Mesh(cp=3))[0] == pytest.approx(alone(), rel=1e-4)
-    assert tried == [{13: 13}, {13: 13}, {13: 9}, {13: 21}]  # some of 13, all of 13; fewer; more; the last two lie between
+    assert tried == [
+        {13: 13},
+        {13: 13},
+        {13: 9},
+        {13: 21},
+    ]  # some of 13, all of 13; fewer; more; the last two lie between
 
 
 def test_evaluations_are_looked_at_too() -> None:

@@ -27,7 +27,14 @@ def test_the_trial_is_on_a_prime_that_divides_no_size():
 
 def test_a_dim_is_known_by_the_prime_in_its_size():
     both = 7 * 11
-    assert [has_tokens(size, both) for size in (0, 1, 7, 22, 77, 12)] == [False, False, True, True, True, False]
+    assert [has_tokens(size, both) for size in (0, 1, 7, 22, 77, 12)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
     assert [find_prime(size, both) for size in (0, 1, 7, 22, 77, 12)] == [0, 0, 7, 11, 0, 0]
     assert not has_tokens(12, 1)
     assert (prime_factors(both), prime_factors(1)) == ((7, 11), ())

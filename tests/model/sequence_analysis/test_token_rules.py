@@ -21,7 +21,11 @@ class Layer(nn.Module):
     def __init__(self, rule: Rule) -> None:
         super().__init__()
         self.rule = rule
-        self.linear, self.table, self.norm = nn.Linear(WIDTH, WIDTH), nn.Embedding(32, WIDTH), nn.LayerNorm(WIDTH)
+        self.linear, self.table, self.norm = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Embedding(32, WIDTH),
+            nn.LayerNorm(WIDTH),
+        )
         self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
         self.attend = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
         self.rnn = nn.GRU(WIDTH, WIDTH, batch_first=True)
@@ -35,7 +39,11 @@ class Layers(nn.Module):
 
     def __init__(self, rule: Rule) -> None:
         super().__init__()
-        self.embed, self.layers, self.head = nn.Embedding(WORDS, WIDTH), nn.ModuleList([Layer(rule)]), nn.Linear(WIDTH, WORDS)
+        self.embed, self.layers, self.head = (
+            nn.Embedding(WORDS, WIDTH),
+            nn.ModuleList([Layer(rule)]),
+            nn.Linear(WIDTH, WORDS),
+        )
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.layers[0](self.embed(input_ids)))
@@ -138,7 +146,10 @@ MIXING: dict[str, tuple[Rule, str]] = {
         lambda self, x: F.avg_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2),
         "layers.0 computes 'avg_pool1d' along tokens",
     ),
-    "statistics": (lambda self, x: F.instance_norm(x.transpose(1, 2)).transpose(1, 2), "'instance_norm' along tokens"),
+    "statistics": (
+        lambda self, x: F.instance_norm(x.transpose(1, 2)).transpose(1, 2),
+        "'instance_norm' along tokens",
+    ),
     "recurrence": (lambda self, x: self.rnn(x)[0], "layers.0.rnn carries a state from token to token (gru)"),
     "turned": (lambda self, x: x.flip(1), "takes flip over tokens"),
     "rolled": (lambda self, x: x.roll(1, 1), "takes roll over tokens"),
@@ -146,8 +157,14 @@ MIXING: dict[str, tuple[Rule, str]] = {
     "the first": (lambda self, x: x + x[:, :1], "takes some of the tokens (indexing)"),
     "one by one": (one_by_one, "takes some of the tokens (indexing)"),
     "cut": (lambda self, x: torch.cat(x.split(1, 1), 1), "takes tokens apart"),
-    "by an index": (lambda self, x: x[:, torch.arange(x.shape[1] - 1, -1, -1)], "inside of the block (arange)"),
-    "by what they say": (lambda self, x: x.gather(1, x.argmax(-1, keepdim=True) + 0 * x.long()), "takes gather over tokens"),
+    "by an index": (
+        lambda self, x: x[:, torch.arange(x.shape[1] - 1, -1, -1)],
+        "inside of the block (arange)",
+    ),
+    "by what they say": (
+        lambda self, x: x.gather(1, x.argmax(-1, keepdim=True) + 0 * x.long()),
+        "takes gather over tokens",
+    ),
     "moved": (
         lambda self, x: x.view(x.shape[0], 2, x.shape[1], 4).transpose(1, 2).reshape(x.shape),
         "from token to token (view)",
@@ -157,8 +174,14 @@ MIXING: dict[str, tuple[Rule, str]] = {
     "repeated": (lambda self, x: x.repeat(1, 2, 1)[:, : x.shape[1]], "repeats tokens"),
     "squeezed": (lambda self, x: x[None].squeeze(), "squeezes whatever has size 1"),
     "by their number": (lambda self, x: x / x.shape[1], "computes with the number of tokens (div)"),
-    "by ones added up": (lambda self, x: x / torch.ones(x.shape[:2]).sum(1)[:, None, None], "inside of the block (sum)"),
-    "by the last position": (lambda self, x: x * torch.arange(x.shape[1]).max(), "inside of the block (arange)"),
+    "by ones added up": (
+        lambda self, x: x / torch.ones(x.shape[:2]).sum(1)[:, None, None],
+        "inside of the block (sum)",
+    ),
+    "by the last position": (
+        lambda self, x: x * torch.arange(x.shape[1]).max(),
+        "inside of the block (arange)",
+    ),
     "into a table": (
         lambda self, x: x + torch.zeros(WIDTH).scatter_add(0, x.argmax(-1).flatten(), x[..., 0].flatten()),
         "adds tokens up in a table (scatter_add)",
@@ -177,7 +200,11 @@ MIXING: dict[str, tuple[Rule, str]] = {
 @pytest.mark.parametrize("rule", ALONE)
 def test_what_treats_each_token_by_itself_may_run_on_some(rule: str):
     found = layer(ALONE[rule])
-    assert (found.not_sequence_parallel, found.input_token_dims, found.output_token_dims) == ("", ((1,),), ((1,),))
+    assert (found.not_sequence_parallel, found.input_token_dims, found.output_token_dims) == (
+        "",
+        ((1,),),
+        ((1,),),
+    )
 
 
 @pytest.mark.parametrize("rule", MIXING)
@@ -224,7 +251,10 @@ def test_what_glue_takes_from_within_a_block_is_refused():
         self.kept = self.linear(x).detach()
         return x * self.kept
 
-    assert "hands tokens on behind what it gives out" in tokens_of(lambda: Reaching(keeping)).block_calls[1].not_sequence_parallel
+    assert (
+        "hands tokens on behind what it gives out"
+        in tokens_of(lambda: Reaching(keeping)).block_calls[1].not_sequence_parallel
+    )
 
 
 class Masked(Layer):
@@ -232,7 +262,11 @@ class Masked(Layer):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         q = heads(self.linear(x))
-        return F.scaled_dot_product_attention(q, q, q, attn_mask=self.rule(self, mask)).transpose(1, 2).reshape(x.shape)
+        return (
+            F.scaled_dot_product_attention(q, q, q, attn_mask=self.rule(self, mask))
+            .transpose(1, 2)
+            .reshape(x.shape)
+        )
 
 
 class WithMask(nn.Module):
@@ -240,7 +274,11 @@ class WithMask(nn.Module):
 
     def __init__(self, rule: Rule) -> None:
         super().__init__()
-        self.embed, self.layers, self.head = nn.Embedding(WORDS, WIDTH), nn.ModuleList([Masked(rule)]), nn.Linear(WIDTH, WORDS)
+        self.embed, self.layers, self.head = (
+            nn.Embedding(WORDS, WIDTH),
+            nn.ModuleList([Masked(rule)]),
+            nn.Linear(WIDTH, WORDS),
+        )
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids)
@@ -257,7 +295,10 @@ class WithMask(nn.Module):
         (lambda self, mask: mask.expand(1, 2, *mask.shape[2:])[:, :1, :, :], ""),
         (lambda self, mask: mask[..., : mask.shape[-2]], "cuts its mask to the number of its own tokens"),
         (lambda self, mask: mask.transpose(-1, -2), "computes 'transpose' with a mask"),
-        (lambda self, mask: mask & torch.ones(mask.shape[-2:], dtype=torch.bool).triu(-3), "inside of the block (triu)"),
+        (
+            lambda self, mask: mask & torch.ones(mask.shape[-2:], dtype=torch.bool).triu(-3),
+            "inside of the block (triu)",
+        ),
         (lambda self, mask: mask.flip(-1), "computes 'flip' with a mask"),
         (lambda self, mask: mask[:, :, :, :1], "cuts its mask"),
     ],
@@ -276,7 +317,10 @@ def test_a_block_that_is_told_how_many_tokens_there_are_is_refused():
             self.layers[0].rule = lambda layer, given: given[0].view(-1, given[1], WIDTH)
             return self.head(self.layers[0]((self.embed(input_ids), input_ids.shape[1])))
 
-    assert "is told how many tokens there are" in tokens_of(lambda: Told(ALONE["whole"])).block_calls[1].not_sequence_parallel
+    assert (
+        "is told how many tokens there are"
+        in tokens_of(lambda: Told(ALONE["whole"])).block_calls[1].not_sequence_parallel
+    )
 
 
 def test_a_rank_with_one_token_runs_what_is_said_to_run_on_some():

@@ -96,7 +96,9 @@ def test_more_convolutions_than_in_the_trial_run_are_refused():
         (PADDED, OWN, {}),
     ],
 )
-def test_another_convolution_than_in_the_trial_run_is_refused(known: ConvSpec, given: torch.Tensor, said: dict[str, Any]):
+def test_another_convolution_than_in_the_trial_run_is_refused(
+    known: ConvSpec, given: torch.Tensor, said: dict[str, Any]
+):
     with (
         Asking(known).mode(),
         pytest.raises(PlanError, match=r"'layer.conv' convolves \[4, \d\](?s:.*)4 tokens of width") as told,

@@ -9,7 +9,13 @@ from meshwright.model.sequence_parallel.hf_attention import ATTENTION_NAME, patc
 from meshwright.model.sequence_parallel.token_shard import TokenShard
 from meshwright.plan.job.errors import PlanError
 
-SIZES = {"vocab_size": 67, "hidden_size": 16, "intermediate_size": 13, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "vocab_size": 67,
+    "hidden_size": 16,
+    "intermediate_size": 13,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 T5 = {"vocab_size": 67, "d_model": 8, "d_kv": 2, "d_ff": 8, "num_layers": 2, "num_heads": 3}
 
 
@@ -31,7 +37,9 @@ def test_a_plugged_model_computes_the_same_with_and_without_padding(attention: s
     before = [model(input_ids=ids, attention_mask=each).logits for each in (None, mask)]
     plugged = patch_attention(model, nowhere)
     assert model.model.layers[0].self_attn.config._attn_implementation == ATTENTION_NAME
-    torch.testing.assert_close([model(input_ids=ids, attention_mask=each).logits for each in (None, mask)], before)
+    torch.testing.assert_close(
+        [model(input_ids=ids, attention_mask=each).logits for each in (None, mask)], before
+    )
     plugged.restore()
     assert model.model.layers[0].self_attn.config._attn_implementation == attention
 
@@ -59,7 +67,9 @@ def test_the_config_of_the_user_stays_and_parts_that_shared_one_still_do() -> No
 
 
 def test_a_model_that_asks_for_the_name_of_the_function_keeps_it() -> None:
-    config = transformers.FalconConfig(vocab_size=67, hidden_size=16, num_hidden_layers=1, num_attention_heads=4)
+    config = transformers.FalconConfig(
+        vocab_size=67, hidden_size=16, num_hidden_layers=1, num_attention_heads=4
+    )
     model = transformers.FalconForCausalLM(config)
     patch_attention(model, nowhere)
     assert model.config._attn_implementation == "sdpa"
@@ -78,7 +88,9 @@ def test_a_bias_has_rows_of_own_queries_and_columns_of_all_keys() -> None:
     rows = attention.compute_bias(4, 4)
     assert torch.equal(rows, share.take_padded(whole, 2))
     table = attention.relative_attention_bias.weight
-    grads = [torch.autograd.grad(each.square().sum(), table)[0] for each in (rows, share.take_padded(whole, 2))]
+    grads = [
+        torch.autograd.grad(each.square().sum(), table)[0] for each in (rows, share.take_padded(whole, 2))
+    ]
     torch.testing.assert_close(*grads)
     plugged.restore()
     assert torch.equal(attention.compute_bias(9, 9), whole)
@@ -89,17 +101,27 @@ def test_a_decoder_s_bias_forbids_what_comes_behind() -> None:
     share = TokenShard(5, ((1, 3),))
     patch_attention(model, lambda queries, keys: (share, share))
     bias = model.decoder.block[0].layer[0].SelfAttention.compute_bias(2, 2)
-    assert (bias[0, 0] > torch.finfo(torch.float32).min).tolist() == [[True] * 2 + [False] * 3, [True] * 3 + [False] * 2]
+    assert (bias[0, 0] > torch.finfo(torch.float32).min).tolist() == [
+        [True] * 2 + [False] * 3,
+        [True] * 3 + [False] * 2,
+    ]
 
 
-def test_attention_to_an_encoder_gets_a_bias_that_takes_no_memory_and_drops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_to_an_encoder_gets_a_bias_that_takes_no_memory_and_drops_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5, decoder_start_token_id=0))
     here = TokenShard(5, ((1, 3),)), TokenShard(8, ((0, 3),))
-    plugged, cross = patch_attention(model, lambda queries, keys: here), model.decoder.block[0].layer[1].EncDecAttention
+    plugged, cross = (
+        patch_attention(model, lambda queries, keys: here),
+        model.decoder.block[0].layer[1].EncDecAttention,
+    )
     bias = cross.compute_bias(2, 3)
     assert (bias.shape, bias.untyped_storage().nbytes()) == ((1, 3, 2, 8), 4)
     monkeypatch.setattr(
-        nn.functional, "scaled_dot_product_attention", lambda *heads, **more: heads[0].fill_(more["attn_mask"] is None)
+        nn.functional,
+        "scaled_dot_product_attention",
+        lambda *heads, **more: heads[0].fill_(more["attn_mask"] is None),
     )
     assert sharded_attention(cross, *[torch.zeros(1, 3, 2, 2)] * 3, None, position_bias=bias)[0].all()
     plugged.restore()

@@ -64,7 +64,12 @@ FEW: dict[str, Compute] = {
 
 @pytest.mark.parametrize(
     "deal",
-    [SequenceSharding(2), SequenceSharding(3), SequenceSharding(2, num_inner_ranks=2, zigzag=False), SequenceSharding(9)],
+    [
+        SequenceSharding(2),
+        SequenceSharding(3),
+        SequenceSharding(2, num_inner_ranks=2, zigzag=False),
+        SequenceSharding(9),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("name", FEW)
@@ -92,11 +97,19 @@ def test_the_mean_of_a_narrow_dtype_is_taken_in_a_wider_one():
 
 @pytest.mark.parametrize(
     "compute",
-    [lambda x: x[:, 1:], lambda x: x[:, [0, 2]], lambda x: x[x[0, :, 0] > 0], lambda x: x.amax(1), lambda x: x.sum(2)],
+    [
+        lambda x: x[:, 1:],
+        lambda x: x[:, [0, 2]],
+        lambda x: x[x[0, :, 0] > 0],
+        lambda x: x.amax(1),
+        lambda x: x.sum(2),
+    ],
 )
 def test_of_anything_else_all_tokens_are_brought_together(compute: Compute):
     asked = []
-    share = TokenShard(LENGTH, ((0, 3),), lambda local, dim: asked.append(dim) or WHOLE, lambda part: pytest.fail("a sum"))
+    share = TokenShard(
+        LENGTH, ((0, 3),), lambda local, dim: asked.append(dim) or WHOLE, lambda part: pytest.fail("a sum")
+    )
     with suppress(IndexError):  # one that is an Apart itself
         compute(make_sharded_tensor(WHOLE[:, :3], 1, share))
     assert asked

@@ -74,7 +74,14 @@ def test_what_treats_tokens_one_by_one_stays_apart(compute):
 
 
 @pytest.mark.parametrize(
-    "compute", [lambda x: x[:, :2], lambda x: x[:, 1:], lambda x: x.amax(1), lambda x: x.flatten(), lambda x: x[:, [0, 2]]]
+    "compute",
+    [
+        lambda x: x[:, :2],
+        lambda x: x[:, 1:],
+        lambda x: x.amax(1),
+        lambda x: x.flatten(),
+        lambda x: x[:, [0, 2]],
+    ],
 )
 def test_for_whatever_else_all_tokens_are_brought_together(compute):
     made = compute(some())
@@ -93,8 +100,12 @@ def test_gradients_go_to_this_ranks_tokens():
 def test_a_block_is_given_its_rows_of_masks_and_tables_and_gives_an_apart():
     mask, table = torch.ones(1, 1, LENGTH, LENGTH), torch.arange(float(LENGTH))[None]
     slots = ("0.0", "1.mask", "1.tables.0", "1.tables.1")
-    passing = BlockSequenceInfo("b", input_token_dims=((1,), (2, 3), (1,), (1,)), arg_paths=slots).with_lengths(LENGTH)
-    args, kwargs = shard_block_inputs(((some(),), {"mask": mask, "tables": (table, table), "flag": None}), passing, shares)
+    passing = BlockSequenceInfo(
+        "b", input_token_dims=((1,), (2, 3), (1,), (1,)), arg_paths=slots
+    ).with_lengths(LENGTH)
+    args, kwargs = shard_block_inputs(
+        ((some(),), {"mask": mask, "tables": (table, table), "flag": None}), passing, shares
+    )
     assert args[0].shape == (2, SHARE.num_tokens, 3)
     assert type(args[0]) is torch.Tensor
     assert kwargs["mask"].shape == (1, 1, SHARE.num_tokens, LENGTH)

@@ -45,9 +45,12 @@ def test_of_rows_of_two_lengths_each_has_its_own():
 
 
 def test_tokens_that_begin_within_are_as_many_as_are_taken_in():
-    first = BlockSequenceInfo("first", ((1,),), ((1,),), arg_paths=("0.0",), input_num_tokens=(17,), output_num_tokens=(17,))
+    first = BlockSequenceInfo(
+        "first", ((1,),), ((1,),), arg_paths=("0.0",), input_num_tokens=(17,), output_num_tokens=(17,)
+    )
     only = SingleRankForward.for_inputs(
-        SequenceInfo(17, (), (), (first,), (AttentionSpec("first", 1, 1, 2, 2, 17, 17),)), {"pixels": torch.zeros(2, 3, 8, 8)}
+        SequenceInfo(17, (), (), (first,), (AttentionSpec("first", 1, 1, 2, 2, 17, 17),)),
+        {"pixels": torch.zeros(2, 3, 8, 8)},
     )
     assert only is not None
     only.enter_block("first", ((torch.zeros(2, 26, 2),), {}))
@@ -59,10 +62,17 @@ def test_tokens_that_begin_within_are_as_many_as_are_taken_in():
 
 def test_which_call_of_attention_comes_says_whose_keys_are_looked_at():
     layer = BlockSequenceInfo(
-        "layer", ((1,), (1,)), ((1,),), arg_paths=("0.0", "0.1"), input_num_tokens=(9, 13), output_num_tokens=(9,)
+        "layer",
+        ((1,), (1,)),
+        ((1,),),
+        arg_paths=("0.0", "0.1"),
+        input_num_tokens=(9, 13),
+        output_num_tokens=(9,),
     )
     calls = (AttentionSpec("layer", 1, 1, 2, 2, 9, 9), AttentionSpec("layer", 1, 1, 2, 2, 9, 13))
-    only = SingleRankForward.for_inputs(SequenceInfo(13, ("ids",), (), (layer,), calls), {"ids": torch.zeros(2, 12)})
+    only = SingleRankForward.for_inputs(
+        SequenceInfo(13, ("ids",), (), (layer,), calls), {"ids": torch.zeros(2, 12)}
+    )
     assert only is not None
     for _ in range(2):
         only.enter_block("layer", ((torch.zeros(2, 8, 2), only.wrap_local(torch.zeros(2, 12, 2), 1, 12)), {}))
@@ -87,7 +97,9 @@ def test_a_block_of_which_nothing_is_known_is_refused():
 
 def test_there_is_none_where_a_block_needs_all_tokens():
     assert SingleRankForward.for_inputs(None, {"ids": IDS}) is None
-    mixing = SequenceInfo(LENGTH, ("ids",), (), (BlockSequenceInfo("layer", not_sequence_parallel="sums over tokens"),))
+    mixing = SequenceInfo(
+        LENGTH, ("ids",), (), (BlockSequenceInfo("layer", not_sequence_parallel="sums over tokens"),)
+    )
     assert SingleRankForward.for_inputs(mixing, {"ids": IDS}) is None
 
 

@@ -62,7 +62,10 @@ def test_a_table_for_all_layers_does_not_hold_the_tokens_of_others():
 
 def test_a_mask_that_is_expanded_is_not_written_out():
     mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).expand(6, 1, LENGTH, LENGTH)
-    assert share(SequenceSharding(2, zigzag=False)).take_mask(mask, 2).untyped_storage().nbytes() == LENGTH * LENGTH
+    assert (
+        share(SequenceSharding(2, zigzag=False)).take_mask(mask, 2).untyped_storage().nbytes()
+        == LENGTH * LENGTH
+    )
     both = share(SequenceSharding(2, num_inner_ranks=2, zigzag=False))
     own = both.take_mask(torch.ones(MASK), 2)
     assert own.untyped_storage().nbytes() == 2 * LENGTH * LENGTH * 4  # the rows of all are held anyway

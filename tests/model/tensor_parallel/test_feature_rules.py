@@ -29,7 +29,9 @@ from meshwright.model.tensor_parallel.feature_rules import (
 )
 def test_a_view_of_numbers_is_that_of_the_tensor(old: tuple[int, ...], new: tuple[int, ...]):
     whole = np.broadcast_to(np.arange(old[-1]), old) if old[-1] > 1 else np.arange(12).reshape(old)
-    assert np.array_equal(np.broadcast_to(view_features(drop_constant_dims(whole), old, new), new), whole.reshape(new))
+    assert np.array_equal(
+        np.broadcast_to(view_features(drop_constant_dims(whole), old, new), new), whole.reshape(new)
+    )
 
 
 def test_dims_in_which_numbers_do_not_change_are_small():

@@ -83,8 +83,12 @@ def role(reading: AnalyzedModel, layer: str) -> str:
     return next(weight.role for weight in reading.model_spec.params if weight.name == f"layers.0.{layer}")
 
 
-@pytest.mark.parametrize(("between", "inside"), [(heads, "heads.bias"), (products, "scale.one"), (products, "scale.other")])
-def test_parameters_between_columns_and_rows_have_gradients_that_are_sums_over_the_ranks(between, inside: str):
+@pytest.mark.parametrize(
+    ("between", "inside"), [(heads, "heads.bias"), (products, "scale.one"), (products, "scale.other")]
+)
+def test_parameters_between_columns_and_rows_have_gradients_that_are_sums_over_the_ranks(
+    between, inside: str
+):
     reading = reading_of(between)
     assert (role(reading, "up.weight"), role(reading, inside)) == ("columns", "inside")
     for ranks in (2, 3):

@@ -17,7 +17,9 @@ WORDS, WIDTH = 13, 8
 
 def anatomy_of(family: str) -> tuple[dict[str, ResidualFlow], dict[str, LayerCall]]:
     anatomy = read_family(family, 6).model_spec
-    return {each.block_call: each for each in anatomy.residual_flows}, {call.name: call for call in anatomy.layer_calls}
+    return {each.block_call: each for each in anatomy.residual_flows}, {
+        call.name: call for call in anatomy.layer_calls
+    }
 
 
 def test_layers_hand_it_on_to_the_norm_and_that_to_the_head():
@@ -28,7 +30,8 @@ def test_layers_hand_it_on_to_the_norm_and_that_to_the_head():
         ("model.layers.1", "lm_head"),  # whose glue takes all of it: x[:, 0:]
     ]
     assert all(
-        (each.num_tokens, each.hidden_size, each.not_sequence_parallel, each.output_index) == (6, 24, "", None)
+        (each.num_tokens, each.hidden_size, each.not_sequence_parallel, each.output_index)
+        == (6, 24, "", None)
         for each in passages.values()
     )
     attention, mlp = calls["model.layers.0.self_attn.k_proj"], calls["model.layers.0.mlp.up_proj"]
@@ -51,9 +54,17 @@ def test_glue_that_views_it_ends_it():
 
 def test_a_module_that_adds_it_behind_its_layers_is_no_gate():
     passages, calls = anatomy_of("bert")
-    assert calls["bert.encoder.layer.0.attention.self.query"].outer_module == "bert.encoder.layer.0.attention.self"
-    assert calls["bert.encoder.layer.0.intermediate.dense"].outer_module == "bert.encoder.layer.0.intermediate"
-    assert list(passages) == ["bert.encoder.layer.0", "bert.encoder.layer.1"]  # the head beside a norm and a whole layer is none
+    assert (
+        calls["bert.encoder.layer.0.attention.self.query"].outer_module
+        == "bert.encoder.layer.0.attention.self"
+    )
+    assert (
+        calls["bert.encoder.layer.0.intermediate.dense"].outer_module == "bert.encoder.layer.0.intermediate"
+    )
+    assert list(passages) == [
+        "bert.encoder.layer.0",
+        "bert.encoder.layer.1",
+    ]  # the head beside a norm and a whole layer is none
 
 
 def test_what_a_decoder_takes_from_the_encoder_is_not_its_stream():
@@ -80,7 +91,9 @@ class Pair(nn.Module):
 class Pairs(nn.Module):
     """Embedding, pairs, head; `between` is what glue does behind the first pair."""
 
-    def __init__(self, extra: Callable[[torch.Tensor], torch.Tensor], between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self, extra: Callable[[torch.Tensor], torch.Tensor], between: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
         self.layers = nn.ModuleList(Pair(extra) for _ in range(2))
@@ -99,8 +112,12 @@ def found(extra: Callable = same, between: Callable = same) -> ModelSpec:
     tokens = torch.randint(WORDS, (2, 6), generator=torch.Generator().manual_seed(0))
     sockets = {"layers.*.up": "columns", "layers.*.down": "rows"}
     model = Pairs(extra, between)
-    anatomy = analyze(lambda: Model(model, layer_roles=sockets), {"input_ids": tokens, "labels": tokens}).model_spec
-    assert all("forward" not in part.__dict__ and not part._forward_hooks for part in model.modules())  # left as it was
+    anatomy = analyze(
+        lambda: Model(model, layer_roles=sockets), {"input_ids": tokens, "labels": tokens}
+    ).model_spec
+    assert all(
+        "forward" not in part.__dict__ and not part._forward_hooks for part in model.modules()
+    )  # left as it was
     return anatomy
 
 
@@ -108,7 +125,9 @@ def test_layers_in_a_block_itself_have_no_gate():
     anatomy = found()
     assert [each.consumer for each in anatomy.residual_flows] == ["layers.1", "head"]
     assert {call.outer_module for call in anatomy.layer_calls} == {""}
-    assert all(call.takes_residual for call in anatomy.layer_calls if call.role in ("columns", "norm", "head"))
+    assert all(
+        call.takes_residual for call in anatomy.layer_calls if call.role in ("columns", "norm", "head")
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,10 @@ def test_a_block_is_given_its_heads_of_a_tensor_and_all_else_as_it_is(slot: int 
     args, kwargs = take_local_heads(PerHeadInput("block", slot, DimSplit(1, 5, (5,))), 1, 2, args, kwargs)
     assert args[0] is x
     assert torch.equal(args[1] if slot == 1 else kwargs["bias"], bias[:, 3:])
-    assert take_local_heads(PerHeadInput("block", 2, DimSplit(1, 5, (5,))), 1, 2, (x, None, None), {}) == ((x, None, None), {})
+    assert take_local_heads(PerHeadInput("block", 2, DimSplit(1, 5, (5,))), 1, 2, (x, None, None), {}) == (
+        (x, None, None),
+        {},
+    )
 
 
 def test_a_slice_is_a_view_unless_it_is_put_together():

@@ -52,7 +52,10 @@ def test_bits_are_those_of_splitmix64(seed: int):
 def test_a_tensor_of_keys_broadcasts():
     keys = random_bits(5, torch.arange(3))
     table = random_bits(keys[:, None], torch.arange(4))
-    assert all(torch.equal(table[i], random_bits(word % (1 << 64), torch.arange(4))) for i, word in enumerate(keys.tolist()))
+    assert all(
+        torch.equal(table[i], random_bits(word % (1 << 64), torch.arange(4)))
+        for i, word in enumerate(keys.tolist())
+    )
 
 
 def test_keys_differ_when_words_are_divided_differently():
@@ -96,10 +99,18 @@ def test_bounds_far_from_the_mean_do_not_cut():
 
 @pytest.mark.parametrize(
     "other",
-    [derive_key(0, "a", 1), derive_key(1, "a"), derive_key(0, "b"), derive_key(0, "a") + 1, derive_key(0, "a") ^ (1 << 63)],
+    [
+        derive_key(0, "a", 1),
+        derive_key(1, "a"),
+        derive_key(0, "b"),
+        derive_key(0, "a") + 1,
+        derive_key(0, "a") ^ (1 << 63),
+    ],
 )
 def test_neighbouring_keys_are_uncorrelated(other: int):
-    assert abs(correlation(normal(derive_key(0, "a"), 0, NUM, F64), normal(other, 0, NUM, F64))) < 4 / math.sqrt(NUM)
+    assert abs(
+        correlation(normal(derive_key(0, "a"), 0, NUM, F64), normal(other, 0, NUM, F64))
+    ) < 4 / math.sqrt(NUM)
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3, 64, 1024])

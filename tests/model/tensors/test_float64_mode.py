@@ -65,7 +65,9 @@ def test_a_module_made_in_float64_computes_in_it_and_one_in_float32_as_written()
     assert wide(X).dtype == torch.float64
     assert torch.equal(wide(X), wide.linear(X))
     assert reading.make_module("cpu", torch.float32)[0](X.float()).dtype == torch.float32
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # as when it is learnt what crosses between parts
+    with FakeTensorMode(
+        allow_non_fake_inputs=True
+    ) as mode:  # as when it is learnt what crosses between parts
         assert reading.make_module("cpu", torch.float64, mode)[0](mode.from_tensor(X)).dtype == torch.float64
 
 

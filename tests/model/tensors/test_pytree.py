@@ -26,7 +26,14 @@ class Frozen:
     first: object
 
 
-NESTED = [(A,), [C, {"a": A, "b": (A, None, 3, "word")}], Named(A, [C]), Record(Frozen(A)), OrderedDict(x=C), {A.shape, "set"}]
+NESTED = [
+    (A,),
+    [C, {"a": A, "b": (A, None, 3, "word")}],
+    Named(A, [C]),
+    Record(Frozen(A)),
+    OrderedDict(x=C),
+    {A.shape, "set"},
+]
 
 
 def test_tensors_come_in_order_and_as_often_as_they_stand():
@@ -88,7 +95,9 @@ def test_a_model_output_is_remade_with_other_leaves_as_item_and_as_attribute():
     assert (one.attentions, one.last_hidden_state, "attentions" in one) == (None, A, False)
 
 
-@pytest.mark.parametrize("value", [OrderedDict(x=A, y=[C]), {"x": A}, [A, (C,)], defaultdict(list, x=A)], ids=str)
+@pytest.mark.parametrize(
+    "value", [OrderedDict(x=A, y=[C]), {"x": A}, [A, (C,)], defaultdict(list, x=A)], ids=str
+)
 def test_what_is_copied_is_equal_and_of_the_same_kind(value: dict | list):
     again = copy_containers(value)
     assert type(again) is type(value)

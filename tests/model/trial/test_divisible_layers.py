@@ -17,7 +17,9 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.scale = nn.Conv1d(8, 8, 1), nn.Parameter(torch.ones(8))
-        self.up, self.down, self.odd, self.never = (nn.Linear(*sizes) for sizes in ((8, 12), (12, 8), (8, 6), (8, 8)))
+        self.up, self.down, self.odd, self.never = (
+            nn.Linear(*sizes) for sizes in ((8, 12), (12, 8), (8, 6), (8, 8))
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.conv(x.transpose(1, 2)).transpose(1, 2) * self.scale
@@ -30,7 +32,9 @@ def weights(**sockets: str) -> dict[str, ParamSpec]:
     roles = {f"layers.*.{name}": role for name, role in sockets.items()}
     return {
         w.name: w
-        for w in analyze(lambda: Model(Net(Block), layer_roles=roles), {"input_ids": tokens, "labels": tokens}).model_spec.params
+        for w in analyze(
+            lambda: Model(Net(Block), layer_roles=roles), {"input_ids": tokens, "labels": tokens}
+        ).model_spec.params
     }
 
 
@@ -49,18 +53,29 @@ def test_what_stays_whole_says_why(name: str, why: str):
 
 def test_layers_whose_widths_do_not_agree_are_named_with_them():
     found = weights(up="columns", down="replicated", odd="rows")
-    assert found["layers.0.odd.weight"].not_shardable_reason == "odd takes in 8 features, and what comes is up 12"
-    assert found["layers.0.odd.weight"].not_shardable_reason == found["layers.0.up.weight"].not_shardable_reason
+    assert (
+        found["layers.0.odd.weight"].not_shardable_reason
+        == "odd takes in 8 features, and what comes is up 12"
+    )
+    assert (
+        found["layers.0.odd.weight"].not_shardable_reason == found["layers.0.up.weight"].not_shardable_reason
+    )
     assert found["layers.0.down.weight"].not_shardable_reason == "replicated, declared by you"
 
 
 def test_what_the_user_declares_is_kept_beside():
     found = weights(up="columns", down="rows", conv="columns")
-    assert found["layers.0.conv.weight"].declared_role == found["layers.0.up.weight"].declared_role == "columns"
-    assert found["layers.0.up.weight"].not_shardable_reason == found["layers.0.odd.weight"].declared_role == ""
+    assert (
+        found["layers.0.conv.weight"].declared_role == found["layers.0.up.weight"].declared_role == "columns"
+    )
+    assert (
+        found["layers.0.up.weight"].not_shardable_reason == found["layers.0.odd.weight"].declared_role == ""
+    )
 
 
 def test_of_layers_side_by_side_the_last_takes_in_what_the_others_give_out():
     lines = suggest_roles(["h.*.attend.q", "h.*.attend.k", "h.*.attend.o", "h.*.up"])
-    assert lines.endswith("sockets={'h.*.attend.q': 'columns', 'h.*.attend.k': 'columns', 'h.*.attend.o': 'rows'})")
+    assert lines.endswith(
+        "sockets={'h.*.attend.q': 'columns', 'h.*.attend.k': 'columns', 'h.*.attend.o': 'rows'})"
+    )
     assert suggest_roles([], ["embed"]).endswith("sockets={'embed': 'vocabulary'})")

@@ -15,7 +15,12 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down, self.side = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 8)
+        self.norm, self.up, self.down, self.side = (
+            nn.LayerNorm(8),
+            nn.Linear(8, 12),
+            nn.Linear(12, 8),
+            nn.Linear(8, 8),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
@@ -25,7 +30,9 @@ class Block(nn.Module):
 def test_a_pair_has_its_products_and_what_lies_between():
     tokens = torch.zeros(2, 5, dtype=torch.long)
     roles = {"layers.*.up": "columns", "layers.*.down": "rows", "layers.*.side": "replicated"}
-    found = analyze(lambda: Model(Net(Block), layer_roles=roles), {"input_ids": tokens, "labels": tokens}).model_spec
+    found = analyze(
+        lambda: Model(Net(Block), layer_roles=roles), {"input_ids": tokens, "labels": tokens}
+    ).model_spec
     calls = {call.name: call for call in found.layer_calls}
     for layer in ("layers.0", "layers.1"):
         up, down, norm = (calls[f"{layer}.{leaf}"] for leaf in ("up", "down", "norm"))
@@ -37,7 +44,9 @@ def test_a_pair_has_its_products_and_what_lies_between():
         assert norm.flops == 0
         at = found.block_calls.index(layer)
         assert found.flops[at] == up.flops + down.flops + 5 * 2 * 8 * 8  # and the matrix that stays whole
-        assert found.saved_numel[at] >= down.saved_numel + 5 * 8 + 5 * 8  # what the norm gives out, and the other tanh
+        assert (
+            found.saved_numel[at] >= down.saved_numel + 5 * 8 + 5 * 8
+        )  # what the norm gives out, and the other tanh
 
 
 def test_attention_between_heads_belongs_to_its_pair():

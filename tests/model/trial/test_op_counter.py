@@ -24,15 +24,22 @@ def noted(run) -> OpCounts:
 def test_sizes_that_the_rows_divide_grow_with_them():
     x, weight = torch.ones(ROWS * 3, 4), torch.ones(5, 4)
     found = noted(lambda: F.linear(x, weight))
-    assert found.matmuls == (MatmulOp(LinearInSamples(0, 3), LinearInSamples(5), LinearInSamples(4), ONE, "float32"),)
+    assert found.matmuls == (
+        MatmulOp(LinearInSamples(0, 3), LinearInSamples(5), LinearInSamples(4), ONE, "float32"),
+    )
     assert noted(lambda: x.T @ torch.ones(ROWS * 3, 5)).matmuls == (
         MatmulOp(LinearInSamples(4), LinearInSamples(5), LinearInSamples(0, 3), ONE, "float32"),
     )
 
 
 def test_products_of_many_heads_are_counted_together():
-    left, right = torch.ones(ROWS * 2, 3, 4, dtype=torch.bfloat16), torch.ones(ROWS * 2, 4, 6, dtype=torch.bfloat16)
-    product = MatmulOp(LinearInSamples(3), LinearInSamples(6), LinearInSamples(4), LinearInSamples(0, 2), "bfloat16", 2)
+    left, right = (
+        torch.ones(ROWS * 2, 3, 4, dtype=torch.bfloat16),
+        torch.ones(ROWS * 2, 4, 6, dtype=torch.bfloat16),
+    )
+    product = MatmulOp(
+        LinearInSamples(3), LinearInSamples(6), LinearInSamples(4), LinearInSamples(0, 2), "bfloat16", 2
+    )
     assert noted(lambda: (left @ right, left @ right)).matmuls == (product,)
 
 
@@ -59,12 +66,17 @@ def test_all_else_is_bytes_in_and_out_and_views_have_none():
     x, bias = torch.ones(ROWS, 4), torch.ones(4)
     assert noted(lambda: x + bias).memory_ops == (MemoryOp(LinearInSamples(16, 32)),)
     assert noted(lambda: x.view(-1)).memory_ops == (MemoryOp(LinearInSamples()),)
-    assert noted(lambda: x + bias.expand(ROWS, 4)).memory_ops == (MemoryOp(LinearInSamples()), MemoryOp(LinearInSamples(16, 32)))
+    assert noted(lambda: x + bias.expand(ROWS, 4)).memory_ops == (
+        MemoryOp(LinearInSamples()),
+        MemoryOp(LinearInSamples(16, 32)),
+    )
 
 
 def test_of_a_table_only_what_is_picked_is_read():
     table, words = torch.ones(1000, 4), torch.zeros(ROWS, 2, dtype=torch.int64)
-    assert noted(lambda: F.embedding(words, table)).memory_ops == (MemoryOp(LinearInSamples(0, 2 * 8 + 2 * 2 * 4 * 4)),)
+    assert noted(lambda: F.embedding(words, table)).memory_ops == (
+        MemoryOp(LinearInSamples(0, 2 * 8 + 2 * 2 * 4 * 4)),
+    )
 
 
 def test_what_computes_much_says_what_it_is_and_how_many_numbers_it_makes():
@@ -72,7 +84,9 @@ def test_what_computes_much_says_what_it_is_and_how_many_numbers_it_makes():
     assert noted(x.tanh).memory_ops == (MemoryOp(LinearInSamples(0, 32), 1, "tanh", LinearInSamples(0, 4)),)
     assert noted(lambda: F.gelu(x)).memory_ops[0].operation == "gelu"
     assert noted(lambda: F.gelu(x, approximate="tanh")).memory_ops[0].operation == "gelu_tanh"
-    assert noted(lambda: torch.ones(5).exp()).memory_ops[-1] == MemoryOp(LinearInSamples(40), 1, "exp", LinearInSamples(5))
+    assert noted(lambda: torch.ones(5).exp()).memory_ops[-1] == MemoryOp(
+        LinearInSamples(40), 1, "exp", LinearInSamples(5)
+    )
 
 
 def test_only_the_open_section_is_written():
@@ -94,7 +108,9 @@ def test_a_trial_of_a_model_sees_as_many_operations_as_are_counted():
         done = works.by_block_call[visit]
         assert done.forward.flops(4) == 4 * flops
         pairs = sum(each.flops(4) for each in done.forward.attention)
-        assert done.backward.flops(4) == 2 * 4 * flops + pairs / 2  # attention's backward makes its scores once more
+        assert (
+            done.backward.flops(4) == 2 * 4 * flops + pairs / 2
+        )  # attention's backward makes its scores once more
     assert works.loss.calls > 0
 
 
@@ -118,5 +134,7 @@ def test_a_model_that_makes_its_scores_itself_has_products_for_them():
         return outputs.square().sum()
 
     loss = Loss(total, lambda batch: torch.tensor(1.0), targets=())
-    found = analyze(lambda: Own(), {"x": torch.ones(3, 5, 4)}, loss=loss).measure_memory(torch.float32, torch.float32)
+    found = analyze(lambda: Own(), {"x": torch.ones(3, 5, 4)}, loss=loss).measure_memory(
+        torch.float32, torch.float32
+    )
     assert [each.batch for each in found.ops.glue.products] == [LinearInSamples(0, 1)] * 2

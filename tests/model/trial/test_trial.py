@@ -9,7 +9,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshwright.model.blocks.discovery import find_blocks
-from meshwright.model.trial.trial import PROBE_BATCH, TrialFindings, depends_on_values, make_fake, param_block_calls, run_trial
+from meshwright.model.trial.trial import (
+    PROBE_BATCH,
+    TrialFindings,
+    depends_on_values,
+    make_fake,
+    param_block_calls,
+    run_trial,
+)
 from tests.model.block_backward import reading_of
 
 X = torch.linspace(-1, 1, PROBE_BATCH * 6).view(PROBE_BATCH, 6)
@@ -31,7 +38,9 @@ def test_operations_and_the_stream_of_a_llama_are_those_counted_by_hand():
         num_key_value_heads=kv_heads,
         use_cache=False,
     )
-    anatomy = reading_of(lambda: LlamaForCausalLM(config), {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}).model_spec
+    anatomy = reading_of(
+        lambda: LlamaForCausalLM(config), {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
+    ).model_spec
     head = width // heads
     projections = 2 * tokens * width * (heads * head + 2 * kv_heads * head + width)
     attention = 2 * 2 * heads * tokens * tokens * head

@@ -61,7 +61,9 @@ class Case:
         leaves = [each.detach().requires_grad_() for each in self.inputs]
         shared = self.query.shape[1] // self.key.shape[1]
         key, value = (each.repeat_interleave(shared, 1) for each in leaves[1:3])
-        out = F.scaled_dot_product_attention(leaves[0], key, value, leaves[3] if leaves[3:] else self.mask, is_causal=self.causal)
+        out = F.scaled_dot_product_attention(
+            leaves[0], key, value, leaves[3] if leaves[3:] else self.mask, is_causal=self.causal
+        )
         return out.detach(), *torch.autograd.grad(out, leaves, self.grad)
 
 
@@ -97,10 +99,14 @@ class Rank:
         """What is moved from now on is for `action`."""
         self._state.current_action = action
 
-    def move(self, tensor: torch.Tensor, axis: str, src: Placement, dst: Placement, meanwhile: Any = None) -> torch.Tensor:
+    def move(
+        self, tensor: torch.Tensor, axis: str, src: Placement, dst: Placement, meanwhile: Any = None
+    ) -> torch.Tensor:
         return self._inner.redistribute(tensor, axis, src, dst, meanwhile)
 
-    def exchange(self, tensor: torch.Tensor, axis: str, src: Placement, dst: Placement, near: int = 0) -> torch.Tensor:
+    def exchange(
+        self, tensor: torch.Tensor, axis: str, src: Placement, dst: Placement, near: int = 0
+    ) -> torch.Tensor:
         return self._inner.redistribute_uncached(tensor, axis, src, dst, near)
 
     def shift(self, output: torch.Tensor, tensor: torch.Tensor, axis: str, by: int = 1) -> Any:
@@ -116,8 +122,12 @@ class Rank:
 def space_of(mesh: Mesh, attends: Sequence[AttentionSpec]) -> ShardingPlan:
     """A model of one block that attends."""
     length = attends[0].query_len
-    tokens = SequenceInfo(length, ("input_ids",), ("labels",), (BlockSequenceInfo(VISIT, ((1,),), ((1,),)),), tuple(attends))
-    return ShardingPlan.one_device(mesh, ModelSpec("tiny", (VISIT,), (), (length,), (1,), sequence_info=tokens))
+    tokens = SequenceInfo(
+        length, ("input_ids",), ("labels",), (BlockSequenceInfo(VISIT, ((1,),), ((1,),)),), tuple(attends)
+    )
+    return ShardingPlan.one_device(
+        mesh, ModelSpec("tiny", (VISIT,), (), (length,), (1,), sequence_info=tokens)
+    )
 
 
 @dataclass(frozen=True)
@@ -154,14 +164,22 @@ def _put(whole: torch.Tensor, local: torch.Tensor, share: TokenShard) -> None:
 
 
 def _share(space: ShardingPlan, rank: int, length: int) -> TokenShard:
-    return TokenShard(length, space.sequence_sharding.token_ranges(length, rank) if space.sequence_sharding else ((0, length),))
+    return TokenShard(
+        length,
+        space.sequence_sharding.token_ranges(length, rank) if space.sequence_sharding else ((0, length),),
+    )
 
 
-def _played(world: World, strategy: Strategy, space: ShardingPlan, given: Case) -> tuple[list[torch.Tensor], list[Entry]]:
+def _played(
+    world: World, strategy: Strategy, space: ShardingPlan, given: Case
+) -> tuple[list[torch.Tensor], list[Entry]]:
     rank, share = Rank(world, space), _share(space, world.rank, given.query.shape[2])
     strategy.bind(rank)
     world.ledger.recording = True
-    leaves = [share.take_local(each.detach(), 2).clone().requires_grad_() for each in (given.query, given.key, given.value)]
+    leaves = [
+        share.take_local(each.detach(), 2).clone().requires_grad_()
+        for each in (given.query, given.key, given.value)
+    ]
     mask = given.mask
     if mask is not None:
         mask = mask.detach() if mask.shape[-2] == 1 else share.take_local(mask.detach(), 2).clone()
@@ -194,10 +212,18 @@ def stated(strategy: Strategy, given: Case, mesh: Mesh) -> Sent:
     """What the program of `strategy` says of it."""
     space = strategy.place(space_of(mesh, [given.attend])).at_coordinate(mesh.coordinate(0))
     dtype = str(given.query.dtype).removeprefix("torch.")
-    job = Job(ModelConfig("tiny"), DataConfig("random"), TrainConfig(batch=ROWS), precision=PrecisionConfig(dtype, dtype))
+    job = Job(
+        ModelConfig("tiny"),
+        DataConfig("random"),
+        TrainConfig(batch=ROWS),
+        precision=PrecisionConfig(dtype, dtype),
+    )
     program = Program.from_dict({FIRST_ROLE: [Action("F", VISIT, 0), Action("B", VISIT, 0)]})
     actions = strategy.rewrite(program, space, job).actions(FIRST_ROLE)
     return {
-        action.kind: [(move.collective, move.num_ranks(mesh), move.nbytes, move.dtype) for move in action.inner_transfers]
+        action.kind: [
+            (move.collective, move.num_ranks(mesh), move.nbytes, move.dtype)
+            for move in action.inner_transfers
+        ]
         for action in actions
     }

@@ -84,13 +84,31 @@ def llama() -> nn.Module:
         "num_hidden_layers": 2,
         "pad_token_id": 0,
     }
-    heads: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 3, "num_labels": LABELS, "use_cache": False}
+    heads: dict[str, Any] = {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "num_labels": LABELS,
+        "use_cache": False,
+    }
     return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**sizes, **heads))
 
 
 def gpt2() -> nn.Module:
-    sizes: dict[str, Any] = {"vocab_size": 67, "n_embd": 24, "n_layer": 2, "n_head": 6, "n_positions": 32, "pad_token_id": 0}
-    drops: dict[str, Any] = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.0, "use_cache": False, "num_labels": LABELS}
+    sizes: dict[str, Any] = {
+        "vocab_size": 67,
+        "n_embd": 24,
+        "n_layer": 2,
+        "n_head": 6,
+        "n_positions": 32,
+        "pad_token_id": 0,
+    }
+    drops: dict[str, Any] = {
+        "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "attn_pdrop": 0.0,
+        "use_cache": False,
+        "num_labels": LABELS,
+    }
     return transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**sizes, **drops))
 
 
@@ -102,8 +120,14 @@ def bert() -> nn.Module:
         "num_hidden_layers": 2,
         "num_attention_heads": 6,
     }
-    drops: dict[str, Any] = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.0, "num_labels": LABELS}
-    return transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, **drops, max_position_embeddings=16))
+    drops: dict[str, Any] = {
+        "hidden_dropout_prob": 0.1,
+        "attention_probs_dropout_prob": 0.0,
+        "num_labels": LABELS,
+    }
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(**sizes, **drops, max_position_embeddings=16)
+    )
 
 
 def rows(count: int, length: int = TOKENS) -> list[dict[str, torch.Tensor]]:

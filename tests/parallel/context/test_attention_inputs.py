@@ -12,7 +12,15 @@ from meshwright.plan.job.errors import PlanError
 
 SHARE = TokenShard(9, ((0, 2), (7, 9)))  # four of nine tokens
 ASKED = ShardedAttentionCall(
-    torch.randn(2, 6, 4, 5), torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 7), None, 0.0, False, 1.0, SHARE, SHARE
+    torch.randn(2, 6, 4, 5),
+    torch.randn(2, 3, 4, 5),
+    torch.randn(2, 3, 4, 7),
+    None,
+    0.0,
+    False,
+    1.0,
+    SHARE,
+    SHARE,
 )
 
 
@@ -51,7 +59,10 @@ def test_keys_that_are_not_the_rows_tokens_are_refused() -> None:
 @pytest.mark.parametrize("shape", [(4, 4), (9, 9), (2, 1, 4, 8)], ids=str)
 def test_a_mask_without_columns_for_all_keys_or_rows_of_others_is_refused(shape: tuple[int, ...]) -> None:
     said = refusal(replace(ASKED, mask=torch.ones(shape)))
-    assert f"the mask is of shape {list(shape)}; needed are rows for 4 queries of this rank, and columns for all 9 keys" in said
+    assert (
+        f"the mask is of shape {list(shape)}; needed are rows for 4 queries of this rank, and columns for all 9 keys"
+        in said
+    )
 
 
 def test_a_mask_under_a_causal_mask_is_refused() -> None:

@@ -10,7 +10,11 @@ from meshwright.model.rng import sites
 from meshwright.model.rng.dropout_mode import StatelessDropout, keep_mask
 from meshwright.model.rng.sharded_draws import DrawRegion
 from meshwright.model.rng.sites import StatelessRNG
-from meshwright.parallel.context.attention_kernel import AttentionDropout, math_attention, math_attention_backward
+from meshwright.parallel.context.attention_kernel import (
+    AttentionDropout,
+    math_attention,
+    math_attention_backward,
+)
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
@@ -36,7 +40,9 @@ def gpt2() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    config = transformers.LlamaConfig(**WIDTH, num_attention_heads=4, num_key_value_heads=2, attention_dropout=0.3)
+    config = transformers.LlamaConfig(
+        **WIDTH, num_attention_heads=4, num_key_value_heads=2, attention_dropout=0.3
+    )
     return transformers.LlamaForCausalLM(config)
 
 
@@ -92,19 +98,27 @@ def test_a_part_is_drawn_as_within_the_whole() -> None:
         thrown.begin_forward(1, torch.tensor([4, 9]))
         thrown.enter_block("layer")
         with StatelessDropout(thrown):
-            drawn.append(keep_mask(torch.zeros(1), part, 0.5) if drawn else nn.functional.dropout(torch.ones(whole)) > 0)
+            drawn.append(
+                keep_mask(torch.zeros(1), part, 0.5)
+                if drawn
+                else nn.functional.dropout(torch.ones(whole)) > 0
+            )
     assert drawn[1].shape == (2, 2, 3, 5)
     assert torch.equal(drawn[1], drawn[0][:, 2:][:, :, [0, 3, 4]])
 
 
 def test_the_plain_path_drops_weights_forward_and_backward() -> None:
     torch.manual_seed(0)
-    query, key, value = (torch.randn(2, heads, 5, 3, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    query, key, value = (
+        torch.randn(2, heads, 5, 3, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
+    )
     keep, grad = torch.rand(2, 4, 5, 5) > 0.4, torch.randn(2, 4, 5, 3, dtype=torch.float64)
     weights = (query @ key.repeat_interleave(2, 1).mT * 0.5).softmax(-1) * keep / 0.6
     true = weights @ value.repeat_interleave(2, 1)
     q, k, v = (each.detach() for each in (query, key, value))
     out, lse = math_attention(q, k, v, None, False, 0.5, AttentionDropout(keep, 0.4))
-    found = math_attention_backward(grad, q, k, v, out, lse, None, False, 0.5, None, AttentionDropout(keep, 0.4))
+    found = math_attention_backward(
+        grad, q, k, v, out, lse, None, False, 0.5, None, AttentionDropout(keep, 0.4)
+    )
     torch.testing.assert_close(out, true)
     torch.testing.assert_close(list(found), list(torch.autograd.grad(true, (query, key, value), grad)))

@@ -13,7 +13,9 @@ SCALE, LENGTH = 0.6, 13
 EXACT = 1e-13  # of float64, over sums of a dozen
 
 
-def lse_of(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, *, causal: bool) -> torch.Tensor:
+def lse_of(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, *, causal: bool
+) -> torch.Tensor:
     """By its definition."""
     scores = SCALE * query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(-1, -2)
     if causal:
@@ -34,7 +36,9 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize(("groups", "values"), [(4, 5), (2, 3), (1, 7)])
-def test_output_lse_and_gradients_are_those_of_the_formula(path: str, name: str, groups: int, values: int) -> None:
+def test_output_lse_and_gradients_are_those_of_the_formula(
+    path: str, name: str, groups: int, values: int
+) -> None:
     *given, grad = sample(LENGTH, groups=groups, values=values)
     said = {"mask": mask_of(name, LENGTH), "causal": name == "causal", "scale": SCALE}
     out, lse = attention(*given, **said)
@@ -51,7 +55,9 @@ def test_output_lse_and_gradients_are_those_of_the_formula(path: str, name: str,
 
 def test_a_mask_that_all_heads_and_rows_share_has_its_gradient_summed() -> None:
     *given, grad = sample(LENGTH)
-    mask = torch.randn(1, 1, 1, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    mask = torch.randn(
+        1, 1, 1, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
     out, lse = attention(*given, mask=mask.detach(), scale=SCALE)
     of_mask = torch.zeros_like(mask)
     attention_backward(grad, *given, out, lse, mask=mask.detach(), scale=SCALE, mask_grad=of_mask)
@@ -149,14 +155,19 @@ def test_an_lse_of_one_block_in_place_of_all_is_noticed() -> None:
     whole = attention(query, key, value, scale=SCALE)
     wrong = attention(query, key[:, :, :6], value[:, :, :6], scale=SCALE)
     true = with_gradients([query, key, value, grad], None, causal=False, scale=SCALE)[2]
-    shares = [attention_backward(grad, query, key[:, :, :6], value[:, :, :6], *each, scale=SCALE)[1] for each in (whole, wrong)]
+    shares = [
+        attention_backward(grad, query, key[:, :, :6], value[:, :, :6], *each, scale=SCALE)[1]
+        for each in (whole, wrong)
+    ]
     assert gap(shares[0], true[:, :, :6]) < EXACT
     assert gap(shares[1], true[:, :, :6]) > 0.01
 
 
 def test_the_formula_is_what_torch_computes() -> None:
     query, key, value, _ = sample(LENGTH, values=5)
-    torch_own = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=SCALE, enable_gqa=True)
+    torch_own = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=SCALE, enable_gqa=True
+    )
     assert gap(torch_own, dense(query, key, value, None, causal=True, scale=SCALE)) < EXACT
 
 

@@ -21,7 +21,13 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.model_spec.model_spec import ModelSpec
-from meshwright.plan.model_spec.sequence_info import AttentionSpec, BlockSequenceInfo, ConvSpec, SequenceInfo, num_positions
+from meshwright.plan.model_spec.sequence_info import (
+    AttentionSpec,
+    BlockSequenceInfo,
+    ConvSpec,
+    SequenceInfo,
+    num_positions,
+)
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -41,7 +47,16 @@ WAYS = [
     (HybridContextParallel(), 4),
     (HybridContextParallel(), 6),
 ]
-KERNELS = [(3, 1, 2), (3, 1, 1), (4, 1, 3), (4, 1, 2), (7, 1, 3), (3, 2, 4), (3, 2, 2), (7, 1, 0)]  # size, dilation, left
+KERNELS = [
+    (3, 1, 2),
+    (3, 1, 1),
+    (4, 1, 3),
+    (4, 1, 2),
+    (7, 1, 3),
+    (3, 2, 4),
+    (3, 2, 2),
+    (7, 1, 0),
+]  # size, dilation, left
 
 
 @dataclass(frozen=True)
@@ -71,36 +86,60 @@ class Case:
 def case(kernel: tuple[int, int, int], length: int, groups: int = 1) -> Case:
     size, dilation, left = kernel
     noise = torch.Generator().manual_seed(size * 100 + length)
-    shapes = [(ROWS, WIDTH, length), (2 * WIDTH, WIDTH // groups, size), (2 * WIDTH,), (ROWS, 2 * WIDTH, length)]
+    shapes = [
+        (ROWS, WIDTH, length),
+        (2 * WIDTH, WIDTH // groups, size),
+        (2 * WIDTH,),
+        (ROWS, 2 * WIDTH, length),
+    ]
     drawn = [torch.randn(shape, generator=noise, dtype=torch.float64) for shape in shapes]
     reach = (size - 1) * dilation
-    return Case(ConvSpec(VISIT, VISIT, length, WIDTH, left, reach - left, needs_grad=True), *drawn, dilation, groups)
+    return Case(
+        ConvSpec(VISIT, VISIT, length, WIDTH, left, reach - left, needs_grad=True), *drawn, dilation, groups
+    )
 
 
 def space_of(mesh: Mesh, convolve: ConvSpec) -> ShardingPlan:
     tokens = SequenceInfo(
-        convolve.num_tokens, ("input_ids",), ("labels",), (BlockSequenceInfo(VISIT, ((1,),), ((1,),)),), conv_calls=(convolve,)
+        convolve.num_tokens,
+        ("input_ids",),
+        ("labels",),
+        (BlockSequenceInfo(VISIT, ((1,),), ((1,),)),),
+        conv_calls=(convolve,),
     )
-    return ShardingPlan.one_device(mesh, ModelSpec("tiny", (VISIT,), (), (convolve.num_tokens,), (1,), sequence_info=tokens))
+    return ShardingPlan.one_device(
+        mesh, ModelSpec("tiny", (VISIT,), (), (convolve.num_tokens,), (1,), sequence_info=tokens)
+    )
 
 
-def played(world: World, space: ShardingPlan, strategy: ContextParallel, given: Case) -> tuple[list[torch.Tensor], list[Entry]]:
+def played(
+    world: World, space: ShardingPlan, strategy: ContextParallel, given: Case
+) -> tuple[list[torch.Tensor], list[Entry]]:
     rank, length = Rank(world, space), given.known.num_tokens
     spans = space.sequence_sharding.token_ranges(length, world.rank)
     share = TokenShard(length, spans)
     strategy.bind(rank)
     assert rank.beside is not None
     world.ledger.recording = True
-    leaves = [each.detach().clone().requires_grad_() for each in (share.take_padded(given.input, 2), given.weight, given.bias)]
+    leaves = [
+        each.detach().clone().requires_grad_()
+        for each in (share.take_padded(given.input, 2), given.weight, given.bias)
+    ]
     asked = Conv1dArguments(*leaves, padding=99, dilation=given.dilation, groups=given.groups)
     out = rank.beside(ShardedConv1dCall(leaves[0], asked, given.known, share))
     rank.act("B")
     own = share.take_local(given.grad, 2)
     found = torch.autograd.grad(out, leaves, F.pad(own, (0, out.shape[2] - own.shape[2])))
-    return [out.detach()[..., : num_positions(spans)], found[0][..., : num_positions(spans)], *found[1:]], world.ledger.entries
+    return [
+        out.detach()[..., : num_positions(spans)],
+        found[0][..., : num_positions(spans)],
+        *found[1:],
+    ], world.ledger.entries
 
 
-def answered(strategy: ContextParallel, given: Case, ranks: int) -> tuple[list[torch.Tensor], list[list[Entry]]]:
+def answered(
+    strategy: ContextParallel, given: Case, ranks: int
+) -> tuple[list[torch.Tensor], list[list[Entry]]]:
     """What all ranks together have given, as one device would; and what each has issued."""
     mesh = Mesh(cp=ranks)
     space = strategy.place(space_of(mesh, given.known))
@@ -124,7 +163,9 @@ def worst(strategy: ContextParallel, given: Case, ranks: int) -> float:
 
 @pytest.mark.parametrize(("strategy", "ranks"), WAYS, ids=str)
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
-def test_numbers_are_those_of_one_device(strategy: ContextParallel, ranks: int, kernel: tuple[int, int, int]) -> None:
+def test_numbers_are_those_of_one_device(
+    strategy: ContextParallel, ranks: int, kernel: tuple[int, int, int]
+) -> None:
     assert worst(strategy, case(kernel, 13), ranks) < 1e-12
 
 
@@ -139,26 +180,42 @@ def test_kernels_may_reach_over_several_ranks_and_ranks_may_be_more_than_tokens(
 
 @pytest.mark.parametrize(("strategy", "ranks"), WAYS, ids=str)
 @pytest.mark.parametrize("length", [3, 12])
-def test_bytes_are_those_of_the_formula_on_every_rank(strategy: ContextParallel, ranks: int, length: int) -> None:
+def test_bytes_are_those_of_the_formula_on_every_rank(
+    strategy: ContextParallel, ranks: int, length: int
+) -> None:
     given = case((4, 2, 4), length)
-    spans = 2 if strategy.sequence_sharding(ranks).zigzag and strategy.sequence_sharding(ranks).num_inner_ranks < ranks else 1
+    spans = (
+        2
+        if strategy.sequence_sharding(ranks).zigzag
+        and strategy.sequence_sharding(ranks).num_inner_ranks < ranks
+        else 1
+    )
     formula = spans * ROWS * WIDTH * (4 - 1) * 2 * (ranks - 1) * 8
     for entries in answered(strategy, given, ranks)[1]:
         assert [(each.action, each.collective, each.sent) for each in entries] == [
             ("F", "all_gather", formula),
             ("B", "reduce_scatter", formula),
         ]
-        assert [(each.collective, each.nbytes, each.dtype) for each in entries] == stated(strategy, given.known, ranks)
+        assert [(each.collective, each.nbytes, each.dtype) for each in entries] == stated(
+            strategy, given.known, ranks
+        )
 
 
 def stated(strategy: ContextParallel, convolve: ConvSpec, ranks: int) -> list[tuple[str, int, str]]:
     """What the program of `strategy` says of it."""
     mesh = Mesh(cp=ranks)
     space = strategy.place(space_of(mesh, convolve)).at_coordinate(mesh.coordinate(0))
-    job = Job(ModelConfig("tiny"), DataConfig("random"), TrainConfig(batch=ROWS), precision=PrecisionConfig("float64", "float64"))
+    job = Job(
+        ModelConfig("tiny"),
+        DataConfig("random"),
+        TrainConfig(batch=ROWS),
+        precision=PrecisionConfig("float64", "float64"),
+    )
     program = Program.from_dict({FIRST_ROLE: [Action("F", VISIT, 0), Action("B", VISIT, 0)]})
     actions = strategy.rewrite(program, space, job).actions(FIRST_ROLE)
-    return [(move.collective, move.nbytes, move.dtype) for action in actions for move in action.inner_transfers]
+    return [
+        (move.collective, move.nbytes, move.dtype) for action in actions for move in action.inner_transfers
+    ]
 
 
 def test_what_nobody_asks_the_gradient_of_sends_none_back() -> None:
@@ -169,7 +226,11 @@ def test_what_nobody_asks_the_gradient_of_sends_none_back() -> None:
 
 
 def planned(
-    strategy: ContextParallel, *convolves: ConvSpec, attends: tuple[AttentionSpec, ...] = (), ranks: int = 3, **job: Any
+    strategy: ContextParallel,
+    *convolves: ConvSpec,
+    attends: tuple[AttentionSpec, ...] = (),
+    ranks: int = 3,
+    **job: Any,
 ) -> Plan:
     tokens = SequenceInfo(12, ("input_ids",), ("labels",), attention_calls=attends, conv_calls=convolves)
     anatomy = replace(known().model_spec, sequence_info=tokens)
@@ -182,7 +243,9 @@ SHORT = ConvSpec(LAYER, f"{LAYER}.conv", 12, 8, 2, 0, needs_grad=True)
 
 
 def test_moves_stand_in_the_order_of_the_forward_and_backwards_the_other_way_round() -> None:
-    attend = AttentionSpec(LAYER, num_heads=6, num_kv_heads=3, head_dim=8, value_head_dim=8, query_len=12, key_len=12)
+    attend = AttentionSpec(
+        LAYER, num_heads=6, num_kv_heads=3, head_dim=8, value_head_dim=8, query_len=12, key_len=12
+    )
     late = replace(SHORT, left_halo=1, right_halo=1, num_prior_attention_calls=1)
     plan = planned(RingAttention(), SHORT, late, attends=(attend,))
     inner = {action.kind: action.inner_transfers for action in plan.actions if action.subject == LAYER}
@@ -193,12 +256,20 @@ def test_moves_stand_in_the_order_of_the_forward_and_backwards_the_other_way_rou
 def test_edges_travel_as_products_take_them() -> None:
     plan = planned(RingAttention(), SHORT, precision=PrecisionConfig(compute="bfloat16"))
     moves = [move for action in plan.actions if action.subject == LAYER for move in action.inner_transfers]
-    assert {(move.dtype, move.nbytes) for move in moves} == {("bfloat16", 2 * 4 * 8 * 2 * 2), ("bfloat16", 3 * 2 * 4 * 8 * 2 * 2)}
+    assert {(move.dtype, move.nbytes) for move in moves} == {
+        ("bfloat16", 2 * 4 * 8 * 2 * 2),
+        ("bfloat16", 3 * 2 * 4 * 8 * 2 * 2),
+    }
 
 
 def test_a_kernel_that_reaches_far_beyond_a_share_is_refused() -> None:
-    far = [replace(SHORT, module=f"model.layers.{i}.conv", left_halo=conv_halo.MAX_KERNEL_REACH + 1) for i in range(2)]
-    with pytest.raises(PlanError, match=r"model.layers.\*.conv convolves tokens with a kernel that reaches over 257") as told:
+    far = [
+        replace(SHORT, module=f"model.layers.{i}.conv", left_halo=conv_halo.MAX_KERNEL_REACH + 1)
+        for i in range(2)
+    ]
+    with pytest.raises(
+        PlanError, match=r"model.layers.\*.conv convolves tokens with a kernel that reaches over 257"
+    ) as told:
         planned(RingAttention(), *far)
     (fault,) = told.value.diagnostics
     assert fault.problem.endswith("and a rank has 4 (and 1 more)")

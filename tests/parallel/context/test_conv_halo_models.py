@@ -41,7 +41,11 @@ class Short(nn.Module):
 
     def __init__(self, kernel: int, dilation: int = 1) -> None:
         super().__init__()
-        self.norm, self.into, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.into, self.out = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
         reach = (kernel - 1) * dilation
         self.conv = nn.Conv1d(WIDTH, WIDTH, kernel, padding=reach, dilation=dilation, groups=WIDTH)
 
@@ -87,7 +91,9 @@ def lfm2(**more: object) -> nn.Module:
     return transformers.Lfm2ForCausalLM(transformers.Lfm2Config(**{**sizes, **heads, **kinds, **more}))
 
 
-def equal(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 2, length: int = 9) -> None:
+def equal(
+    reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 2, length: int = 9
+) -> None:
     """Check that the plan's program can work, is what is issued, and gives what one device gives."""
     source, train = DataConfig("random", sequence=length), TrainConfig(batch=ROWS, clip=0.5)
     job = Job(ModelConfig("mixed"), source, train, OptimizerConfig("adamw", lr=0.1, weight_decay=0.1))
@@ -107,7 +113,13 @@ def made(make, length: int = 9) -> AnalyzedModel:
         return analyze(make(), batches(1, ROWS, length)[0])
 
 
-WAYS = [(2, RingAttention()), (3, RingAttention()), (4, RingAttention()), (2, Ulysses()), (4, HybridContextParallel())]
+WAYS = [
+    (2, RingAttention()),
+    (3, RingAttention()),
+    (4, RingAttention()),
+    (2, Ulysses()),
+    (4, HybridContextParallel()),
+]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +139,10 @@ def test_ranks_may_be_more_than_tokens(make, length: int) -> None:
 @pytest.mark.parametrize(
     ("mesh", "strategies"),
     [
-        (Mesh(dp_shard=2, cp=2), (BatchSplit(axis="dp_shard"), RingAttention(), ZeRO(stage=3), ActivationCheckpointing())),
+        (
+            Mesh(dp_shard=2, cp=2),
+            (BatchSplit(axis="dp_shard"), RingAttention(), ZeRO(stage=3), ActivationCheckpointing()),
+        ),
         (Mesh(cp=3), (RingAttention(), ZeRO(axis="cp"))),
         (Mesh(pp=2, cp=3), (Pipeline(schedule="zb_h1"), RingAttention(), ActivationCheckpointing(), COPIES)),
         (Mesh(cp=2, tp=2), (TensorParallel(), RingAttention(), COPIES)),
@@ -144,13 +159,21 @@ def test_dropout_between_convolutions_draws_what_one_device_draws() -> None:
 
 def test_padding_in_a_batch_is_convolved_as_on_one_device() -> None:
     reading, rows = padded(lfm2(), 3)
-    job = Job(ModelConfig("lfm2"), DataConfig("random", sequence=9), TrainConfig(batch=ROWS), OptimizerConfig("adamw", lr=0.1))
+    job = Job(
+        ModelConfig("lfm2"),
+        DataConfig("random", sequence=9),
+        TrainConfig(batch=ROWS),
+        OptimizerConfig("adamw", lr=0.1),
+    )
     verdict = verify(reading, make_plan(reading, job, Mesh(cp=3), (RingAttention(), COPIES)), rows)
     assert verdict.passed, verdict
 
 
 def test_evaluations_may_have_longer_rows() -> None:
-    plan, alone = (planned(made(Mixed), mesh, *more) for mesh, *more in ((Mesh(cp=3), RingAttention(), COPIES), (Mesh(),)))
+    plan, alone = (
+        planned(made(Mixed), mesh, *more)
+        for mesh, *more in ((Mesh(cp=3), RingAttention(), COPIES), (Mesh(),))
+    )
     (wanted,) = found(made(Mixed), alone, 13)
     for told, loss in found(made(Mixed), plan, 13):
         assert (told.loss, loss) == pytest.approx((wanted[0].loss, wanted[1]), rel=1e-5)
@@ -268,8 +291,13 @@ def test_an_mlp_that_convolves_is_not_run_in_tiles() -> None:
 
 def test_a_convolution_of_neighbours_on_this_rank_alone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def alone(self: conv_call.Conv1dMode, known, given, share) -> torch.Tensor:
-        own = F.pad(given.input[..., known.before : known.before + max(MIN_TOKENS, share.count)], (known.left, known.right_halo))
-        return F.pad(F.conv1d(own, given.weight, given.bias, 1, 0, given.dilation, given.groups), (0, known.behind))
+        own = F.pad(
+            given.input[..., known.before : known.before + max(MIN_TOKENS, share.count)],
+            (known.left, known.right_halo),
+        )
+        return F.pad(
+            F.conv1d(own, given.weight, given.bias, 1, 0, given.dilation, given.groups), (0, known.behind)
+        )
 
     monkeypatch.setattr(conv_call.Conv1dMode, "_call_impl", alone)
     with pytest.raises(AssertionError):

@@ -16,13 +16,29 @@ from tests.parallel.context.test_ulysses import masked
 from tests.parallel.tensor.odd_llama import known, planned
 
 WORST = 1e-12
-SHAPES = [(4, 2, 4, 4), (4, 2, 4, 1), (4, 2, 6, 3), (6, 2, 4, 2), (6, 3, 6, 2), (6, 3, 6, 6)]  # ranks, inner, heads, groups
+SHAPES = [
+    (4, 2, 4, 4),
+    (4, 2, 4, 1),
+    (4, 2, 6, 3),
+    (6, 2, 4, 2),
+    (6, 3, 6, 2),
+    (6, 3, 6, 6),
+]  # ranks, inner, heads, groups
 
 
 @pytest.mark.parametrize(("ranks", "inner", "heads", "groups"), SHAPES)
 @pytest.mark.parametrize("causal", [False, True])
-def test_attention_is_that_of_one_device(ranks: int, inner: int, heads: int, groups: int, causal: bool) -> None:
-    assert worst(case(heads, groups, 13, causal=causal), HybridContextParallel(ulysses_degree=inner), Mesh(cp=ranks)) < WORST
+def test_attention_is_that_of_one_device(
+    ranks: int, inner: int, heads: int, groups: int, causal: bool
+) -> None:
+    assert (
+        worst(
+            case(heads, groups, 13, causal=causal),
+            HybridContextParallel(ulysses_degree=inner),
+            Mesh(cp=ranks),
+        )
+        < WORST
+    )
 
 
 @pytest.mark.parametrize("length", [1, 3, 5])
@@ -30,7 +46,9 @@ def test_ranks_may_be_more_than_tokens(length: int) -> None:
     assert worst(case(4, 2, length, causal=True), HybridContextParallel(), Mesh(cp=6)) < WORST
 
 
-@pytest.mark.parametrize("mask", ["window", "documents", "bias", "learned", "one learned", "keys", "learned keys"])
+@pytest.mark.parametrize(
+    "mask", ["window", "documents", "bias", "learned", "one learned", "keys", "learned keys"]
+)
 @pytest.mark.parametrize("length", [3, 9])
 def test_masks_are_those_of_one_device(mask: str, length: int) -> None:
     assert worst(case(4, 2, length, mask=masked(mask, length)), HybridContextParallel(), Mesh(cp=4)) < WORST
@@ -54,7 +72,9 @@ def test_keys_may_travel_in_bfloat16() -> None:
 def test_what_is_issued_is_what_the_program_states(
     ranks: int, inner: int, heads: int, groups: int, mask: str | None, wire: str
 ) -> None:
-    given = case(heads, groups, 13, widths=(4, 2), mask=None if mask is None or heads != 4 else masked(mask, 13))
+    given = case(
+        heads, groups, 13, widths=(4, 2), mask=None if mask is None or heads != 4 else masked(mask, 13)
+    )
     strategy, mesh = HybridContextParallel(ulysses_degree=inner, comm_dtype=wire), Mesh(cp=ranks)
     wanted = stated(strategy, given, mesh)
     assert {size for _, size, *_ in wanted["F"]} == {inner, ranks}
@@ -63,7 +83,9 @@ def test_what_is_issued_is_what_the_program_states(
 
 def test_bytes_are_those_of_the_formula() -> None:
     ranks, inner, heads, groups, width, length = 6, 2, 4, 2, 4, 24
-    entries = answered(HybridContextParallel(ulysses_degree=inner), case(heads, groups, length), Mesh(cp=ranks)).entries[0]
+    entries = answered(
+        HybridContextParallel(ulysses_degree=inner), case(heads, groups, length), Mesh(cp=ranks)
+    ).entries[0]
     share = ROWS * length * heads * width / ranks
     exchange = (2 + 2 * groups / heads) * share * (inner - 1) / inner
     ring = 2 * share * groups / heads * (ranks // inner - 1)
@@ -74,9 +96,15 @@ def test_bytes_are_those_of_the_formula() -> None:
 def test_ends_are_a_ring_and_an_exchange_alone() -> None:
     given, mesh = case(4, 2, 13, causal=True), Mesh(cp=4)
     for inner, same in ((1, RingAttention()), (4, Ulysses())):
-        hybrid, other = (answered(strategy, given, mesh) for strategy in (HybridContextParallel(ulysses_degree=inner), same))
+        hybrid, other = (
+            answered(strategy, given, mesh)
+            for strategy in (HybridContextParallel(ulysses_degree=inner), same)
+        )
         assert [issued(each) for each in hybrid.entries] == [issued(each) for each in other.entries]
-        assert max(float((one - two).abs().max()) for one, two in zip(hybrid.found, other.found, strict=True)) < WORST
+        assert (
+            max(float((one - two).abs().max()) for one, two in zip(hybrid.found, other.found, strict=True))
+            < WORST
+        )
 
 
 def test_a_ring_of_the_wrong_neighbours_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,5 +139,7 @@ def test_rows_without_anything_to_look_at_are_zero() -> None:
 
 @pytest.mark.parametrize("inner", [0, 4, 5, 12])
 def test_groups_that_do_not_divide_the_ranks_are_told(inner: int) -> None:
-    with pytest.raises(PlanError, match=f"inner = {inner}, and cp has 6 ranks.*\n.*set inner to 1 or 2 or 3 or 6"):
+    with pytest.raises(
+        PlanError, match=f"inner = {inner}, and cp has 6 ranks.*\n.*set inner to 1 or 2 or 3 or 6"
+    ):
         planned(known(), Mesh(cp=6), (HybridContextParallel(ulysses_degree=inner), DDP(axis="cp")))

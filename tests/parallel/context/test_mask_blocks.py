@@ -25,7 +25,10 @@ def bounds(kind: str, count: int, draw: np.random.Generator) -> tuple[np.ndarray
         "both ways": (document, behind),
         "prefix": (np.zeros_like(at), np.maximum(at + 1, count // 3)),
         "padding": (np.where(at < count // 2, 0, count // 2), np.where(at < count // 2, 0, at + 1)),
-        "noise": (low := draw.integers(0, count + 1, count), np.maximum(low, draw.integers(0, count + 1, count))),
+        "noise": (
+            low := draw.integers(0, count + 1, count),
+            np.maximum(low, draw.integers(0, count + 1, count)),
+        ),
     }[kind]
 
 
@@ -68,13 +71,19 @@ def test_little_is_computed_that_is_masked(kind: str) -> None:
     computed = sum((region.num_pairs // 2 if region.kind == "some" else region.num_pairs) for region in found)
     many = kind in ("documents", "both ways")  # short ones share a call
     assert computed <= (high - low).sum() * (40 if many else 1.1)
-    assert regions_cost(found, CPU_CALL_COST) < 0.8 * regions_cost([MaskRegion((0, 2048), (0, 2048), "some")], CPU_CALL_COST)
+    assert regions_cost(found, CPU_CALL_COST) < 0.8 * regions_cost(
+        [MaskRegion((0, 2048), (0, 2048), "some")], CPU_CALL_COST
+    )
 
 
 def test_a_causal_mask_is_one_call_and_cut_in_halves_three() -> None:
     low, high = np.zeros(256, int), np.arange(256) + 1
     assert find_regions(low, high) == [MaskRegion((0, 256), (0, 256), "causal")]
-    halves = [((0, 128), (0, 128), "causal"), ((128, 256), (0, 128), "all"), ((128, 256), (128, 256), "causal")]
+    halves = [
+        ((0, 128), (0, 128), "causal"),
+        ((128, 256), (0, 128), "all"),
+        ((128, 256), (128, 256), "causal"),
+    ]
     assert find_regions(low, high, split_row=128) == [MaskRegion(*each) for each in halves]
 
 
@@ -93,7 +102,9 @@ def test_short_documents_share_calls_and_long_ones_do_not() -> None:
 def test_a_window_is_in_tiles_of_rows() -> None:
     at = np.arange(2048)
     found = find_regions(np.maximum(0, at - 255), at + 1)
-    assert sum(region.num_pairs for region in found if region.kind == "some") < 2.4 * 256 * 2048  # masked pairs count twice
+    assert (
+        sum(region.num_pairs for region in found if region.kind == "some") < 2.4 * 256 * 2048
+    )  # masked pairs count twice
     assert len(found) < 2048 / 24
 
 

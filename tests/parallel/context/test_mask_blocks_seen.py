@@ -79,7 +79,9 @@ def mean() -> torch.Tensor:
 )
 def test_what_is_no_rule_is_taken_as_it_is(mask: torch.Tensor) -> None:
     assert read(mask) is None
-    assert isinstance(MaskCache().block_mask(circle(), mask[:, :, [0, 1, 5, 6, 7, 11, 20, 21]], CPU), DenseMask)
+    assert isinstance(
+        MaskCache().block_mask(circle(), mask[:, :, [0, 1, 5, 6, 7, 11, 20, 21]], CPU), DenseMask
+    )
 
 
 def test_layers_that_are_handed_the_same_mask_look_once() -> None:
@@ -134,10 +136,12 @@ def test_rows_that_are_unlike_are_computed_apart_where_that_is_less() -> None:
     whole = AttentionRing(0, spans, (spans,), 1.0, False, lambda output, tensor: None)
     at = np.arange(length)
     first, other = at // 512 * 512, np.where(at < 100, 0, 100)
-    unlike = IntervalMask(whole, KeyIntervals(np.stack((first, other)), np.stack((at + 1, at + 1))), 1024).blocks(0)
+    unlike = IntervalMask(
+        whole, KeyIntervals(np.stack((first, other)), np.stack((at + 1, at + 1))), 1024
+    ).blocks(0)
     assert {pair.samples for pair in unlike} == {(0, 1), (1, 2)}
     assert {pair.kind for pair in unlike} == {"causal"}
-    near = IntervalMask(whole, KeyIntervals(np.stack((first, first + (at > 2000))), np.stack((at + 1, at + 1))), 1 << 20).blocks(
-        0
-    )
+    near = IntervalMask(
+        whole, KeyIntervals(np.stack((first, first + (at > 2000))), np.stack((at + 1, at + 1))), 1 << 20
+    ).blocks(0)
     assert {pair.samples for pair in near} == {None}

@@ -18,11 +18,17 @@ ROWS, LENGTH, WIDTH = 2, 24, 8
 JOB = Job(ModelConfig("tiny"), DataConfig("random", sequence=LENGTH), TrainConfig(batch=ROWS))
 
 
-@pytest.mark.parametrize(("heads", "groups", "sent"), [(4, 4, 4), (4, 2, 4), (8, 4, 4), (12, 6, 12), (12, 3, 12)])
+@pytest.mark.parametrize(
+    ("heads", "groups", "sent"), [(4, 4, 4), (4, 2, 4), (8, 4, 4), (12, 6, 12), (12, 3, 12)]
+)
 def test_heads_that_several_ranks_need_are_there_more_often(heads: int, groups: int, sent: int):
     attend = AttentionSpec("body", heads, groups, WIDTH, WIDTH, LENGTH, LENGTH)
     found = exchange_memory(
-        space_of(Mesh(cp=4), [attend]), JOB, SequenceSharding(4, num_inner_ranks=4, zigzag=False), attend, ROWS
+        space_of(Mesh(cp=4), [attend]),
+        JOB,
+        SequenceSharding(4, num_inner_ranks=4, zigzag=False),
+        attend,
+        ROWS,
     )
     own = ROWS * LENGTH // 4 * WIDTH * 4
     assert found == AttentionMemory(2 * own * (sent - groups) + own * heads, 2 * own * (sent - groups))
@@ -30,7 +36,10 @@ def test_heads_that_several_ranks_need_are_there_more_often(heads: int, groups: 
 
 def test_where_nothing_is_exchanged_nothing_is_added():
     attend = AttentionSpec("body", 4, 2, WIDTH, WIDTH, LENGTH, LENGTH)
-    assert exchange_memory(space_of(Mesh(cp=4), [attend]), JOB, SequenceSharding(4), attend, ROWS) == AttentionMemory()
+    assert (
+        exchange_memory(space_of(Mesh(cp=4), [attend]), JOB, SequenceSharding(4), attend, ROWS)
+        == AttentionMemory()
+    )
 
 
 def off(pool: ProcessPool, how: str) -> list[float]:

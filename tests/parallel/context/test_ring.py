@@ -16,7 +16,12 @@ from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.precision import PrecisionConfig
-from meshwright.plan.model_spec.sequence_info import AttentionSpec, BlockSequenceInfo, SequenceInfo, SequenceSharding
+from meshwright.plan.model_spec.sequence_info import (
+    AttentionSpec,
+    BlockSequenceInfo,
+    SequenceInfo,
+    SequenceSharding,
+)
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action, Transfer
@@ -29,7 +34,10 @@ ROWS, LENGTH, WIDTH = 4, 12, 48
 LAYERS = ("model.layers.0", "model.layers.1")
 SHAPE = {"heads": 6, "groups": 3, "width": 8, "values": 8, "queries": LENGTH, "keys": LENGTH, "causal": True}
 TOKENS = SequenceInfo(
-    LENGTH, ("input_ids",), ("labels",), attention_calls=tuple(AttentionSpec(layer, **SHAPE) for layer in LAYERS)
+    LENGTH,
+    ("input_ids",),
+    ("labels",),
+    attention_calls=tuple(AttentionSpec(layer, **SHAPE) for layer in LAYERS),
 )
 
 
@@ -51,13 +59,17 @@ def plan(
 
 def of(actions: Sequence[Action], kind: str, subject: str = LAYERS[0]) -> tuple[Transfer, ...]:
     """What moves in the first such action."""
-    return next(action.inner_transfers for action in actions if action.kind == kind and action.subject == subject)
+    return next(
+        action.inner_transfers for action in actions if action.kind == kind and action.subject == subject
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_bytes_follow_the_formula(ranks: int) -> None:
     actions = plan(ranks).actions
-    each = 2 * ROWS * LENGTH // ranks * WIDTH * 3 // 6 * (ranks - 1) * 4  # 2 b (N/P) h (k/a) (P-1) elements of float32
+    each = (
+        2 * ROWS * LENGTH // ranks * WIDTH * 3 // 6 * (ranks - 1) * 4
+    )  # 2 b (N/P) h (k/a) (P-1) elements of float32
     for layer in LAYERS:
         forward, backward = of(actions, "F", layer), of(actions, "B", layer)
         assert sum(move.nbytes for move in forward) == each
@@ -112,7 +124,10 @@ def test_gradients_travel_in_float32_where_keys_do_in_bfloat16() -> None:
 
 def test_a_length_that_does_not_divide_sends_what_the_longest_share_has() -> None:
     tokens = SequenceInfo(
-        11, ("input_ids",), ("labels",), attention_calls=(AttentionSpec(LAYERS[0], **(SHAPE | {"queries": 11, "keys": 11})),)
+        11,
+        ("input_ids",),
+        ("labels",),
+        attention_calls=(AttentionSpec(LAYERS[0], **(SHAPE | {"queries": 11, "keys": 11})),),
     )
     most = max(SequenceSharding(3).num_tokens(11, index) for index in range(3))
     assert most == 4
@@ -120,7 +135,10 @@ def test_a_length_that_does_not_divide_sends_what_the_longest_share_has() -> Non
 
 
 def test_what_nobody_asks_the_gradient_of_sends_none_back() -> None:
-    tokens = replace(TOKENS, attention_calls=(replace(TOKENS.attention_calls[0], needs_grad=False), TOKENS.attention_calls[1]))
+    tokens = replace(
+        TOKENS,
+        attention_calls=(replace(TOKENS.attention_calls[0], needs_grad=False), TOKENS.attention_calls[1]),
+    )
     actions = plan(3, tokens=tokens).actions
     assert len(of(actions, "F")) == 2
     assert of(actions, "B") == ()
@@ -148,17 +166,27 @@ def test_a_backward_holds_what_travels_in_it() -> None:
 
 
 def test_the_numbers_of_a_step_are_summed_along_the_ring() -> None:
-    found = {action.kind: action.transfer for action in plan(3).actions if action.kind in ("TOKEN_COUNT", "LOSS_SUM")}
-    assert {kind: (move.collective, move.axes, move.nbytes) for kind, move in found.items() if move is not None} == {
+    found = {
+        action.kind: action.transfer
+        for action in plan(3).actions
+        if action.kind in ("TOKEN_COUNT", "LOSS_SUM")
+    }
+    assert {
+        kind: (move.collective, move.axes, move.nbytes) for kind, move in found.items() if move is not None
+    } == {
         "TOKEN_COUNT": ("all_reduce", ("cp",), 32),
         "LOSS_SUM": ("all_reduce", ("cp",), 8),
     }
 
 
 @pytest.mark.parametrize(
-    "order", [(RingAttention(), TensorParallel()), (TensorParallel(), RingAttention())], ids=["ring first", "line first"]
+    "order",
+    [(RingAttention(), TensorParallel()), (TensorParallel(), RingAttention())],
+    ids=["ring first", "line first"],
 )
-def test_with_tensor_parallelism_a_rank_shifts_its_heads_between_columns_and_rows(order: tuple[Strategy, ...]) -> None:
+def test_with_tensor_parallelism_a_rank_shifts_its_heads_between_columns_and_rows(
+    order: tuple[Strategy, ...],
+) -> None:
     whole = plan(3, *order, DDP("cp"), tp=2)
     for rank, groups in ((0, 2), (1, 1)):  # three groups of heads on two ranks
         mine = whole.for_rank(rank)
@@ -167,7 +195,9 @@ def test_with_tensor_parallelism_a_rank_shifts_its_heads_between_columns_and_row
             2 * groups,
             2 * groups,
         )  # repeated by the model
-        assert [move.nbytes for move in of(mine.actions, "F") if move.collective == "shift"] == [ROWS * groups * 4 * 16 * 4] * 2
+        assert [move.nbytes for move in of(mine.actions, "F") if move.collective == "shift"] == [
+            ROWS * groups * 4 * 16 * 4
+        ] * 2
         moved = [move.collective for move in of(mine.actions, "F")]
         assert moved == ["shift", "shift", "all_reduce", "all_reduce"]
         back = [move.collective for move in of(mine.actions, "B")]
@@ -191,13 +221,19 @@ def refusal(ranks: int, *strategies: Strategy, **more: Any) -> str:
 
 def test_an_axis_for_other_things_is_refused() -> None:
     said = refusal(2, RingAttention("dp_shard"))
-    assert "strategies.ring.axis: axis = 'dp_shard'; tokens are dealt along cp\n  repair: write axis = \"cp\"" in said
+    assert (
+        "strategies.ring.axis: axis = 'dp_shard'; tokens are dealt along cp\n  repair: write axis = \"cp\""
+        in said
+    )
 
 
 def test_words_that_it_does_not_know_are_refused_all_at_once() -> None:
     said = refusal(2, RingAttention(load_balance="zigzak", comm_dtype="float8"), DDP("cp"))  # type: ignore[arg-type]  # that is the point
     assert "strategies.ring.balance: balance = 'zigzak'\n  repair: did you mean 'zigzag'?" in said
-    assert "strategies.ring.wire: keys and values cannot travel in 'float8'\n  repair: write wire = \"bfloat16\"" in said
+    assert (
+        "strategies.ring.wire: keys and values cannot travel in 'float8'\n  repair: write wire = \"bfloat16\""
+        in said
+    )
 
 
 def test_a_model_without_tokens_is_refused_with_as_many_ranks_elsewhere() -> None:
@@ -208,16 +244,27 @@ def test_a_model_without_tokens_is_refused_with_as_many_ranks_elsewhere() -> Non
 
 def test_blocks_that_mix_tokens_are_refused_by_name() -> None:
     why = "mixer.{0}.conv moves elements from token to token (conv1d)"
-    visits = tuple(BlockSequenceInfo(f"mixer.{number}", not_sequence_parallel=why.format(number)) for number in range(5))
+    visits = tuple(
+        BlockSequenceInfo(f"mixer.{number}", not_sequence_parallel=why.format(number)) for number in range(5)
+    )
     said = refusal(2, tokens=replace(TOKENS, block_calls=visits))
-    assert f"strategies.ring: a block cannot run on some of the tokens: {why.format('*')} (and so in 4 more blocks)" in said
-    assert "  repair: compute what needs all tokens between blocks, or by F.scaled_dot_product_attention; or mesh.cp = 1" in said
+    assert (
+        f"strategies.ring: a block cannot run on some of the tokens: {why.format('*')} (and so in 4 more blocks)"
+        in said
+    )
+    assert (
+        "  repair: compute what needs all tokens between blocks, or by F.scaled_dot_product_attention; or mesh.cp = 1"
+        in said
+    )
 
 
 def test_a_loss_of_the_whole_batch_and_a_second_deal_are_refused() -> None:
     assert "the loss takes the rows of the whole batch at once" in refusal(2, whole_batch=True)
     said = refusal(2, RingAttention(), RingAttention(load_balance="contiguous"), DDP("cp"))
-    assert "the tokens of each sample are dealt along cp already\n  repair: keep one of the strategies that deal them" in said
+    assert (
+        "the tokens of each sample are dealt along cp already\n  repair: keep one of the strategies that deal them"
+        in said
+    )
 
 
 def test_a_narrow_wire_is_not_exact() -> None:

@@ -44,10 +44,16 @@ def run(
 
     def play(world: World) -> list[torch.Tensor | None]:
         group = world.group(["cp"])
-        mine, spans = deal.token_ranges(length, group.index), tuple(deal.token_ranges(keys, index) for index in range(ranks))
+        mine, spans = (
+            deal.token_ranges(length, group.index),
+            tuple(deal.token_ranges(keys, index) for index in range(ranks)),
+        )
         circle = AttentionRing(group.index, mine, spans, SCALE, causal, shift(group), wire)
         query, grad = (_of(mine, given[at]) for at in (0, 3))
-        own = [query.requires_grad_(), *(_of(spans[group.index], each).requires_grad_() for each in given[1:3])]
+        own = [
+            query.requires_grad_(),
+            *(_of(spans[group.index], each).requires_grad_() for each in given[1:3]),
+        ]
         rows = None if mask is None else _of(mine, mask.detach()).requires_grad_(mask.requires_grad)
         with during(world) if during else torch.enable_grad():
             out = ring_attention(circle, *own, rows)
@@ -67,7 +73,9 @@ def _joined(deal: SequenceSharding, parts: Sequence[torch.Tensor | None], length
     """The parts of all ranks in the order of positions."""
     if parts[0] is None:
         return None
-    places = [torch.arange(*span) for index in range(deal.num_ranks) for span in deal.token_ranges(length, index)]
+    places = [
+        torch.arange(*span) for index in range(deal.num_ranks) for span in deal.token_ranges(length, index)
+    ]
     return torch.cat([part for part in parts if part is not None], 2)[:, :, torch.cat(places).argsort()]
 
 
@@ -144,7 +152,9 @@ class Products(TorchDispatchMode):
         super().__init__()
         self.forward = self.backward = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         name = func._schema.name
         if "scaled_dot_product" in name:
             back = name.endswith("backward")
@@ -176,7 +186,9 @@ def test_straight_slices_leave_the_last_rank_seven_quarters_of_the_mean() -> Non
 
 
 def test_what_a_mask_leaves_nothing_of_is_not_computed() -> None:
-    window, full = (sum(executed(4, 96, mask=mask)) for mask in (mask_of("window", 96), torch.ones(1, 1, 96, 96) > 0))
+    window, full = (
+        sum(executed(4, 96, mask=mask)) for mask in (mask_of("window", 96), torch.ones(1, 1, 96, 96) > 0)
+    )
     assert full == 96 * 96
     assert window < 0.7 * full
 
@@ -186,7 +198,9 @@ def documents(length: int, draw: torch.Generator, rows: int = 1) -> torch.Tensor
     many = int(torch.randint(1, 9, (), generator=draw))
     begins = torch.rand(rows, length, generator=draw).argsort(1)[:, :many]
     number = torch.zeros(rows, length).scatter_(1, begins, 1.0).cumsum(1)
-    return ((number[:, :, None] == number[:, None]) & torch.ones(length, length, dtype=torch.bool).tril()).unsqueeze(1)
+    return (
+        (number[:, :, None] == number[:, None]) & torch.ones(length, length, dtype=torch.bool).tril()
+    ).unsqueeze(1)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -203,7 +217,8 @@ def test_striped_packed_documents_are_even_wherever_they_begin(seed: int, rows: 
 @pytest.mark.parametrize("length", [512, 1021])
 def test_striped_causal_rows_and_windows_are_even(length: int) -> None:
     causal, window = (
-        executed(4, length, **said, balance="striped") for said in ({"causal": True}, {"mask": mask_of("window", length)})
+        executed(4, length, **said, balance="striped")
+        for said in ({"causal": True}, {"mask": mask_of("window", length)})
     )
     for pairs in (causal, window):
         assert max(pairs) * 4 / sum(pairs) < 1.05
@@ -229,7 +244,9 @@ def test_a_step_of_a_causal_ring_is_one_call_of_the_kernel() -> None:
         for rank in range(4):
             circle = AttentionRing(rank, spans[rank], spans, SCALE, True, shift=lambda output, tensor: None)
             view = IntervalMask(circle, KeyIntervals.without_mask(circle), CPU_CALL_COST)
-            assert [len(view.blocks(other)) for other in range(4)] == [3 if other == rank else 1 for other in range(4)]
+            assert [len(view.blocks(other)) for other in range(4)] == [
+                3 if other == rank else 1 for other in range(4)
+            ]
 
 
 def test_gradients_that_do_not_come_home_are_noticed() -> None:
@@ -256,7 +273,9 @@ def test_gradients_that_do_not_come_home_are_noticed() -> None:
 def test_a_diagonal_that_looks_one_too_far_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     by_rule = mask_blocks.KeyIntervals.without_mask
     monkeypatch.setattr(
-        mask_blocks.KeyIntervals, "without_mask", lambda circle: KeyIntervals((true := by_rule(circle)).first, true.end + 1)
+        mask_blocks.KeyIntervals,
+        "without_mask",
+        lambda circle: KeyIntervals((true := by_rule(circle)).first, true.end + 1),
     )
     given = sample(24)
     true = with_gradients(given, None, causal=True, scale=SCALE)
@@ -266,7 +285,9 @@ def test_a_diagonal_that_looks_one_too_far_is_noticed(monkeypatch: pytest.Monkey
 def test_a_ring_in_the_wrong_direction_is_noticed() -> None:
     given = sample(24)
     true = with_gradients(given, None, causal=True, scale=SCALE)
-    backwards = run(given, 3, causal=True, shift=lambda group: lambda output, tensor: group.shift(output, tensor, by=2))
+    backwards = run(
+        given, 3, causal=True, shift=lambda group: lambda output, tensor: group.shift(output, tensor, by=2)
+    )
     assert gap(backwards[0], true[0]) > 0.01
 
 
@@ -282,6 +303,8 @@ def test_what_is_handed_on_may_be_written_into():
         return [*torch.autograd.grad(handed.mul_(2).sum(), (query, key, value))]
 
     (found,) = on_threads(play, Mesh())
-    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=SCALE, enable_gqa=True)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=SCALE, enable_gqa=True
+    )
     for mine, theirs in zip(found, torch.autograd.grad(2 * out.sum(), (query, key, value)), strict=True):
         assert gap(mine, theirs) < EXACT

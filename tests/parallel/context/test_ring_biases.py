@@ -21,8 +21,20 @@ from meshwright.plan.strategy import Strategy
 from meshwright.verifier.verdict import Verdict
 
 ROWS, TOKENS = 2, 7
-SIZES = {"vocab_size": 67, "d_model": 16, "d_kv": 4, "d_ff": 13, "num_layers": 2, "num_heads": 4, "use_cache": False}
-BUCKETS = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 6, "decoder_start_token_id": 0}
+SIZES = {
+    "vocab_size": 67,
+    "d_model": 16,
+    "d_kv": 4,
+    "d_ff": 13,
+    "num_layers": 2,
+    "num_heads": 4,
+    "use_cache": False,
+}
+BUCKETS = {
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 6,
+    "decoder_start_token_id": 0,
+}
 
 
 def config(kind: str, p: float) -> transformers.PreTrainedConfig:
@@ -65,7 +77,9 @@ def judged(model: nn.Module, mesh: Mesh, *strategies: Strategy, padded: bool = F
     ],
     ids=str,
 )
-def test_encoders_and_decoders_with_biases(model: tuple, mesh: Mesh, strategies: tuple[Strategy, ...], padded: bool) -> None:
+def test_encoders_and_decoders_with_biases(
+    model: tuple, mesh: Mesh, strategies: tuple[Strategy, ...], padded: bool
+) -> None:
     verdict = judged(both(*model), mesh, *strategies, padded=padded)
     assert verdict.passed, verdict
 
@@ -81,5 +95,7 @@ def test_a_bias_for_the_first_tokens_on_every_rank_is_noticed(monkeypatch: pytes
         return whole(here[0].length, here[0].length)[:, :, : made.shape[2]]
 
     monkeypatch.setattr(hf_attention, "_sharded_bias", first)
-    monkeypatch.setattr(SequenceShardCheck, "check", lambda *given: None)  # it would be told before, by what is computed
+    monkeypatch.setattr(
+        SequenceShardCheck, "check", lambda *given: None
+    )  # it would be told before, by what is computed
     assert not judged(both("T5"), Mesh(cp=2), RingAttention()).passed

@@ -30,7 +30,9 @@ def padded(deep: float, length: int = LENGTH) -> torch.Tensor:
 
 def near(deep: float, length: int = LENGTH) -> torch.Tensor:
     """The same beside a bias by head and distance."""
-    return padded(deep, length) - 0.3 * (AT[:length, None] - AT[:length]).abs() * torch.tensor([1.0, 0.5]).view(2, 1, 1)
+    return padded(deep, length) - 0.3 * (AT[:length, None] - AT[:length]).abs() * torch.tensor(
+        [1.0, 0.5]
+    ).view(2, 1, 1)
 
 
 @pytest.mark.parametrize("deep", [LOWEST, -1e30, -1e12, -1e5, 1e12], ids=str)
@@ -38,7 +40,9 @@ def near(deep: float, length: int = LENGTH) -> torch.Tensor:
 @pytest.mark.parametrize("learned", [False, True])
 def test_hidden_rows_are_those_of_one_device(deep: float, made, learned: bool) -> None:
     given = case(2, 1, LENGTH, mask=made(deep).requires_grad_(learned))
-    bound = EXACT if abs(deep) < 1e6 or deep == LOWEST or not learned else 1e-3  # what scores lose is not rounded alike
+    bound = (
+        EXACT if abs(deep) < 1e6 or deep == LOWEST or not learned else 1e-3
+    )  # what scores lose is not rounded alike
     assert worst(given, RingAttention(), Mesh(cp=3)) < bound
 
 
@@ -77,7 +81,9 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
-        made = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.2 if self.training else 0.0)
+        made = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=0.2 if self.training else 0.0
+        )
         return x + self.out(made.transpose(1, 2).flatten(2))
 
 
@@ -100,8 +106,16 @@ class Padded(nn.Module):
 
 def test_with_dropout_and_labels_a_model_is_that_of_one_device() -> None:
     thrown = torch.Generator().manual_seed(2)
-    rows = [{key: torch.randint(1, 67, (4, 9), generator=thrown) for key in ("input_ids", "labels")} for _ in range(2)]
+    rows = [
+        {key: torch.randint(1, 67, (4, 9), generator=thrown) for key in ("input_ids", "labels")}
+        for _ in range(2)
+    ]
     reading = analyze(Padded(), rows[0])
-    job = Job(ModelConfig("own"), DataConfig("random", sequence=9), TrainConfig(batch=4), OptimizerConfig("sgd", lr=0.1))
+    job = Job(
+        ModelConfig("own"),
+        DataConfig("random", sequence=9),
+        TrainConfig(batch=4),
+        OptimizerConfig("sgd", lr=0.1),
+    )
     verdict = verify(reading, make_plan(reading, job, Mesh(cp=3), (RingAttention(), DDP(axis="cp")), 2), rows)
     assert verdict.passed, verdict

@@ -68,7 +68,10 @@ def test_words_are_divided_where_ranks_have_one_token_or_none(length: int):
         (Mesh(dp_replicate=2, cp=2), (BatchSplit(), RingAttention(), DDP())),
         (Mesh(dp_shard=2, cp=2), (BatchSplit(axis="dp_shard"), RingAttention(), ZeRO(stage=1))),
         (Mesh(dp_shard=2, cp=3), (BatchSplit(axis="dp_shard"), RingAttention(), ZeRO(stage=2))),
-        (Mesh(dp_shard=2, cp=2), (BatchSplit(axis="dp_shard"), RingAttention(), ZeRO(stage=3), ActivationCheckpointing())),
+        (
+            Mesh(dp_shard=2, cp=2),
+            (BatchSplit(axis="dp_shard"), RingAttention(), ZeRO(stage=3), ActivationCheckpointing()),
+        ),
         (Mesh(cp=3), (RingAttention(), ZeRO(axis="cp"))),
     ],
     ids=str,
@@ -82,10 +85,16 @@ class Attention(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm, self.qkv, self.out = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (each.unflatten(-1, (-1, 4)).transpose(1, 2) for each in self.qkv(self.norm(x)).chunk(3, -1))
+        q, k, v = (
+            each.unflatten(-1, (-1, 4)).transpose(1, 2) for each in self.qkv(self.norm(x)).chunk(3, -1)
+        )
         made = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.out(made.transpose(1, 2).flatten(2))
 
@@ -106,8 +115,16 @@ class Own(nn.Module):
 
 
 def qwen() -> nn.Module:
-    sizes = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 29, "num_hidden_layers": 2, "head_dim": 8}
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    sizes = {
+        "vocab_size": 67,
+        "hidden_size": 32,
+        "intermediate_size": 29,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+    }
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    )
 
 
 def gpt2(p: float = 0.0) -> nn.Module:
@@ -118,8 +135,16 @@ def gpt2(p: float = 0.0) -> nn.Module:
 
 
 def sliding() -> nn.Module:
-    sizes = {"vocab_size": 67, "hidden_size": 24, "intermediate_size": 29, "num_hidden_layers": 2, "sliding_window": 4}
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, num_attention_heads=3, num_key_value_heads=1))
+    sizes = {
+        "vocab_size": 67,
+        "hidden_size": 24,
+        "intermediate_size": 29,
+        "num_hidden_layers": 2,
+        "sliding_window": 4,
+    }
+    return transformers.MistralForCausalLM(
+        transformers.MistralConfig(**sizes, num_attention_heads=3, num_key_value_heads=1)
+    )
 
 
 @pytest.mark.parametrize("make", [Own, qwen, gpt2, sliding], ids=lambda make: make.__name__)
@@ -146,7 +171,13 @@ def padded(model: nn.Module, steps: int) -> tuple[AnalyzedModel, list[dict[str, 
 
 
 def bert() -> nn.Module:
-    sizes = {"vocab_size": 67, "hidden_size": 24, "intermediate_size": 29, "num_hidden_layers": 2, "num_attention_heads": 3}
+    sizes = {
+        "vocab_size": 67,
+        "hidden_size": 24,
+        "intermediate_size": 29,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+    }
     drops = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.0}
     return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **drops, max_position_embeddings=16))
 
@@ -177,15 +208,26 @@ def test_what_a_model_does_with_tokens_is_learnt_when_a_strategy_asks():
     reading = analyze(Own(), batches(1, ROWS)[0])
     assert planned(reading, Mesh(dp_replicate=2), BatchSplit(), DDP()).model_spec.sequence_info is None
     assert "tokens" not in vars(reading)
-    assert planned(reading, Mesh(cp=2), RingAttention(), COPIES).model_spec.sequence_info is reading.sequence_info
+    assert (
+        planned(reading, Mesh(cp=2), RingAttention(), COPIES).model_spec.sequence_info
+        is reading.sequence_info
+    )
 
 
 def test_ranks_with_unlike_numbers_of_tokens_run_the_same_blocks_again():
     budget = 0.02  # MiB: for some blocks of the rank with fewer tokens, and for fewer of the other's
     plan = planned(
-        known(num_hidden_layers=4), Mesh(cp=2), RingAttention(), COPIES, ActivationCheckpointing(keep_mb=budget), micro_batch=1
+        known(num_hidden_layers=4),
+        Mesh(cp=2),
+        RingAttention(),
+        COPIES,
+        ActivationCheckpointing(keep_mb=budget),
+        micro_batch=1,
     )
-    again = [{action.subject for action in plan.for_rank(rank).actions if action.kind == "RECOMPUTE"} for rank in range(2)]
+    again = [
+        {action.subject for action in plan.for_rank(rank).actions if action.kind == "RECOMPUTE"}
+        for rank in range(2)
+    ]
     assert again[0] == again[1]
     assert 0 < len(again[0]) < 5
     equal(known(num_hidden_layers=4), plan)

@@ -32,12 +32,19 @@ KEPT = (RingAttention(), ZeRO(axis="cp", stage=3), ActivationCheckpointing())
         (Mesh(cp=3), (RingAttention(load_balance="contiguous"), DDP("cp")), 2, 11),
         (Mesh(cp=3), KEPT, 2, 9),
         (Mesh(cp=4), WHOLE, 0, 3),
-        (Mesh(dp_shard=2, cp=2), (BatchSplit("dp_shard"), RingAttention(), ZeRO(axis="dp_shard", stage=2)), 1, 9),
+        (
+            Mesh(dp_shard=2, cp=2),
+            (BatchSplit("dp_shard"), RingAttention(), ZeRO(axis="dp_shard", stage=2)),
+            1,
+            9,
+        ),
         (Mesh(cp=2, tp=2), (TensorParallel(), RingAttention(), DDP("cp")), 2, 9),
     ],
     ids=["two", "straight", "zero and recompute", "fewer tokens than ranks", "with samples", "with matrices"],
 )
-def test_a_llama_on_a_ring_is_that_of_one_device(mesh: Mesh, strategies: tuple[Strategy, ...], micro: int, length: int) -> None:
+def test_a_llama_on_a_ring_is_that_of_one_device(
+    mesh: Mesh, strategies: tuple[Strategy, ...], micro: int, length: int
+) -> None:
     reading, plan = planned(known(length), mesh, strategies, micro, length=length)
     assert_exact(reading, plan, batches(2, length=length))
 
@@ -89,7 +96,15 @@ def test_a_bfloat16_wire_is_near_one_device_and_says_so() -> None:
 
 
 def test_a_gpt2_with_tied_words_and_positions_in_glue_is_that_of_one_device() -> None:
-    sizes = {"vocab_size": 67, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
+    sizes = {
+        "vocab_size": 67,
+        "n_embd": 24,
+        "n_layer": 2,
+        "n_head": 3,
+        "n_positions": 16,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     config = transformers.GPT2Config(**sizes, use_cache=False, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
     rows = batches(2)
     reading = analyze(transformers.GPT2LMHeadModel(config), rows[0])

@@ -29,7 +29,12 @@ PACKED = {  # the lengths of the documents in each of the rows
     "unlike rows": [[7, 12], [9, 10], [1, 2, 16], [3, 3, 3, 10]],
     "some rows": [[7, 12], [19], [19], [3, 16]],
     "alike rows": [[5, 9, 5]] * ROWS,
-    "documents shorter than ranks": [[1, 1, 2, 1, 2, 3, 1, 1, 2, 2, 1, 2], [2] * 9 + [1], [1] * 19, [3] * 6 + [1]],
+    "documents shorter than ranks": [
+        [1, 1, 2, 1, 2, 3, 1, 1, 2, 2, 1, 2],
+        [2] * 9 + [1],
+        [1] * 19,
+        [3] * 6 + [1],
+    ],
 }
 
 
@@ -39,7 +44,9 @@ def packed(name: str, steps: int = 2) -> list[dict[str, torch.Tensor]]:
     for batch in found:
         rows = [torch.cat([torch.arange(each) for each in row]) for row in PACKED[name]]
         batch["position_ids"] = torch.stack(rows)
-        batch["labels"] = batch["labels"].masked_fill(batch["position_ids"] == 0, -100)  # a first word follows from nothing
+        batch["labels"] = batch["labels"].masked_fill(
+            batch["position_ids"] == 0, -100
+        )  # a first word follows from nothing
     return found
 
 
@@ -63,7 +70,9 @@ def planned(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro: in
 def test_packed_documents_are_those_of_one_device(name: str, ranks: int) -> None:
     rows = packed(name)
     reading = analyze(llama(), rows[0])
-    assert_exact(reading, planned(reading, Mesh(cp=ranks), STRIPED, COPIES, micro=2 if ranks == 3 else 0), rows)
+    assert_exact(
+        reading, planned(reading, Mesh(cp=ranks), STRIPED, COPIES, micro=2 if ranks == 3 else 0), rows
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,7 +95,9 @@ def test_beside_other_techniques(mesh: Mesh, strategies: tuple[Strategy, ...]) -
 def test_batches_with_other_documents_than_the_example_had() -> None:
     reading = analyze(llama(), packed("one document", 1)[0])
     plan = planned(reading, Mesh(cp=3), STRIPED, COPIES)
-    assert_exact(reading, plan, [*packed("unlike rows", 1), *packed("one document", 1), *packed("alike rows", 1)])
+    assert_exact(
+        reading, plan, [*packed("unlike rows", 1), *packed("one document", 1), *packed("alike rows", 1)]
+    )
 
 
 def test_without_a_mask_rows_are_striped_too() -> None:
@@ -104,7 +115,9 @@ def test_a_window_is_that_of_one_device() -> None:
 
 def test_biases_and_dropout_are_those_of_one_device() -> None:
     drops = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.2}
-    config = transformers.GPT2Config(vocab_size=67, n_embd=24, n_layer=2, n_head=3, n_positions=32, use_cache=False, **drops)
+    config = transformers.GPT2Config(
+        vocab_size=67, n_embd=24, n_layer=2, n_head=3, n_positions=32, use_cache=False, **drops
+    )
     rows = batches(2, ROWS, LENGTH)
     reading = analyze(transformers.GPT2LMHeadModel(config), rows[0])
     assert_exact(reading, planned(reading, Mesh(cp=3), STRIPED, COPIES), rows)
@@ -113,7 +126,9 @@ def test_biases_and_dropout_are_those_of_one_device() -> None:
 def test_layers_look_at_the_mask_of_a_micro_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked, of = list[int](), MaskCache.block_mask
 
-    def counting(self: MaskCache, circle: object, mask: torch.Tensor, *given: object, **more: object) -> object:
+    def counting(
+        self: MaskCache, circle: object, mask: torch.Tensor, *given: object, **more: object
+    ) -> object:
         before = len(self._masks) and self._masks[-1]
         found = of(self, circle, mask, *given, **more)  # type: ignore[arg-type]
         looked.append(before != (len(self._masks) and self._masks[-1]))

@@ -31,7 +31,17 @@ from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import on_threads
 from tests.argument_names import named
 from tests.parallel.context import pooling_models
-from tests.parallel.context.pooling_models import Centred, Looping, Mean, Picked, Pooled, bert, gpt2, llama, rows
+from tests.parallel.context.pooling_models import (
+    Centred,
+    Looping,
+    Mean,
+    Picked,
+    Pooled,
+    bert,
+    gpt2,
+    llama,
+    rows,
+)
 from tests.parallel.context.test_ring_models import COPIES, JOB, ROWS, Own, planned
 from tests.parallel.tensor.odd_llama import batches
 
@@ -45,7 +55,11 @@ def equal(reading: AnalyzedModel, plan: Plan) -> None:
     assert verdict.passed, verdict
 
 
-ON_RINGS = [*((make, 3) for make in (Mean, Centred, Picked, Pooled, llama, gpt2, bert)), (Centred, 2), (bert, 2)]
+ON_RINGS = [
+    *((make, 3) for make in (Mean, Centred, Picked, Pooled, llama, gpt2, bert)),
+    (Centred, 2),
+    (bert, 2),
+]
 
 
 @pytest.mark.parametrize(("make", "ranks"), ON_RINGS, ids=named)
@@ -63,7 +77,11 @@ def test_models_that_pool_tokens_on_a_ring(make: type[nn.Module], ranks: int):
         (bert, Mesh(dp_shard=2, cp=2), (BatchSplit(axis="dp_shard"), RingAttention(), ZeRO(stage=2))),
         (Centred, Mesh(pp=2, cp=2), (Pipeline(), RingAttention(), COPIES)),
         (Centred, Mesh(pp=3, cp=2), (Pipeline(schedule="zb_h1"), RingAttention(), COPIES)),
-        (Centred, Mesh(pp=2, cp=2), (Pipeline(schedule="interleaved"), Ulysses(), COPIES, ActivationCheckpointing())),
+        (
+            Centred,
+            Mesh(pp=2, cp=2),
+            (Pipeline(schedule="interleaved"), Ulysses(), COPIES, ActivationCheckpointing()),
+        ),
         (
             Pooled,
             Mesh(pp=2, cp=2),
@@ -80,7 +98,11 @@ def test_beside_other_techniques(make: type[nn.Module], mesh: Mesh, strategies: 
 
 def moves(plan: Plan, kind: str, subject: str = "") -> list[Transfer]:
     """What the actions of a kind move between ranks with other tokens, apart from attention, each micro-batch the same."""
-    found = [action.inner_transfers for action in plan.actions if action.kind == kind and subject in ("", action.subject)]
+    found = [
+        action.inner_transfers
+        for action in plan.actions
+        if action.kind == kind and subject in ("", action.subject)
+    ]
     assert len(set(found)) == 1
     return [move for move in found[0] if move.collective != "shift"]
 
@@ -96,8 +118,14 @@ def test_a_sum_of_tokens_sends_a_row_of_it():
 def test_a_token_sends_one_and_all_tokens_send_the_most_that_a_rank_has():
     plan = planned(known(Picked), Mesh(cp=2), RingAttention(), COPIES, micro_batch=2)
     some, most = 2 * 8 * FLOAT, 5 * 2 * 8 * FLOAT
-    assert moves(plan, "F", "layers.1") == [Transfer("all_reduce", ("cp",), some), Transfer("all_gather", ("cp",), most)]
-    assert moves(plan, "B", "head") == [Transfer("reduce_scatter", ("cp",), 2 * most), Transfer("all_reduce", ("cp",), some)]
+    assert moves(plan, "F", "layers.1") == [
+        Transfer("all_reduce", ("cp",), some),
+        Transfer("all_gather", ("cp",), most),
+    ]
+    assert moves(plan, "B", "head") == [
+        Transfer("reduce_scatter", ("cp",), 2 * most),
+        Transfer("all_reduce", ("cp",), some),
+    ]
     assert moves(plan, "LOSS") == []
 
 
@@ -105,7 +133,10 @@ def test_what_glue_has_made_flows_behind_those_that_took_it_in_first():
     tokens = known(Centred).sequence_info
     assert tokens is not None
     found = [(each.block_call, each.backward_calls) for each in tokens.gathers]
-    assert found[0] == ("layers.0", ("head#2", "head", "layers.1"))  # the mean is in what each of them takes in
+    assert found[0] == (
+        "layers.0",
+        ("head#2", "head", "layers.1"),
+    )  # the mean is in what each of them takes in
     assert [visit for visit, _ in found] == ["layers.0", "layers.1", "layers.1", "head", "head"]
     assert found[-2] == ("head", ("",))  # the last row of logits is given out
 
@@ -131,7 +162,9 @@ def test_evaluations_find_the_loss_of_one_device(make: type[nn.Module]):
 
     (alone,) = losses(Mesh())
     assert losses(Mesh(cp=3), RingAttention(), COPIES) == pytest.approx([alone] * 3, rel=1e-5)
-    assert losses(Mesh(pp=2, cp=2), Pipeline(), RingAttention(), COPIES) == pytest.approx([alone] * 4, rel=1e-5)
+    assert losses(Mesh(pp=2, cp=2), Pipeline(), RingAttention(), COPIES) == pytest.approx(
+        [alone] * 4, rel=1e-5
+    )
 
 
 def squares(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -151,7 +184,9 @@ def test_a_loss_that_needs_all_tokens():
 
 
 def test_a_loop_over_rows_is_refused():
-    with pytest.raises(PlanError, match=r"brings tokens of several ranks together 3 times on 3 rows, and 4 times on 4"):
+    with pytest.raises(
+        PlanError, match=r"brings tokens of several ranks together 3 times on 3 rows, and 4 times on 4"
+    ):
         planned(known(Looping), Mesh(cp=2), RingAttention(), COPIES)
 
 
@@ -159,7 +194,9 @@ def test_a_program_that_forgets_a_gradient_is_noticed(monkeypatch: pytest.Monkey
     def forgetful(program: Program, space: ShardingPlan, job: Job, axis: str) -> Program:
         booked = glued(program, space, job, axis)
         return booked.edit(
-            lambda actions: [replace(each, inner_transfers=()) if each.kind == "LOSS" else each for each in actions]
+            lambda actions: [
+                replace(each, inner_transfers=()) if each.kind == "LOSS" else each for each in actions
+            ]
         )
 
     glued = sequence_sharding.add_glue_gathers

@@ -37,11 +37,17 @@ def deep() -> AnalyzedModel:
     return known(num_hidden_layers=4)
 
 
-def planned(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, rows: int = ROWS, length: int = 9) -> Plan:
+def planned(
+    reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, rows: int = ROWS, length: int = 9
+) -> Plan:
     """Micro-batches of one row."""
     train, optimizer = TrainConfig(batch=rows, clip=0.5), OptimizerConfig("adamw", lr=0.1, weight_decay=0.1)
     return make_plan(
-        reading, Job(ModelConfig("llama"), DataConfig("random", sequence=length), train, optimizer), mesh, strategies, 1
+        reading,
+        Job(ModelConfig("llama"), DataConfig("random", sequence=length), train, optimizer),
+        mesh,
+        strategies,
+        1,
     )
 
 
@@ -67,7 +73,10 @@ def test_a_llama_in_parts_on_a_ring(mesh: Mesh, pipeline: Pipeline):
         (Mesh(pp=2, cp=3), (Pipeline(schedule="zb_h1"), Ulysses(), COPIES)),
         (Mesh(pp=2, cp=2), (Pipeline(schedule="zb_h1"), RingAttention(), ActivationCheckpointing(), COPIES)),
         (Mesh(pp=2, cp=3), (Pipeline(), RingAttention(), ZeRO(axis="cp"))),
-        (Mesh(pp=2, dp_shard=2, cp=2), (Pipeline(), BatchSplit(axis="dp_shard"), RingAttention(), ZeRO(stage=2))),
+        (
+            Mesh(pp=2, dp_shard=2, cp=2),
+            (Pipeline(), BatchSplit(axis="dp_shard"), RingAttention(), ZeRO(stage=2)),
+        ),
         (Mesh(pp=2, cp=2, tp=2), (Pipeline(scatter=True), TensorParallel(), RingAttention(), COPIES)),
     ],
     ids=str,
@@ -111,9 +120,15 @@ def test_what_glue_makes_crosses_between_parts_and_skips_some():
 
 def test_each_rank_sends_its_own_tokens_and_no_more():
     plan = planned(known(), Mesh(pp=2, cp=2), Pipeline(), RingAttention(), COPIES)
-    sent = [[each.transfer.nbytes for each in plan.for_rank(rank).actions if each.kind == "SEND"] for rank in (0, 1)]
+    sent = [
+        [each.transfer.nbytes for each in plan.for_rank(rank).actions if each.kind == "SEND"]
+        for rank in (0, 1)
+    ]
     assert sent == [[4 * WIDTH * FLOAT] * ROWS, [5 * WIDTH * FLOAT] * ROWS]
-    back = [[each.transfer.nbytes for each in plan.for_rank(rank).actions if each.kind == "SEND_GRAD"] for rank in (2, 3)]
+    back = [
+        [each.transfer.nbytes for each in plan.for_rank(rank).actions if each.kind == "SEND_GRAD"]
+        for rank in (2, 3)
+    ]
     assert back == sent
     issued = trace(known(), plan, range(4), fake=False)
     assert issued.passed, issued
@@ -132,7 +147,9 @@ def found(reading: AnalyzedModel, plan: Plan, length: int) -> list[tuple[Evaluat
 
     def rank(world: World) -> tuple[Evaluation, float]:
         with parallelize(reading, plan, world=world) as engine:
-            return engine.evaluate([engine.local_batch(each) for each in rows]), engine.step(engine.local_batch(rows[0])).loss
+            return engine.evaluate([engine.local_batch(each) for each in rows]), engine.step(
+                engine.local_batch(rows[0])
+            ).loss
 
     return on_threads(rank, plan.mesh)
 
@@ -162,12 +179,16 @@ def test_no_part_begins_where_nobody_knows_which_tokens_a_rank_has():
     reading = analyze(InPlace(), batches(1, ROWS)[0])
     closed = {
         each.visit: each
-        for each in add_stage_boundaries(reading, sequence_sharded=True).model_spec.stage_boundaries.closed_boundaries
+        for each in add_stage_boundaries(
+            reading, sequence_sharded=True
+        ).model_spec.stage_boundaries.closed_boundaries
     }
     assert "layers.1" in closed
     assert "which tokens a rank has of 'layers.0+0~'" in closed["layers.1"].why
     assert closed["layers.1"].fix == "write x = x + y for x += y between blocks"
-    assert "layers.1" not in {each.visit for each in add_stage_boundaries(reading).model_spec.stage_boundaries.closed_boundaries}
+    assert "layers.1" not in {
+        each.visit for each in add_stage_boundaries(reading).model_spec.stage_boundaries.closed_boundaries
+    }
     equal(reading, planned(reading, Mesh(pp=2, cp=2), Pipeline(), RingAttention(), COPIES))
 
 

@@ -32,9 +32,29 @@ from tests.model.sequence_analysis.test_block_inputs import LOSS, Images, Towers
 ROWS, THEIRS, OURS, WORDS = 4, 13, 9, 67
 COPIES = DDP(axis="cp")
 DROPS = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-VIT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 13, "num_labels": 5}
-T5 = {"vocab_size": WORDS, "d_model": 16, "d_kv": 4, "d_ff": 13, "num_layers": 2, "num_heads": 4, "use_cache": False}
-BART = {"vocab_size": WORDS, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 32}
+VIT = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 13,
+    "num_labels": 5,
+}
+T5 = {
+    "vocab_size": WORDS,
+    "d_model": 16,
+    "d_kv": 4,
+    "d_ff": 13,
+    "num_layers": 2,
+    "num_heads": 4,
+    "use_cache": False,
+}
+BART = {
+    "vocab_size": WORDS,
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "max_position_embeddings": 32,
+}
 BART |= {
     f"{side}_{size}": 4 if size == "attention_heads" else 13
     for side in ("encoder", "decoder")
@@ -50,13 +70,19 @@ def vit(p: bool = False) -> nn.Module:
 
 
 def t5(p: float = 0.0) -> nn.Module:
-    buckets = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 6, "decoder_start_token_id": 0}
+    buckets = {
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 6,
+        "decoder_start_token_id": 0,
+    }
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**T5, **buckets, dropout_rate=p))
 
 
 def bart(kind: str) -> nn.Module:
     config = getattr(transformers, f"{kind}Config")(**BART, **ENDS, dropout=0.0, use_cache=False)
-    return getattr(transformers, {"Bart": "BartForConditionalGeneration", "Marian": "MarianMTModel"}[kind])(config)
+    return getattr(transformers, {"Bart": "BartForConditionalGeneration", "Marian": "MarianMTModel"}[kind])(
+        config
+    )
 
 
 def classified(outputs: object, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -67,7 +93,11 @@ def loss_of(model: nn.Module) -> Loss:
     if isinstance(model, (Images, Towers)):
         return LOSS
     is_vit = isinstance(model, transformers.ViTForImageClassification)
-    return Loss(classified, lambda batch: torch.tensor(len(batch["labels"]))) if is_vit else token_cross_entropy()
+    return (
+        Loss(classified, lambda batch: torch.tensor(len(batch["labels"])))
+        if is_vit
+        else token_cross_entropy()
+    )
 
 
 def batches(model: nn.Module, steps: int, *, padded: bool = False) -> list[dict[str, torch.Tensor]]:
@@ -81,12 +111,18 @@ def batches(model: nn.Module, steps: int, *, padded: bool = False) -> list[dict[
         if isinstance(model, Images):
             return {"pixels": torch.randn(ROWS, 3, 8, 8, generator=thrown), "labels": labels}
         if isinstance(model, Towers):
-            return {"input_ids": ids(OURS), "pixel_values": torch.randn(ROWS, 3, 8, 8, generator=thrown), "labels": labels}
+            return {
+                "input_ids": ids(OURS),
+                "pixel_values": torch.randn(ROWS, 3, 8, 8, generator=thrown),
+                "labels": labels,
+            }
         if isinstance(model, transformers.ViTForImageClassification):
             return {"pixel_values": torch.randn(ROWS, 3, 12, 12, generator=thrown), "labels": labels}
         found = {"input_ids": ids(THEIRS), "decoder_input_ids": ids(OURS), "labels": ids(OURS)}
         if padded:
-            found["attention_mask"] = (torch.arange(THEIRS) < torch.tensor([[13], [11], [7], [10]])).long()  # one needs no mask
+            found["attention_mask"] = (
+                torch.arange(THEIRS) < torch.tensor([[13], [11], [7], [10]])
+            ).long()  # one needs no mask
         return found
 
     return [batch() for _ in range(steps)]
@@ -97,7 +133,10 @@ def judged(model: nn.Module, mesh: Mesh, *strategies: Strategy, padded: bool = F
     reading = analyze(model, rows[0], loss=loss)
     train = TrainConfig(batch=ROWS, clip=0.5)
     job = Job(
-        ModelConfig("own"), DataConfig("random", sequence=THEIRS), train, OptimizerConfig("adamw", lr=0.1, weight_decay=0.1)
+        ModelConfig("own"),
+        DataConfig("random", sequence=THEIRS),
+        train,
+        OptimizerConfig("adamw", lr=0.1, weight_decay=0.1),
     )
     plan = make_plan(reading, job, mesh, strategies, 1)
     assert not static_checks(plan)
@@ -112,7 +151,10 @@ ALONE = [
 ]
 BESIDE = [
     (Mesh(dp_replicate=2, cp=2), (BatchSplit(), RingAttention(), DDP())),
-    (Mesh(dp_shard=2, cp=3), (BatchSplit(axis="dp_shard"), RingAttention(), ZeRO(stage=3), ActivationCheckpointing())),
+    (
+        Mesh(dp_shard=2, cp=3),
+        (BatchSplit(axis="dp_shard"), RingAttention(), ZeRO(stage=3), ActivationCheckpointing()),
+    ),
     (Mesh(cp=3, tp=2), (TensorParallel(), RingAttention(), COPIES)),
     (Mesh(pp=2, cp=3), (Pipeline(), RingAttention(), COPIES)),
     (Mesh(pp=2, cp=2), (Pipeline(), Ulysses(), COPIES)),
@@ -144,7 +186,9 @@ def test_a_vit(mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
     ],
     ids=str,
 )
-def test_masks_between_rows_of_unlike_lengths(kind: str, mesh: Mesh, strategies: tuple[Strategy, ...], padded: bool) -> None:
+def test_masks_between_rows_of_unlike_lengths(
+    kind: str, mesh: Mesh, strategies: tuple[Strategy, ...], padded: bool
+) -> None:
     verdict = judged(t5() if kind == "T5" else bart(kind), mesh, *strategies, padded=padded)
     assert verdict.passed, verdict
 
@@ -160,7 +204,9 @@ def test_dropout_draws_what_one_device_draws(model: nn.Module, strategy: Strateg
 
 
 @pytest.mark.parametrize(("mesh", "strategies"), [*ALONE[1:], *BESIDE[3:4]], ids=str)
-def test_an_own_model_of_images_whose_loss_reads_the_mean_of_all(mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
+def test_an_own_model_of_images_whose_loss_reads_the_mean_of_all(
+    mesh: Mesh, strategies: tuple[Strategy, ...]
+) -> None:
     verdict = judged(Images(), mesh, *strategies)
     assert verdict.passed, verdict
 
@@ -197,6 +243,8 @@ def test_rows_as_long_as_each_other_in_the_plan_must_stay_so() -> None:
 
 def test_keys_taken_for_as_many_as_queries_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     coming = ShardedForward.next_attention_shards
-    monkeypatch.setattr(ShardedForward, "next_attention_shards", lambda self, visit: (coming(self, visit)[0],) * 2)
+    monkeypatch.setattr(
+        ShardedForward, "next_attention_shards", lambda self, visit: (coming(self, visit)[0],) * 2
+    )
     with pytest.raises(PlanError, match="attention takes in"):
         judged(t5(), Mesh(cp=2), RingAttention(), COPIES)

@@ -48,7 +48,10 @@ def equal(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch
         (Mesh(cp=2, tp=3), (Ulysses(), TensorParallel(), COPIES)),
         (Mesh(cp=6), (HybridContextParallel(ulysses_degree=3), COPIES)),
         (Mesh(cp=4, tp=2), (HybridContextParallel(), TensorParallel(), COPIES)),
-        (Mesh(dp_shard=2, cp=2), (BatchSplit(axis="dp_shard"), Ulysses(), ZeRO(stage=3), ActivationCheckpointing())),
+        (
+            Mesh(dp_shard=2, cp=2),
+            (BatchSplit(axis="dp_shard"), Ulysses(), ZeRO(stage=3), ActivationCheckpointing()),
+        ),
         (
             Mesh(dp_shard=2, cp=4),
             (BatchSplit(axis="dp_shard"), HybridContextParallel(), ZeRO(stage=3), ActivationCheckpointing()),
@@ -98,7 +101,9 @@ def mixed(make, mesh: Mesh, strategies, example: int) -> Verdict:
 
 @pytest.mark.parametrize(("make", "mesh", "strategies"), MIXED, ids=named)
 @pytest.mark.parametrize("example", [0, -1], ids=["read without a mask", "read with a mask"])
-def test_which_rows_are_padded_makes_no_difference_to_what_is_sent(make, mesh: Mesh, strategies, example: int) -> None:
+def test_which_rows_are_padded_makes_no_difference_to_what_is_sent(
+    make, mesh: Mesh, strategies, example: int
+) -> None:
     verdict = mixed(make, mesh, strategies, example)
     assert verdict.passed, verdict
 
@@ -116,7 +121,8 @@ def test_rows_of_a_mask_that_are_others_are_noticed(monkeypatch: pytest.MonkeyPa
 
 def test_heads_that_tensor_parallelism_has_divided_count() -> None:
     with pytest.raises(
-        PlanError, match=r"attention has 2 heads on a rank, and they go to 3 ranks[^|]*or set mesh.cp to 1 or 2$"
+        PlanError,
+        match=r"attention has 2 heads on a rank, and they go to 3 ranks[^|]*or set mesh.cp to 1 or 2$",
     ) as told:
         equal(known(), Mesh(cp=3, tp=2), Ulysses(), TensorParallel(), COPIES)
     assert len(told.value.diagnostics) == 2  # the other rank of tp has four

@@ -33,7 +33,10 @@ RULES = {
     "several": OptimizerConfig(
         "muon",
         momentum=0.95,
-        groups=(ParamGroupConfig("embed.*", 2.0, name="adamw_8bit"), ParamGroupConfig("layers.1.*", name="adafactor")),
+        groups=(
+            ParamGroupConfig("embed.*", 2.0, name="adamw_8bit"),
+            ParamGroupConfig("layers.1.*", name="adafactor"),
+        ),
         **USUAL,
     ),
 }
@@ -47,7 +50,9 @@ class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, 21)
-        self.layers = nn.ModuleList([nn.Linear(21, 47), nn.Linear(47, 30), nn.Linear(30, 1), nn.Linear(1, 30)])
+        self.layers = nn.ModuleList(
+            [nn.Linear(21, 47), nn.Linear(47, 30), nn.Linear(30, 1), nn.Linear(1, 30)]
+        )
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.head = nn.Linear(30, VOCABULARY)
 
@@ -58,7 +63,9 @@ class Wide(nn.Module):
         return self.head(x * self.scale)
 
 
-def plan_of(reading: AnalyzedModel, rule: str, ranks: int = 1, stage: int = 3, micro_batch: int = 0, replicas: int = 1) -> Plan:
+def plan_of(
+    reading: AnalyzedModel, rule: str, ranks: int = 1, stage: int = 3, micro_batch: int = 0, replicas: int = 1
+) -> Plan:
     strategies: tuple[Strategy, ...] = ()
     if ranks > 1:
         zero = ZeRO(stage=stage, replicate_axis="dp_replicate" if replicas > 1 else "")
@@ -79,7 +86,9 @@ def outcome(
     reading: AnalyzedModel, plan: Plan, make: OptimizerFactory | None = None, steps: int = STEPS
 ) -> dict[str, torch.Tensor]:
     """What all ranks of `plan` agree on after so many steps."""
-    found = on_threads(lambda world: trained(player_of(reading, plan, world, optimizer=make), world, steps), plan.mesh)
+    found = on_threads(
+        lambda world: trained(player_of(reading, plan, world, optimizer=make), world, steps), plan.mesh
+    )
     for other in found[1:]:
         assert all(torch.equal(other[name], value) for name, value in found[0].items())
     return found[0]

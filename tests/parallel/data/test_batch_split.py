@@ -39,7 +39,9 @@ def test_samples_are_split_and_gradients_become_pending_sums():
 
 
 def test_only_the_two_numbers_of_the_step_are_sent():
-    alone = single_device_program(SPACE, tiny_job(), 1, sequential_stage_calls(SPACE.model_spec.block_calls, 2))
+    alone = single_device_program(
+        SPACE, tiny_job(), 1, sequential_stage_calls(SPACE.model_spec.block_calls, 2)
+    )
     split = BatchSplit().rewrite(alone, SPACE, tiny_job())
     sent = {a.kind: (a.transfer.collective, a.transfer.axes) for a in split.actions(FIRST_ROLE) if a.transfer}
     assert sent == dict.fromkeys(("TOKEN_COUNT", "LOSS_SUM"), ("all_reduce", ("dp_replicate",)))
@@ -47,17 +49,23 @@ def test_only_the_two_numbers_of_the_step_are_sent():
 
 
 def test_two_split_axes_share_their_messages():
-    program = single_device_program(SPACE, tiny_job(), 1, sequential_stage_calls(SPACE.model_spec.block_calls, 2))
+    program = single_device_program(
+        SPACE, tiny_job(), 1, sequential_stage_calls(SPACE.model_spec.block_calls, 2)
+    )
     for axis in ("dp_replicate", "dp_shard"):
         program = BatchSplit(axis).rewrite(program, SPACE, tiny_job())
-    assert {a.transfer.axes for a in program.actions(FIRST_ROLE) if a.transfer} == {("dp_replicate", "dp_shard")}
+    assert {a.transfer.axes for a in program.actions(FIRST_ROLE) if a.transfer} == {
+        ("dp_replicate", "dp_shard")
+    }
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_activations_of_a_rank_are_an_nth(ranks: int):
     reading = reading_of()
     alone, split = (plan_of(reading, n).program.actions(FIRST_ROLE) for n in (1, ranks))
-    held = [sum(h.nbytes for a in actions if a.kind == "F" for h in a.allocations) for actions in (alone, split)]
+    held = [
+        sum(h.nbytes for a in actions if a.kind == "F" for h in a.allocations) for actions in (alone, split)
+    ]
     assert held[0] == ranks * held[1] > 0
 
 
@@ -69,7 +77,9 @@ def test_samples_are_not_split_along_the_axis_of_features():
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 0), (3, 0), (3, 2)])
-def test_ranks_with_unequal_counts_of_valid_tokens_equal_one_device(reading: AnalyzedModel, ranks: int, micro_batch: int):
+def test_ranks_with_unequal_counts_of_valid_tokens_equal_one_device(
+    reading: AnalyzedModel, ranks: int, micro_batch: int
+):
     data = rows()
     data["labels"][ShuffledOrder(ROWS, seed=0).ids(0, 12)[: 12 // ranks]] = (
         IGNORE_INDEX  # in the first step, nothing of rank 0 counts
@@ -88,7 +98,9 @@ def test_a_step_in_which_nothing_counts_changes_nothing_and_is_no_difference(rea
 
 @pytest.mark.parametrize("micro_batch", [0, 2, 1])
 @pytest.mark.parametrize("samples", [13, 16, 23])
-def test_ranks_that_run_out_of_data_take_part_with_zero_weight(reading: AnalyzedModel, samples: int, micro_batch: int):
+def test_ranks_that_run_out_of_data_take_part_with_zero_weight(
+    reading: AnalyzedModel, samples: int, micro_batch: int
+):
     """The last of two steps is short: some ranks hold fewer rows, some none."""
     job = tiny_job(data=DataConfig("example", epochs=1))
     plan = plan_of(reading, 3, micro_batch=micro_batch, job=job)
@@ -101,7 +113,9 @@ def test_dropout_belongs_to_samples_also_where_the_last_batch_is_short():
     reading = reading_of(p=0.4)
     job = tiny_job(data=DataConfig("example", epochs=1))
     for micro_batch in (0, 2):
-        verdict = verdict_of(case_of(reading, plan_of(reading, 3, micro_batch=micro_batch, job=job), rows(17)), steps=2)
+        verdict = verdict_of(
+            case_of(reading, plan_of(reading, 3, micro_batch=micro_batch, job=job), rows(17)), steps=2
+        )
         assert verdict.passed, str(verdict)
 
 
@@ -117,7 +131,10 @@ def test_metrics_are_the_same_on_every_rank(reading: AnalyzedModel):
 
     def body(world: object) -> list[object]:
         player = player_of(reading, plan, world)
-        return [player.step(batch(plan, world.rank)(step), stop=world.rank == 1 and step == 1) for step in range(2)]
+        return [
+            player.step(batch(plan, world.rank)(step), stop=world.rank == 1 and step == 1)
+            for step in range(2)
+        ]
 
     first, *others = on_threads(body, plan.mesh)
     assert all(other == first for other in others)
@@ -131,11 +148,15 @@ def test_the_loss_is_that_of_the_global_batch_not_the_mean_of_means(reading: Ana
     module, _, _ = reading.make_module("cpu", torch.float64)
     parts = [feed(plan, rank)(0) for rank in range(3)]
     sums = [
-        torch.nn.functional.cross_entropy(module(part["input_ids"]).flatten(0, 1), part["labels"].flatten(), reduction="sum")
+        torch.nn.functional.cross_entropy(
+            module(part["input_ids"]).flatten(0, 1), part["labels"].flatten(), reduction="sum"
+        )
         for part in parts
     ]
     counts = [(part["labels"] != IGNORE_INDEX).sum().item() for part in parts]
     assert len(set(counts)) > 1
-    loss = on_threads(lambda world: player_of(reading, plan, world).step(feed(plan, world.rank)(0)).loss, plan.mesh)[0]
+    loss = on_threads(
+        lambda world: player_of(reading, plan, world).step(feed(plan, world.rank)(0)).loss, plan.mesh
+    )[0]
     assert loss == pytest.approx(sum(sums).item() / sum(counts), rel=1e-13)
     assert loss != pytest.approx(sum((s / c).item() for s, c in zip(sums, counts, strict=True)) / 3, rel=1e-6)

@@ -26,7 +26,17 @@ from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.testing.ranks import ProcessPool, on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.two_tower_model import CONTRASTIVE, global_batches, reading_of_towers, towers_plan
-from tests.tiny_model import case_of, edited, first_of, plan_of, player_of, reading_of, rows, tiny_job, verdict_of
+from tests.tiny_model import (
+    case_of,
+    edited,
+    first_of,
+    plan_of,
+    player_of,
+    reading_of,
+    rows,
+    tiny_job,
+    verdict_of,
+)
 
 LED = (BatchSplit(), DataParallelMaster())
 
@@ -63,7 +73,8 @@ def on_a_process(world: World) -> tuple[float, dict[str, torch.Tensor]]:
     plan = led_plan(reading, world.mesh.world_size)
     with parallelize(reading, plan, world=world) as engine:
         loss = [
-            engine.step(select_local_batch({key: v[:12] for key, v in rows().items()}, plan, world.rank)).loss for _ in range(2)
+            engine.step(select_local_batch({key: v[:12] for key, v in rows().items()}, plan, world.rank)).loss
+            for _ in range(2)
         ][-1]
         return loss, {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
@@ -83,7 +94,9 @@ def test_only_the_master_reads_data_and_it_reads_all_of_it(reading: AnalyzedMode
     feeds = [open_feed(ExampleDataset(rows()), plan, rank).batch(0) for rank in range(3)]
     assert len(feeds[0]["labels"]) == 12
     assert feeds[1:] == [None, None]
-    shares = [select_local_batch({key: value[:7] for key, value in rows().items()}, plan, rank) for rank in range(3)]
+    shares = [
+        select_local_batch({key: value[:7] for key, value in rows().items()}, plan, rank) for rank in range(3)
+    ]
     assert [len(batch["labels"]) for batch in shares] == [7, 0, 0]
 
 
@@ -101,7 +114,9 @@ def entries_of(reading: AnalyzedModel, plan: Plan) -> list[list[Entry]]:
 
 def through(entries: list[list[Entry]], rank: int) -> float:
     """The bytes that leave `rank` or come to it, without the two small messages of `batch`."""
-    work = [[entry for entry in mine if entry.action not in ("TOKEN_COUNT()", "LOSS_SUM()")] for mine in entries]
+    work = [
+        [entry for entry in mine if entry.action not in ("TOKEN_COUNT()", "LOSS_SUM()")] for mine in entries
+    ]
     sent = sum(entry.sent for entry in work[rank])
     to_it = ("gather", "reduce") if rank == 0 else ()
     come = sum(entry.sent for mine in work for entry in mine if entry.collective in to_it)
@@ -110,7 +125,9 @@ def through(entries: list[list[Entry]], rank: int) -> float:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_the_ledger_shows_five_kinds_of_exchange_and_the_hot_rank_beside_the_one_of_replicate(reading: AnalyzedModel, ranks: int):
+def test_the_ledger_shows_five_kinds_of_exchange_and_the_hot_rank_beside_the_one_of_replicate(
+    reading: AnalyzedModel, ranks: int
+):
     mine, theirs = entries_of(reading, led_plan(reading, ranks)), entries_of(reading, plan_of(reading, ranks))
     kinds = defaultdict(int)
     for entry in mine[0]:
@@ -118,15 +135,26 @@ def test_the_ledger_shows_five_kinds_of_exchange_and_the_hot_rank_beside_the_one
         kinds[kind] += entry.nbytes
     weights = sum(weight.numel for weight in reading.model_spec.trainable) * 8
     inputs, outputs = 12 // ranks * 5 * 8, 12 // ranks * 5 * 13 * 8
-    five = {"SCATTER": inputs, "GATHER": outputs, "gradient": outputs, "REDUCE": weights, "BROADCAST": weights + 8}
+    five = {
+        "SCATTER": inputs,
+        "GATHER": outputs,
+        "gradient": outputs,
+        "REDUCE": weights,
+        "BROADCAST": weights + 8,
+    }
     assert kinds == {**five, "TOKEN_COUNT": 32, "LOSS_SUM": 8}
     assert {e.action.split("(")[0] for e in theirs[0]} == {"TOKEN_COUNT", "REDUCE", "LOSS_SUM"}
 
     law = weights + 8 + (ranks - 1) * (weights + inputs + 2 * outputs)  # the norm is 8 bytes
     assert through(mine, 0) == pytest.approx(law, rel=1e-12)
-    assert all(through(theirs, rank) == pytest.approx(4 * (ranks - 1) / ranks * weights, rel=1e-12) for rank in range(ranks))
+    assert all(
+        through(theirs, rank) == pytest.approx(4 * (ranks - 1) / ranks * weights, rel=1e-12)
+        for rank in range(ranks)
+    )
     assert through(mine, 0) > through(theirs, 0)
-    assert all(through(mine, rank) < through(mine, 0) or ranks == 2 for rank in range(1, ranks))  # of two, each is the other end
+    assert all(
+        through(mine, rank) < through(mine, 0) or ranks == 2 for rank in range(1, ranks)
+    )  # of two, each is the other end
 
 
 def test_bytes_in_the_plan_are_bytes_in_the_ledger_in_every_dtype(reading: AnalyzedModel):
@@ -144,7 +172,10 @@ def test_the_leader_steps_masters_of_wider_dtype_and_hands_out_rounded_weights(r
         with parallelize(reading, plan, world=world) as engine:
             for _ in range(3):
                 engine.step(select_local_batch(rows(12), plan, world.rank))
-            weights = {name: value.float().flatten().tolist() for name, value in engine.executor.gather_parameters().items()}
+            weights = {
+                name: value.float().flatten().tolist()
+                for name, value in engine.executor.gather_parameters().items()
+            }
             return weights, engine.executor.memory_by_category().get("master", 0)
 
     alone = plan_of(reading, 1, (), job=tiny_job(precision=mixed))
@@ -160,7 +191,9 @@ def test_the_leader_steps_masters_of_wider_dtype_and_hands_out_rounded_weights(r
 
 
 def test_a_contrastive_loss_may_be_taken_by_the_master():
-    bare = replace(CONTRASTIVE, total=lambda outputs, batch: CONTRASTIVE.total((*outputs[:2], torch.ones(())), batch))
+    bare = replace(
+        CONTRASTIVE, total=lambda outputs, batch: CONTRASTIVE.total((*outputs[:2], torch.ones(())), batch)
+    )
     reading = reading_of_towers(bare)
     plan = towers_plan(reading, Mesh(dp_replicate=3), LED)
     assert static_checks(plan) == []
@@ -200,10 +233,14 @@ def test_a_checkpoint_holds_the_moments_that_the_master_alone_has(reading: Analy
     assert on_threads(other, Mesh(dp_replicate=2))[0] == pytest.approx([first, second], rel=1e-12)
 
 
-def test_a_gradient_handed_to_the_wrong_rank_is_noticed(reading: AnalyzedModel, monkeypatch: pytest.MonkeyPatch):
+def test_a_gradient_handed_to_the_wrong_rank_is_noticed(
+    reading: AnalyzedModel, monkeypatch: pytest.MonkeyPatch
+):
     taken = GlobalBatchLoss._handed_out
 
-    def shifted(self: GlobalBatchLoss, action: Action, column: Any, whole: torch.Tensor | None) -> torch.Tensor:
+    def shifted(
+        self: GlobalBatchLoss, action: Action, column: Any, whole: torch.Tensor | None
+    ) -> torch.Tensor:
         swapped = whole.roll(4, 0) if whole is not None and "gradient" in action.subject else whole
         return taken(self, action, column, swapped)
 
@@ -215,44 +252,81 @@ def test_a_gradient_handed_to_the_wrong_rank_is_noticed(reading: AnalyzedModel, 
 @pytest.mark.parametrize(
     ("left_out", "said"),
     [
-        ("BROADCAST(head.weight)", "1 weights (head.weight...) are not broadcast over dp_replicate after STEP"),
-        ("REDUCE(head.weight)", "the gradient of head.weight stays a pending sum over dp_replicate: no reduce moves it"),
+        (
+            "BROADCAST(head.weight)",
+            "1 weights (head.weight...) are not broadcast over dp_replicate after STEP",
+        ),
+        (
+            "REDUCE(head.weight)",
+            "the gradient of head.weight stays a pending sum over dp_replicate: no reduce moves it",
+        ),
         ("GATHER(output0)", "LOSS(0) needs all rows of output0 and waits for no GATHER of them"),
     ],
 )
 def test_an_exchange_that_is_left_out_is_no_proof(reading: AnalyzedModel, left_out: str, said: str):
-    plan = edited(led_plan(reading), lambda actions: [action for action in actions if action.name != left_out])
+    plan = edited(
+        led_plan(reading), lambda actions: [action for action in actions if action.name != left_out]
+    )
     assert any(said in fault.problem for fault in static_checks(plan))
 
 
 @pytest.mark.parametrize(
     ("mesh", "job", "micro_batch", "said"),
     [
-        (Mesh(dp_replicate=3), {}, 2, "the loss is taken on the whole global batch at once, and micro_batch = 2 cuts"),
+        (
+            Mesh(dp_replicate=3),
+            {},
+            2,
+            "the loss is taken on the whole global batch at once, and micro_batch = 2 cuts",
+        ),
         (Mesh(dp_replicate=3, tp=2), {}, 0, "the ranks along tp would each have a master of their own"),
         (Mesh(dp_replicate=3), {"guard": LossGuard("stop")}, 0, 'set guard.action = "off"'),
-        (Mesh(dp_replicate=3), {"precision": PrecisionConfig(reduce="bfloat16")}, 0, "gradients travel in float32 here"),
+        (
+            Mesh(dp_replicate=3),
+            {"precision": PrecisionConfig(reduce="bfloat16")},
+            0,
+            "gradients travel in float32 here",
+        ),
     ],
     ids=["micro-batches", "another axis", "guard", "another dtype on the wire"],
 )
-def test_what_it_cannot_do_is_refused_with_the_repair(reading: AnalyzedModel, mesh: Mesh, job: dict, micro_batch: int, said: str):
+def test_what_it_cannot_do_is_refused_with_the_repair(
+    reading: AnalyzedModel, mesh: Mesh, job: dict, micro_batch: int, said: str
+):
     with pytest.raises(PlanError) as caught:
         Plan.make(tiny_job(**job), mesh, reading.model_spec, LED, micro_batch)
     assert said in str(caught.value)
 
 
 def test_an_output_of_the_master_alone_is_refused():
-    with pytest.raises(PlanError, match=r"(?s)output2 of shape \[\], which is not per row.*use the strategy \"replicate\""):
+    with pytest.raises(
+        PlanError, match=r"(?s)output2 of shape \[\], which is not per row.*use the strategy \"replicate\""
+    ):
         towers_plan(reading_of_towers(), Mesh(dp_replicate=3), LED)
 
 
 def test_it_is_one_of_two_stores_on_an_axis():
-    with pytest.raises(PlanError, match="master and replicate both decide how weights are stored along dp_replicate"):
+    with pytest.raises(
+        PlanError, match="master and replicate both decide how weights are stored along dp_replicate"
+    ):
         plan_of(reading_of(), 3, (*LED, DDP()))
 
 
 def test_the_list_has_the_exchanges_in_their_places(reading: AnalyzedModel):
     kinds = [action.kind for action in led_plan(reading).program.actions(FIRST_ROLE)]
     short = [kind for place, kind in enumerate(kinds) if place == 0 or kinds[place - 1] != kind]
-    inside = ["TOKEN_COUNT", "SCATTER", "F", "GATHER", "LOSS", "SCATTER", "B", "LOSS_SUM", "REDUCE", "CLIP", "STEP", "BROADCAST"]
+    inside = [
+        "TOKEN_COUNT",
+        "SCATTER",
+        "F",
+        "GATHER",
+        "LOSS",
+        "SCATTER",
+        "B",
+        "LOSS_SUM",
+        "REDUCE",
+        "CLIP",
+        "STEP",
+        "BROADCAST",
+    ]
     assert short == inside

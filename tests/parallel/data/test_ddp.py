@@ -27,7 +27,11 @@ from tests.paper_model import Paper
 from tests.tiny_model import plan_of, player_of, reading_of, rows, tiny_job
 
 MIB = 2**20
-PRECISIONS = [PrecisionConfig(), PrecisionConfig(reduce="bfloat16"), PrecisionConfig("float64", "float64", "float64")]
+PRECISIONS = [
+    PrecisionConfig(),
+    PrecisionConfig(reduce="bfloat16"),
+    PrecisionConfig("float64", "float64", "float64"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +43,13 @@ def job_in(precision: PrecisionConfig, batch: int = 12) -> Job:
     return replace(tiny_job(batch), precision=precision)
 
 
-def on_paper(paper: Paper, ranks: int = 3, bucket_nbytes: float = MIB, micro_batch: int = 0, job: Job | None = None) -> Plan:
+def on_paper(
+    paper: Paper, ranks: int = 3, bucket_nbytes: float = MIB, micro_batch: int = 0, job: Job | None = None
+) -> Plan:
     strategies = (BatchSplit(), DDP(bucket_mb=bucket_nbytes / MIB))
-    return Plan.make(job or job_in(PrecisionConfig()), Mesh(dp_replicate=ranks), paper.anatomy, strategies, micro_batch)
+    return Plan.make(
+        job or job_in(PrecisionConfig()), Mesh(dp_replicate=ranks), paper.anatomy, strategies, micro_batch
+    )
 
 
 def actions_of(plan: Plan, kind: str) -> list[Action]:
@@ -75,7 +83,9 @@ def test_rank_777_of_1024_sends_what_the_law_says(reading: AnalyzedModel, precis
     plan = plan_of(reading, 1024, (BatchSplit(), DDP(bucket_mb=300 / MIB)), 1, job_in(precision, batch=2048))
     sent = ledger_of(reading, plan, FakeWorld(plan.mesh, 777))
     nbytes = sum(weight.numel for weight in reading.model_spec.trainable) * FLOAT_NBYTES[precision.reduce]
-    assert sum(Fraction(value) for name, value in sent.items() if name.startswith("REDUCE")) == law(1024, nbytes)
+    assert sum(Fraction(value) for name, value in sent.items() if name.startswith("REDUCE")) == law(
+        1024, nbytes
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -91,7 +101,10 @@ def test_frozen_parameters_are_not_sent():
     frozen = reading_of(frozen=True)
     plan = plan_of(frozen, 3)
     assert "embed.weight" not in {name for action in actions_of(plan, "REDUCE") for name in action.tensors}
-    assert sum(a.transfer.nbytes for a in actions_of(plan, "REDUCE")) == sum(w.numel for w in frozen.model_spec.trainable) * 8
+    assert (
+        sum(a.transfer.nbytes for a in actions_of(plan, "REDUCE"))
+        == sum(w.numel for w in frozen.model_spec.trainable) * 8
+    )
 
 
 def test_nothing_is_sent_while_micro_batches_accumulate():
@@ -103,8 +116,18 @@ def test_nothing_is_sent_while_micro_batches_accumulate():
 
 def test_gradients_leave_when_the_last_backward_of_their_block_ends():
     actions = on_paper(Paper(layers=3), bucket_nbytes=1, micro_batch=2).program.actions(FIRST_ROLE)
-    tail = [action.name for action in actions if action.kind in ("B", "REDUCE", "CLIP") and action.microbatch != 0]
-    assert tail == ["B(layer2, 1)", "REDUCE(0)", "B(layer1, 1)", "REDUCE(1)", "B(layer0, 1)", "REDUCE(2)", "CLIP()"]
+    tail = [
+        action.name for action in actions if action.kind in ("B", "REDUCE", "CLIP") and action.microbatch != 0
+    ]
+    assert tail == [
+        "B(layer2, 1)",
+        "REDUCE(0)",
+        "B(layer1, 1)",
+        "REDUCE(1)",
+        "B(layer0, 1)",
+        "REDUCE(2)",
+        "CLIP()",
+    ]
 
 
 def test_a_bucket_takes_its_gradients_in_at_the_first_micro_batch():
@@ -147,7 +170,10 @@ def test_buckets_fill_from_the_last_block_to_the_first():
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 50), max_size=12), st.integers(1, 60))
 def test_bundles_are_coalesced_in_order_and_up_to_the_limit(sizes: list[int], limit: int):
-    bundles = [ParamGroup(str(i), (ParamSharding(ParamSpec(f"w{i}", (size,), ("v",))),), "v") for i, size in enumerate(sizes)]
+    bundles = [
+        ParamGroup(str(i), (ParamSharding(ParamSpec(f"w{i}", (size,), ("v",))),), "v")
+        for i, size in enumerate(sizes)
+    ]
     runs = coalesce(bundles, limit)
     assert [bundle for run in runs for bundle in run] == bundles
     totals = [sum(bundle.numel for bundle in run) for run in runs]
@@ -168,18 +194,36 @@ def test_tied_weights_leave_after_the_last_backward_of_all_their_users():
 @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda precision: precision.reduce)
 @pytest.mark.parametrize("paper", [Paper(), Paper(tied=True), Paper(layers=1)], ids=str)
 def test_its_program_is_proved(paper: Paper, precision: PrecisionConfig, micro_batch: int):
-    assert static_checks(on_paper(paper, bucket_nbytes=850, micro_batch=micro_batch, job=job_in(precision))) == []
+    assert (
+        static_checks(on_paper(paper, bucket_nbytes=850, micro_batch=micro_batch, job=job_in(precision)))
+        == []
+    )
 
 
 @pytest.mark.parametrize(
     ("store", "said"),
     [
-        (DDP("tp"), "strategies.replicate.axis: weights cannot be replicated along 'tp'\n  repair: choose one of: dp_rep"),
-        (DDP("dp_shard"), 'nothing splits the batch there\n  repair: add [[strategies]] name = "batch", axis = "dp_shard"'),
-        (DDP(bucket_mb=0.0), "strategies.replicate.bucket_mb: buckets of 0.0 MiB\n  repair: write a size above 0"),
+        (
+            DDP("tp"),
+            "strategies.replicate.axis: weights cannot be replicated along 'tp'\n  repair: choose one of: dp_rep",
+        ),
+        (
+            DDP("dp_shard"),
+            'nothing splits the batch there\n  repair: add [[strategies]] name = "batch", axis = "dp_shard"',
+        ),
+        (
+            DDP(bucket_mb=0.0),
+            "strategies.replicate.bucket_mb: buckets of 0.0 MiB\n  repair: write a size above 0",
+        ),
         (DDP(bucket_mb=float("nan")), "strategies.replicate.bucket_mb: buckets of nan MiB"),
-        (DDP(algorithm="rng"), "strategies.replicate.algorithm: there is no all_reduce algorithm 'rng'\n  repair: did you"),
-        (DDP(algorithm="hierarchical/2"), "strategies.replicate.algorithm: hierarchical/2: 3 ranks are no whole number of"),
+        (
+            DDP(algorithm="rng"),
+            "strategies.replicate.algorithm: there is no all_reduce algorithm 'rng'\n  repair: did you",
+        ),
+        (
+            DDP(algorithm="hierarchical/2"),
+            "strategies.replicate.algorithm: hierarchical/2: 3 ranks are no whole number of",
+        ),
         (
             DDP(algorithm="auto"),
             "strategies.replicate.algorithm: auto needs the measured cost of the links\n  repair: run `mesh",
@@ -206,7 +250,9 @@ def test_whole_copies_along_two_axes_are_refused_with_the_one_axis_to_write():
 def test_copies_may_lie_along_the_other_data_axis(reading: AnalyzedModel):
     strategies = (BatchSplit("dp_shard"), DDP("dp_shard"))
     plan = Plan.make(tiny_job(), Mesh(dp_shard=3), reading.model_spec, strategies)
-    assert {action.transfer.axes for action in plan.program.actions(FIRST_ROLE) if action.transfer} == {("dp_shard",)}
+    assert {action.transfer.axes for action in plan.program.actions(FIRST_ROLE) if action.transfer} == {
+        ("dp_shard",)
+    }
     assert static_checks(plan) == []
 
 
@@ -216,7 +262,11 @@ def test_the_bucket_is_the_home_of_its_gradients(reading: AnalyzedModel):
 
     def look(action: Action, state: object) -> None:
         flats = [bucket.flat.untyped_storage().data_ptr() for bucket in state.buckets.values()]
-        seen.append(all(p.grad.untyped_storage().data_ptr() in flats for p in state.subject.trainable.values()))
+        seen.append(
+            all(p.grad.untyped_storage().data_ptr() in flats for p in state.subject.trainable.values())
+        )
 
-    player_of(reading, plan, FakeWorld(plan.mesh, 1), extra={"CLIP": look}).step({k: v[:4] for k, v in rows().items()})
+    player_of(reading, plan, FakeWorld(plan.mesh, 1), extra={"CLIP": look}).step(
+        {k: v[:4] for k, v in rows().items()}
+    )
     assert seen == [True]

@@ -44,7 +44,9 @@ def store(algorithm: str) -> DDP:
 def carried(plan: Plan) -> dict[int, str]:
     """The algorithm of each gradient message, by its bytes."""
     return {
-        a.transfer.nbytes: a.transfer.algorithm for a in plan.program.actions(FIRST_ROLE) if a.kind == "REDUCE" and a.transfer
+        a.transfer.nbytes: a.transfer.algorithm
+        for a in plan.program.actions(FIRST_ROLE)
+        if a.kind == "REDUCE" and a.transfer
     }
 
 
@@ -59,9 +61,13 @@ def test_it_equals_one_device(reading: AnalyzedModel, algorithm: str, ranks: int
 
 
 @pytest.mark.parametrize(
-    "strategy", [store("hierarchical/2"), NaiveDDP(algorithm="hierarchical/2"), NaiveDDP(algorithm=RULE)], ids=str
+    "strategy",
+    [store("hierarchical/2"), NaiveDDP(algorithm="hierarchical/2"), NaiveDDP(algorithm=RULE)],
+    ids=str,
 )
-def test_it_equals_one_device_on_two_hosts_and_one_parameter_at_a_time(reading: AnalyzedModel, strategy: Strategy):
+def test_it_equals_one_device_on_two_hosts_and_one_parameter_at_a_time(
+    reading: AnalyzedModel, strategy: Strategy
+):
     verdict = verdict_of(case_of(reading, plan_of(reading, 4, (BatchSplit(), strategy), 1)))
     assert verdict.passed, str(verdict)
 
@@ -73,7 +79,11 @@ def test_each_message_carries_the_one_algorithm_that_the_rule_picks_for_its_byte
         nbytes: "doubling" if nbytes <= 200 else "tree" if nbytes <= 350 else "ring" for nbytes in picked
     }
     assert set(picked.values()) == {"doubling", "tree", "ring"}
-    counts = [a.transfer for a in plan.program.actions(FIRST_ROLE) if a.kind in ("TOKEN_COUNT", "LOSS_SUM") and a.transfer]
+    counts = [
+        a.transfer
+        for a in plan.program.actions(FIRST_ROLE)
+        if a.kind in ("TOKEN_COUNT", "LOSS_SUM") and a.transfer
+    ]
     assert [move.algorithm for move in counts] == ["backend", "backend"]
 
 
@@ -141,11 +151,16 @@ def compared(world: World, algorithm: str, micro_batch: int) -> tuple[RankReport
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "ranks", "micro_batch"), [("ring", 3, 1), ("halving", 3, 0), (RULE, 3, 1), ("hierarchical/2", 4, 0)]
+    ("algorithm", "ranks", "micro_batch"),
+    [("ring", 3, 1), ("halving", 3, 0), (RULE, 3, 1), ("hierarchical/2", 4, 0)],
 )
-def test_it_equals_one_device_on_processes(process_pool: ProcessPool, algorithm: str, ranks: int, micro_batch: int):
+def test_it_equals_one_device_on_processes(
+    process_pool: ProcessPool, algorithm: str, ranks: int, micro_batch: int
+):
     plan = plan_of(reading_of(), ranks, (BatchSplit(), store(algorithm)), micro_batch)
-    sums = [(a.name, a.transfer) for a in plan.program.actions(FIRST_ROLE) if a.kind == "REDUCE" and a.transfer]
+    sums = [
+        (a.name, a.transfer) for a in plan.program.actions(FIRST_ROLE) if a.kind == "REDUCE" and a.transfer
+    ]
     results = process_pool.run(compared, plan.mesh, algorithm, micro_batch)
     for index, (report, sent) in enumerate(results):
         assert (report.differences, report.num_steps) == ([], 2)

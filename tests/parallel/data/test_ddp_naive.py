@@ -37,7 +37,11 @@ def test_it_sends_the_bytes_of_replicate_in_more_messages(reading: AnalyzedModel
     for store in (NaiveDDP(), DDP()):
         actions = plan_of(reading, 3, (BatchSplit(), store)).program.actions(FIRST_ROLE)
         sizes[store.name] = [action.transfer.nbytes for action in actions if action.kind == "REDUCE"]
-    assert sum(sizes["naive"]) == sum(sizes["replicate"]) == sum(w.numel for w in reading.model_spec.trainable) * 8
+    assert (
+        sum(sizes["naive"])
+        == sum(sizes["replicate"])
+        == sum(w.numel for w in reading.model_spec.trainable) * 8
+    )
     assert len(sizes["naive"]) > len(sizes["replicate"])
 
 
@@ -71,7 +75,10 @@ def test_it_equals_replicate_after_ten_steps(reading: AnalyzedModel):
 @pytest.mark.parametrize(
     ("store", "said"),
     [
-        (NaiveDDP("tp"), "strategies.naive.axis: weights cannot be replicated along 'tp'\n  repair: choose one of: dp_replicate"),
+        (
+            NaiveDDP("tp"),
+            "strategies.naive.axis: weights cannot be replicated along 'tp'\n  repair: choose one of: dp_replicate",
+        ),
         (
             NaiveDDP("dp_shard"),
             "strategies.naive: the copies along dp_shard would all see the same samples: nothing splits",
@@ -90,7 +97,9 @@ def test_a_field_that_cannot_be_is_refused(reading: AnalyzedModel, store: NaiveD
 
 def test_gradients_in_another_dtype_are_refused(reading: AnalyzedModel):
     job = replace(tiny_job(), precision=PrecisionConfig(reduce="bfloat16"))
-    with pytest.raises(PlanError, match=r"gradients travel in float32 here, and precision\.reduce is bfloat16") as caught:
+    with pytest.raises(
+        PlanError, match=r"gradients travel in float32 here, and precision\.reduce is bfloat16"
+    ) as caught:
         plan_of(reading, 3, NAIVE, job=job)
     assert caught.value.diagnostics[0].location == "precision.reduce"
     assert caught.value.diagnostics[0].fix == 'use the strategy "replicate", or make the two dtypes equal'

@@ -25,7 +25,9 @@ ROUNDING = 2.0**-8  # of bfloat16, relative: 8 bits of significand, to nearest
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 0), (3, 0), (3, 2), (3, 1)])
 @pytest.mark.parametrize("store", [DDP(), SMALL], ids=["one bucket", "many buckets"])
-@pytest.mark.parametrize("options", [{}, {"tied": True}, {"spare": True}, {"frozen": True}, {"p": 0.3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"tied": True}, {"spare": True}, {"frozen": True}, {"p": 0.3}], ids=str
+)
 def test_it_equals_one_device(options: dict[str, float | bool], store: DDP, ranks: int, micro_batch: int):
     reading = reading_of(**options)
     plan = plan_of(reading, ranks, (BatchSplit(), store), micro_batch)
@@ -38,7 +40,12 @@ def test_it_equals_one_device(options: dict[str, float | bool], store: DDP, rank
 def test_parameters_that_no_step_reaches_are_sent_as_zeros():
     reading = reading_of(spare=True)
     plan = plan_of(reading, 3, (BatchSplit(), SMALL))
-    sent = {name for action in plan.program.actions(FIRST_ROLE) if action.kind == "REDUCE" for name in action.tensors}
+    sent = {
+        name
+        for action in plan.program.actions(FIRST_ROLE)
+        if action.kind == "REDUCE"
+        for name in action.tensors
+    }
     assert "layers.3.linear.weight" in sent
     assert verdict_of(case_of(reading, plan)).max_errors["gradient"] < 1e-10
 
@@ -57,13 +64,17 @@ def reduced_gradients(
 
     def body(world: World) -> None:
         def look(action: Action, state: RankState) -> None:
-            seen[world.rank] = {name: p.grad.clone() for name, p in state.trained_module.trainable_parameters.items()}
+            seen[world.rank] = {
+                name: p.grad.clone() for name, p in state.trained_module.trainable_parameters.items()
+            }
 
         player_of(reading, plan, world, extra={"CLIP": look}).step(feed(plan, world.rank)(0))
 
     on_threads(body, plan.mesh)
     for other in (0, 2):
-        assert all(torch.equal(seen[1][name], seen[other][name]) for name in seen[1]), "every rank holds the same bits"
+        assert all(torch.equal(seen[1][name], seen[other][name]) for name in seen[1]), (
+            "every rank holds the same bits"
+        )
     batches = [feed(plan, rank)(0) for rank in range(3)]
     count = sum((batch["labels"] != IGNORE_INDEX).sum().item() for batch in batches)
     magnitudes = {name: torch.zeros_like(grad) for name, grad in seen[1].items()}
@@ -83,7 +94,9 @@ def test_gradients_in_bfloat16_differ_by_their_rounding_only(micro_batch: int):
     assert all(grad.dtype == torch.float32 for grad in rounded.values())
     assert any(not torch.equal(rounded[name], exact[name]) for name in exact)
     for name, grad in exact.items():
-        bound = ROUNDING * (magnitudes[name] + magnitudes[name] * (1 + ROUNDING)) + 1e-6 * magnitudes[name]  # 1e-6: float32
+        bound = (
+            ROUNDING * (magnitudes[name] + magnitudes[name] * (1 + ROUNDING)) + 1e-6 * magnitudes[name]
+        )  # 1e-6: float32
         assert ((rounded[name] - grad).abs() <= bound).all(), name
 
 
@@ -94,7 +107,9 @@ def twenty_adam_steps(world: World) -> tuple[dict[str, str], list[Metrics]]:
     feed = case_of(reading, plan).batch_reader(plan, world.rank)
     player = player_of(reading, plan, world)
     metrics = [player.step(feed(step)) for step in range(20)]
-    return {name: sha256(value.numpy().tobytes()).hexdigest() for name, value in player.state_dict().items()}, metrics
+    return {
+        name: sha256(value.numpy().tobytes()).hexdigest() for name, value in player.state_dict().items()
+    }, metrics
 
 
 def test_replicas_hold_the_same_bits_after_twenty_adam_steps_in_processes(process_pool: ProcessPool):

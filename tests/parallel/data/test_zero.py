@@ -25,13 +25,21 @@ from tests.paper_model import Paper
 from tests.parallel.data.test_zero_numbers import SHARD, sharded
 from tests.tiny_model import edited, player_of, reading_of, rows, tiny_job
 
-PRECISIONS = [PrecisionConfig(), PrecisionConfig(reduce="bfloat16"), PrecisionConfig("float64", "float64", "float64")]
+PRECISIONS = [
+    PrecisionConfig(),
+    PrecisionConfig(reduce="bfloat16"),
+    PrecisionConfig("float64", "float64", "float64"),
+]
 
 PAPER = Paper()
 
 
 def on_paper(
-    zero: Strategy, ranks: int = 3, micro_batch: int = 0, paper: Paper = PAPER, precision: PrecisionConfig = PRECISIONS[0]
+    zero: Strategy,
+    ranks: int = 3,
+    micro_batch: int = 0,
+    paper: Paper = PAPER,
+    precision: PrecisionConfig = PRECISIONS[0],
 ) -> Plan:
     job = replace(tiny_job(batch=4 * ranks), precision=precision)
     return Plan.make(job, Mesh(dp_shard=ranks), paper.anatomy, (SHARD, zero), micro_batch)
@@ -55,7 +63,8 @@ def unit(plan: Plan, dtype: str) -> int:
     """(n-1) ceil(N_b/n) wire bytes, summed over the bundles."""
     ranks = plan.mesh.dp_shard
     return sum(
-        (ranks - 1) * -(-sum(w.numel for w in b.params) // ranks) * FLOAT_NBYTES[dtype] for b in plan.sharding.param_groups()
+        (ranks - 1) * -(-sum(w.numel for w in b.params) // ranks) * FLOAT_NBYTES[dtype]
+        for b in plan.sharding.param_groups()
     )
 
 
@@ -72,7 +81,9 @@ def test_every_stage_sends_what_the_law_says(ranks: int, micro: int, precision: 
     ]:
         plan = on_paper(zero, ranks, 4 // micro, paper, precision)
         assert static_checks(plan) == []
-        spared = (gathers - 1) * unit(plan, precision.parameters) // 5  # the first block ends one micro-batch and begins the next
+        spared = (
+            (gathers - 1) * unit(plan, precision.parameters) // 5
+        )  # the first block ends one micro-batch and begins the next
         assert sent(plan, "UNSHARD") == gathers * unit(plan, precision.parameters) - spared, zero
         assert sent(plan, "REDUCE") == sums * unit(plan, precision.reduce), zero
 
@@ -97,10 +108,14 @@ def ledger_of(reading: AnalyzedModel, plan: Plan, world) -> dict[str, float]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_rank_777_of_1024_sends_what_the_law_says(stage: int):
     reading = reading_of(tied=True)
-    plan = sharded(reading, 1024, ZeRO(stage=stage, gather="step" if stage == 3 else "use"), 1, tiny_job(batch=2048))
+    plan = sharded(
+        reading, 1024, ZeRO(stage=stage, gather="step" if stage == 3 else "use"), 1, tiny_job(batch=2048)
+    )
     told = ledger_of(reading, plan, FakeWorld(plan.mesh, 777))
     for kind, times in (("UNSHARD", 1), ("REDUCE", 1 if stage == 1 else 2)):
-        assert sum(Fraction(value) for name, value in told.items() if name.startswith(kind)) == times * unit(plan, "float64")
+        assert sum(Fraction(value) for name, value in told.items() if name.startswith(kind)) == times * unit(
+            plan, "float64"
+        )
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -116,7 +131,11 @@ def test_hybrid_sums_inside_then_across():
     mesh = Mesh(dp_replicate=4, dp_shard=3)
     job = tiny_job(batch=48)
     plan = Plan.make(
-        job, mesh, Paper(layers=2, numel=77).anatomy, (BatchSplit(), SHARD, ZeRO(stage=2, replicate_axis="dp_replicate")), 2
+        job,
+        mesh,
+        Paper(layers=2, numel=77).anatomy,
+        (BatchSplit(), SHARD, ZeRO(stage=2, replicate_axis="dp_replicate")),
+        2,
     )
     assert static_checks(plan) == []
     moves = [(a.transfer.collective, a.transfer.axes, a.transfer.nbytes) for a in actions_of(plan, "REDUCE")]
@@ -125,7 +144,9 @@ def test_hybrid_sums_inside_then_across():
 
 
 def test_weights_come_a_block_ahead_and_go_when_they_were_used():
-    names = [action.name for action in actions_of(on_paper(ZeRO(), paper=Paper(3)), "F", "B", "UNSHARD", "RESHARD")]
+    names = [
+        action.name for action in actions_of(on_paper(ZeRO(), paper=Paper(3)), "F", "B", "UNSHARD", "RESHARD")
+    ]
     assert names[:6] == [
         "UNSHARD(layer0, F, 0)",
         "UNSHARD(layer1, F, 0)",
@@ -142,12 +163,18 @@ def test_the_number_of_buffers_does_not_depend_on_the_model(ahead: int, buffers:
     for layers in (4, 9):
         plan = on_paper(ZeRO(prefetch=ahead), paper=Paper(layers), micro_batch=1)
         taken = {hold.name for action in actions_of(plan, "UNSHARD", "PACK") for hold in action.allocations}
-        assert taken == {f"weight buffer {i}" for i in range(buffers)} | {"gradient buffer 0", "gradient buffer 1"}
+        assert taken == {f"weight buffer {i}" for i in range(buffers)} | {
+            "gradient buffer 0",
+            "gradient buffer 1",
+        }
 
 
 def test_a_budget_keeps_weights_that_would_be_gathered_again():
     paper, nbytes = Paper(6), 102 * 4
-    counts = [len(actions_of(on_paper(ZeRO(keep_mb=kept * nbytes / 2**20), paper=paper), "UNSHARD")) for kept in range(7)]
+    counts = [
+        len(actions_of(on_paper(ZeRO(keep_mb=kept * nbytes / 2**20), paper=paper), "UNSHARD"))
+        for kept in range(7)
+    ]
     assert counts == [11, 10, 9, 8, 7, 6, 6]
 
 
@@ -171,15 +198,21 @@ def test_it_refuses(zero: ZeRO, text: str):
 
 
 def test_shards_without_copies_along_the_other_axis_are_told_to_be_copied():
-    with pytest.raises(PlanError, match=r'stay pending sums over dp_replicate\n.*across = "dp_replicate" in the strategy'):
-        Plan.make(tiny_job(), Mesh(dp_replicate=2, dp_shard=2), Paper().anatomy, (BatchSplit(), SHARD, ZeRO()))
+    with pytest.raises(
+        PlanError, match=r'stay pending sums over dp_replicate\n.*across = "dp_replicate" in the strategy'
+    ):
+        Plan.make(
+            tiny_job(), Mesh(dp_replicate=2, dp_shard=2), Paper().anatomy, (BatchSplit(), SHARD, ZeRO())
+        )
 
 
 def test_whole_copies_and_shards_are_refused_together():
     mesh, anatomy, both = Mesh(dp_replicate=2, dp_shard=2), Paper().anatomy, (BatchSplit(), SHARD)
     with pytest.raises(PlanError, match=r'zero cuts the weights into shards\n.*across = "dp_replicate"'):
         Plan.make(tiny_job(), mesh, anatomy, (*both, ZeRO(), DDP()))
-    with pytest.raises(PlanError, match=r'stores the weights along dp_replicate already\n.*across = "dp_replicate"'):
+    with pytest.raises(
+        PlanError, match=r'stores the weights along dp_replicate already\n.*across = "dp_replicate"'
+    ):
         Plan.make(tiny_job(), mesh, anatomy, (*both, DDP(), ZeRO(replicate_axis="dp_replicate")))
 
 

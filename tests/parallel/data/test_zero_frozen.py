@@ -70,7 +70,11 @@ def mixed() -> AnalyzedModel:
 
 
 def planned(
-    reading: AnalyzedModel, ranks: int, stage: int, micro_batch: int = 0, precision: PrecisionConfig | None = None
+    reading: AnalyzedModel,
+    ranks: int,
+    stage: int,
+    micro_batch: int = 0,
+    precision: PrecisionConfig | None = None,
 ) -> Plan:
     job = tiny_job() if precision is None else tiny_job(precision=precision)
     return make_plan(reading, job, Mesh(dp_shard=ranks), (SHARD, ZeRO(stage=stage)), micro_batch)
@@ -101,7 +105,11 @@ def test_a_weight_has_a_dtype_of_its_own_only_where_that_is_not_the_jobs():
     }
     assert own == {"order": "int64", **layers}
     weight = next(weight for weight in mixed().model_spec.params if weight.dtype == "bfloat16")
-    assert [weight.dtype_for(job) for job in ("float32", "bfloat16", "float64")] == ["bfloat16", "bfloat16", "float64"]
+    assert [weight.dtype_for(job) for job in ("float32", "bfloat16", "float64")] == [
+        "bfloat16",
+        "bfloat16",
+        "float64",
+    ]
 
 
 def test_a_model_made_in_one_dtype_follows_the_job():
@@ -130,14 +138,23 @@ def test_bundles_of_frozen_weights_are_of_one_dtype_each():
 def test_frozen_weights_lie_in_shards_in_their_own_dtype_and_travel_so(ranks: int):
     reading = mixed()
     plan = planned(reading, ranks, 3, precision=FLOATS)
-    moves = {action.tensors: action.transfer for action in plan.program.actions(FIRST_ROLE) if action.kind == "UNSHARD"}
+    moves = {
+        action.tensors: action.transfer
+        for action in plan.program.actions(FIRST_ROLE)
+        if action.kind == "UNSHARD"
+    }
     for bundle in plan.sharding.param_groups(frozen=True):
         move = moves[tuple(weight.name for weight in bundle.params)]
         width = {"int8": 1, "bool": 1, "bfloat16": 2, "int64": 8, "": 4}[bundle.params[0].dtype]
-        assert (move.dtype, move.nbytes) == (bundle.params[0].dtype or "float32", -(-bundle.numel // ranks) * width)
+        assert (move.dtype, move.nbytes) == (
+            bundle.params[0].dtype or "float32",
+            -(-bundle.numel // ranks) * width,
+        )
     frozen = {weight.name for weight in plan.model_spec.params if not weight.trainable}
     assert not any(
-        frozen & set(action.tensors) for action in plan.program.actions(FIRST_ROLE) if action.kind in ("PACK", "REDUCE", "STEP")
+        frozen & set(action.tensors)
+        for action in plan.program.actions(FIRST_ROLE)
+        if action.kind in ("PACK", "REDUCE", "STEP")
     )
 
     def rank(world: World) -> list[torch.dtype]:
@@ -147,7 +164,10 @@ def test_frozen_weights_lie_in_shards_in_their_own_dtype_and_travel_so(ranks: in
         assert not frozen & set(player.flat_params.optimizer_params())
         assert not any(each.gradient is not None for each in held if set(each.views) & frozen)
         assert player.memory_by_category()["parameters"] == state_bytes(plan, world.rank).parameters
-        return [player.gather_parameters()[name].dtype for name in ("layers.0.packed", "layers.1.open", "layers.0.scale")]
+        return [
+            player.gather_parameters()[name].dtype
+            for name in ("layers.0.packed", "layers.1.open", "layers.0.scale")
+        ]
 
     assert on_threads(rank, plan.mesh) == [[torch.int8, torch.bool, torch.bfloat16]] * ranks
 
@@ -186,7 +206,9 @@ def test_whole_numbers_do_not_blunt_the_comparison_of_the_floats_beside_them():
         def spoiled():
             subject = own()
             with torch.no_grad():
-                subject.parameters["layers.0.shift"].add_(2e-10)  # a hundredth of what an int8 of 127 would excuse
+                subject.parameters["layers.0.shift"].add_(
+                    2e-10
+                )  # a hundredth of what an int8 of 127 would excuse
             return subject
 
         return replace(case, make_trained_module=spoiled)
@@ -198,7 +220,10 @@ def test_a_tie_of_a_frozen_and_a_trained_name_is_one_parameter():
     class Tied(nn.Module):
         def __init__(self, *, last: bool) -> None:
             super().__init__()
-            self.embed, self.layers = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+            self.embed, self.layers = (
+                nn.Embedding(VOCABULARY, WIDTH),
+                nn.ModuleList([nn.Linear(WIDTH, WIDTH)]),
+            )
             self.head = nn.Linear(WIDTH, VOCABULARY)
             self.embed.weight.requires_grad_(not last)
             self.head.weight.requires_grad_(last)
@@ -219,11 +244,17 @@ def test_a_tie_of_a_frozen_and_a_trained_name_is_one_parameter():
 
 
 @pytest.mark.parametrize(("before", "after"), [((3, 3), (2, 3)), ((2, 3), (3, 1)), ((3, 2), (1, 0))])
-def test_a_checkpoint_holds_them_and_is_taken_up_by_other_ranks(tmp_path: Path, before: tuple[int, int], after: tuple[int, int]):
+def test_a_checkpoint_holds_them_and_is_taken_up_by_other_ranks(
+    tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+):
     reading = mixed()
 
     def plan_of(ranks: int, stage: int) -> Plan:
-        return planned(reading, ranks, stage, precision=FLOATS) if stage else make_plan(reading, tiny_job(precision=FLOATS))
+        return (
+            planned(reading, ranks, stage, precision=FLOATS)
+            if stage
+            else make_plan(reading, tiny_job(precision=FLOATS))
+        )
 
     def saves(world: World) -> dict[str, bytes]:
         with parallelize(reading, plan_of(*before), world=world) as engine:
@@ -246,7 +277,10 @@ class Complex(nn.Module):
     def __init__(self, *, trained: bool) -> None:
         super().__init__()
         self.turn = nn.Parameter(torch.ones(TOKENS, WIDTH, dtype=torch.complex64), requires_grad=trained)
-        self.embed, self.layers = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList([nn.Linear(WIDTH, VOCABULARY)])
+        self.embed, self.layers = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.ModuleList([nn.Linear(WIDTH, VOCABULARY)]),
+        )
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids)
@@ -259,5 +293,7 @@ def test_dtypes_that_cannot_be_cut_or_stepped_are_refused():
         planned(frozen, 2, 3)
     assert static_checks(planned(frozen, 2, 2)) == []
     for stage in (1, 2, 3):
-        with pytest.raises(PlanError, match="turn is trained in complex64, and shards are stepped in the dtype of the job"):
+        with pytest.raises(
+            PlanError, match="turn is trained in complex64, and shards are stepped in the dtype of the job"
+        ):
             planned(trained, 2, stage)

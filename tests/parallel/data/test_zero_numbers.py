@@ -19,7 +19,9 @@ OPTIONS = [{}, {"tied": True}, {"spare": True}, {"frozen": True}, {"p": 0.3}, {"
 SHARD = BatchSplit(axis="dp_shard")
 
 
-def sharded(reading: AnalyzedModel, ranks: int, zero: Strategy, micro_batch: int = 0, job: Job | None = None) -> Plan:
+def sharded(
+    reading: AnalyzedModel, ranks: int, zero: Strategy, micro_batch: int = 0, job: Job | None = None
+) -> Plan:
     return make_plan(reading, job or tiny_job(), Mesh(dp_shard=ranks), (SHARD, zero), micro_batch)
 
 
@@ -35,7 +37,9 @@ def test_it_equals_one_device(options: dict[str, float | bool], stage: int, rank
 
 
 @pytest.mark.parametrize(
-    "zero", [ZeRO(gather="micro"), ZeRO(gather="step"), ZeRO(prefetch=0), ZeRO(prefetch=3), ZeRO(keep_mb=0.0005)], ids=str
+    "zero",
+    [ZeRO(gather="micro"), ZeRO(gather="step"), ZeRO(prefetch=0), ZeRO(prefetch=3), ZeRO(keep_mb=0.0005)],
+    ids=str,
 )
 @pytest.mark.parametrize("options", [{}, {"tied": True}], ids=str)
 def test_it_equals_one_device_however_long_weights_stay(options: dict[str, bool], zero: ZeRO):
@@ -52,7 +56,11 @@ def test_shards_over_replicas_equal_one_device(stage: int, micro_batch: int):
     reading = reading_of(tied=True)
     mesh = Mesh(dp_replicate=2, dp_shard=3)
     plan = make_plan(
-        reading, tiny_job(), mesh, (BatchSplit(), SHARD, ZeRO(stage=stage, replicate_axis="dp_replicate")), micro_batch
+        reading,
+        tiny_job(),
+        mesh,
+        (BatchSplit(), SHARD, ZeRO(stage=stage, replicate_axis="dp_replicate")),
+        micro_batch,
     )
     assert static_checks(plan) == []
     verdict = verdict_of(case_of(reading, plan))
@@ -76,4 +84,7 @@ def test_processes_find_the_same(process_pool: ProcessPool, stage: int):
 def on_a_process(world: World, stage: int) -> list[float]:
     reading = reading_of(tied=True)
     player = player_of(reading, sharded(reading, 3, ZeRO(stage=stage), 2), world)
-    return [player.step({k: v[4 * world.rank : 4 * world.rank + 4] for k, v in rows().items()}).loss for _ in range(3)]
+    return [
+        player.step({k: v[4 * world.rank : 4 * world.rank + 4] for k, v in rows().items()}).loss
+        for _ in range(3)
+    ]

@@ -36,7 +36,9 @@ def alone(reading: AnalyzedModel) -> Callable[[str], dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("rule", RULES)
-def test_shards_become_what_one_device_becomes(reading: AnalyzedModel, alone: Callable, rule: str, stage: int, ranks: int):
+def test_shards_become_what_one_device_becomes(
+    reading: AnalyzedModel, alone: Callable, rule: str, stage: int, ranks: int
+):
     plan = plan_of(reading, rule, ranks, stage, micro_batch=2)
     assert static_checks(plan) == []
     assert error(outcome(reading, plan), alone(rule)) < 1e-10
@@ -67,7 +69,9 @@ def test_arenas_are_cut_at_the_grain_of_the_rule(reading: AnalyzedModel, rule: s
             assert piece.end % step == 0 or piece.end == numel
             found.add(grain)
     assert found == {shard_alignment_of(RULES[rule], weight) for weight in weights.values()}
-    assert found == {"muon": {"element", "matrix"}, "several": {"element", "block", "matrix"}}.get(rule, found)
+    assert found == {"muon": {"element", "matrix"}, "several": {"element", "block", "matrix"}}.get(
+        rule, found
+    )
 
 
 @pytest.mark.parametrize("rule", ["adamw_8bit", "adafactor", "several"])
@@ -111,7 +115,12 @@ def test_live_moments_are_what_the_law_says(reading: AnalyzedModel, rule: str, r
         player = player_of(reading, plan, world)
         trained(player, world, 1)
         states = [held for optimizer in player.optimizers for held in optimizer.state.values()]
-        kept = [value for held in states for key, value in held.items() if isinstance(value, torch.Tensor) and key != "step"]
+        kept = [
+            value
+            for held in states
+            for key, value in held.items()
+            if isinstance(value, torch.Tensor) and key != "step"
+        ]
         law = 0
         for name, parameter in player.flat_params.optimizer_params().items():
             how = param_optimizer(RULES[rule], weights[name])
@@ -146,7 +155,9 @@ def test_muon_on_shards_is_refused_and_if_it_lies_it_is_noticed(reading: Analyze
         outcome(reading, cut, Muon)
     wanted = outcome(reading, plan_of(reading, "sgd"), Shredded)
     assert error(outcome(reading, cut, Shredded), wanted) > 1e-3
-    assert error(outcome(reading, owned, Shredded), wanted) < 1e-10, "whole matrices on each rank: nothing is wrong with them"
+    assert error(outcome(reading, owned, Shredded), wanted) < 1e-10, (
+        "whole matrices on each rank: nothing is wrong with them"
+    )
 
 
 class Undeclared(torch.optim.SGD):
@@ -154,7 +165,9 @@ class Undeclared(torch.optim.SGD):
 
 
 def test_an_optimizer_of_unknown_grain_is_refused_where_weights_are_cut(reading: AnalyzedModel):
-    with pytest.raises(PlanError, match=r"Undeclared does not say whether .* cuts .* by element(?s:.*)grain = \"element\""):
+    with pytest.raises(
+        PlanError, match=r"Undeclared does not say whether .* cuts .* by element(?s:.*)grain = \"element\""
+    ):
         outcome(reading, plan_of(reading, "sgd", 2), Undeclared)
     wanted = outcome(reading, plan_of(reading, "sgd"), Undeclared)
     assert error(outcome(reading, plan_of(reading, "adafactor", 2), Undeclared), wanted) < 1e-10

@@ -52,8 +52,12 @@ def test_what_three_ranks_saved_two_go_on_with(reading: AnalyzedModel, rule: str
     assert error(parameters, uninterrupted) < 1e-10
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Rprop, torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adagrad])
-def test_torchs_elementwise_optimizers_go_on_under_other_ranks(reading: AnalyzedModel, kind: OptimizerFactory, tmp_path: Path):
+@pytest.mark.parametrize(
+    "kind", [torch.optim.Rprop, torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adagrad]
+)
+def test_torchs_elementwise_optimizers_go_on_under_other_ranks(
+    reading: AnalyzedModel, kind: OptimizerFactory, tmp_path: Path
+):
     three, two = plan_of(reading, "adamw", 3), plan_of(reading, "adamw", 2, stage=1)
 
     def first(world: World) -> Path:
@@ -90,12 +94,16 @@ def test_state_of_a_part_that_is_not_by_element_is_refused(reading: AnalyzedMode
         trained(player, world, 1)
         player.state_dict()
 
-    with pytest.raises(PlanError, match=r"keeps 'sums/.*' of shape \[2\] for elements .* of a weight(?s:.*)one per element"):
+    with pytest.raises(
+        PlanError, match=r"keeps 'sums/.*' of shape \[2\] for elements .* of a weight(?s:.*)one per element"
+    ):
         on_threads(saved, Mesh(dp_shard=3))
 
 
 @pytest.mark.parametrize("rule", ["lion_bf16", "adamw_bf16", "adamw_8bit", "lion"])
-def test_moments_keep_their_own_dtype_when_the_weights_get_masters(reading: AnalyzedModel, rule: str, tmp_path: Path):
+def test_moments_keep_their_own_dtype_when_the_weights_get_masters(
+    reading: AnalyzedModel, rule: str, tmp_path: Path
+):
     halves = PrecisionConfig("bfloat16", "bfloat16", "bfloat16")
     mastered = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
 
@@ -105,9 +113,13 @@ def test_moments_keep_their_own_dtype_when_the_weights_get_masters(reading: Anal
         if path is not None:
             player.load_state_dict(load_tensors(path)[0], 2)
         trained(player, world, 2)
-        states = [value for each in player.optimizers for held in each.state.values() for value in held.values()]
+        states = [
+            value for each in player.optimizers for held in each.state.values() for value in held.values()
+        ]
         dtypes = {value.dtype for value in states if isinstance(value, torch.Tensor)}
-        return save_tensors(tmp_path, player.steps_done, player.state_dict(), {}, world.group(AXES), 1), dtypes
+        return save_tensors(
+            tmp_path, player.steps_done, player.state_dict(), {}, world.group(AXES), 1
+        ), dtypes
 
     path, before = on_threads(lambda world: play(world, halves, None), Mesh(dp_shard=2))[0]
     _, after = on_threads(lambda world: play(world, mastered, path), Mesh(dp_shard=2))[0]

@@ -34,7 +34,10 @@ WIDE_SUMS = replace(MIXED, gradients="float32", reduce="float32")
 HALF = PrecisionConfig("float16", "float16", "float16", master="float32")
 PRECISIONS = [
     *(MIXED, WIDE_SUMS, HALF, replace(MIXED, reduce="float32"), replace(MIXED, gradients="float32")),
-    *(PrecisionConfig(gradients="bfloat16"), PrecisionConfig(compute="float16", reduce="float16", loss_scale=256.0)),
+    *(
+        PrecisionConfig(gradients="bfloat16"),
+        PrecisionConfig(compute="float16", reduce="float16", loss_scale=256.0),
+    ),
 ]
 SGD, ADAMW = OptimizerConfig("sgd", lr=0.05, weight_decay=0.0, momentum=0.9), OptimizerConfig(lr=0.01)
 READING = reading_of(tied=True)
@@ -93,7 +96,11 @@ def test_states_take_two_and_two_and_twelve_bytes_over_the_ranks(zero: ZeRO, ran
         step(engine)
         held = [value for each in engine.executor.optimizers[0].state.values() for value in each.values()]
         moments = sum(value.nbytes for value in held if value.ndim)
-        return {**engine.executor.memory_by_category(), "moments": moments, "cast": engine.executor._update.nbytes}
+        return {
+            **engine.executor.memory_by_category(),
+            "moments": moments,
+            "cast": engine.executor._update.nbytes,
+        }
 
     found = on_ranks(plan, sizes)
     for said in found:
@@ -109,7 +116,11 @@ def test_states_take_two_and_two_and_twelve_bytes_over_the_ranks(zero: ZeRO, ran
 @pytest.mark.parametrize("micro", [1, 4])
 def test_every_message_has_the_bytes_of_its_role(ranks: int, micro: int, precision: PrecisionConfig):
     paper = Paper(layers=5, numel=77)
-    for zero, gathers, sums in [(ZeRO(stage=1), 1, 1), (ZeRO(stage=2), 1, micro), (ZeRO(gather="step"), 1, micro)]:
+    for zero, gathers, sums in [
+        (ZeRO(stage=1), 1, 1),
+        (ZeRO(stage=2), 1, micro),
+        (ZeRO(gather="step"), 1, micro),
+    ]:
         plan = on_paper(zero, ranks, 4 // micro, paper, precision)
         assert static_checks(plan) == []
         assert sent(plan, "UNSHARD") == gathers * unit(plan, precision.parameters)
@@ -119,14 +130,19 @@ def test_every_message_has_the_bytes_of_its_role(ranks: int, micro: int, precisi
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 @pytest.mark.parametrize("micro_batch", [0, 2])
 @pytest.mark.parametrize("zero", STAGES, ids=lambda zero: str(zero.stage))
-def test_what_is_sent_has_the_dtypes_that_the_plan_says(zero: ZeRO, micro_batch: int, precision: PrecisionConfig):
+def test_what_is_sent_has_the_dtypes_that_the_plan_says(
+    zero: ZeRO, micro_batch: int, precision: PrecisionConfig
+):
     plan = cut(zero, 3, job_in(precision), micro_batch)
     assert static_checks(plan) == []
 
     def issued(engine: Trainer) -> list[tuple]:
         engine.world.ledger.recording = True
         step(engine)
-        return [(e.action, e.collective, e.axes, e.nbytes, e.algorithm, e.dtype) for e in engine.world.ledger.entries]
+        return [
+            (e.action, e.collective, e.axes, e.nbytes, e.algorithm, e.dtype)
+            for e in engine.world.ledger.entries
+        ]
 
     for entries in on_ranks(plan, issued):
         assert [entry[:5] for entry in entries] == planned_messages(plan)
@@ -138,21 +154,30 @@ def test_what_is_sent_has_the_dtypes_that_the_plan_says(zero: ZeRO, micro_batch:
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 0), (3, 0), (3, 2)])
 @pytest.mark.parametrize("zero", STAGES, ids=lambda zero: str(zero.stage))
-def test_it_trains_what_one_device_trains(zero: ZeRO, ranks: int, micro_batch: int, precision: PrecisionConfig):
+def test_it_trains_what_one_device_trains(
+    zero: ZeRO, ranks: int, micro_batch: int, precision: PrecisionConfig
+):
     one = replace(precision, gradients="")
     alone = on_ranks(copies(1, job_in(one, SGD, 0.5)), lambda engine: (step(engine, 3), whole(engine)))[0][1]
     first = on_ranks(copies(1, job_in(one, SGD)), whole)[0]
-    found = on_ranks(cut(zero, ranks, job_in(precision, SGD, 0.5), micro_batch), lambda engine: (step(engine, 3), whole(engine)))
+    found = on_ranks(
+        cut(zero, ranks, job_in(precision, SGD, 0.5), micro_batch),
+        lambda engine: (step(engine, 3), whole(engine)),
+    )
     moved = max((alone[name] - first[name]).abs().max() for name in alone)
     for _, mine in found:
         assert bits(mine) == bits(found[0][1])
         for name, value in mine.items():
-            assert (value - alone[name]).abs().max() < 0.05 * moved, name  # gradients of 8 bits are rounded once more
+            assert (value - alone[name]).abs().max() < 0.05 * moved, (
+                name
+            )  # gradients of 8 bits are rounded once more
 
 
 @pytest.mark.parametrize("precision", [MIXED, HALF], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("zero", [*STAGES, None], ids=lambda zero: str(zero.stage) if zero else "replicate")
-def test_two_ranks_equal_two_micro_batches_of_one_device_to_the_last_bit(zero: ZeRO | None, precision: PrecisionConfig):
+def test_two_ranks_equal_two_micro_batches_of_one_device_to_the_last_bit(
+    zero: ZeRO | None, precision: PrecisionConfig
+):
     def trained(engine: Trainer) -> dict[str, torch.Tensor]:
         step(engine, 3)
         return whole(engine)
@@ -174,7 +199,9 @@ def test_two_ranks_equal_two_micro_batches_of_one_device_to_the_last_bit(zero: Z
     ("zero", "precision"),
     [
         *((zero, each) for zero in (*STAGES, None) for each in (HALF, PrecisionConfig(compute="float16"))),
-        *((zero, replace(HALF, gradients="float32")) for zero in STAGES),  # whole copies have no gradients of their own dtype
+        *(
+            (zero, replace(HALF, gradients="float32")) for zero in STAGES
+        ),  # whole copies have no gradients of their own dtype
     ],
     ids=str,
 )
@@ -192,7 +219,15 @@ def test_an_overflow_on_one_rank_leaves_out_the_step_on_all_and_halves_the_scale
         now = engine.step(engine.local_batch(rows(12)))
         hook.remove()
         same, then = bits(whole(engine)) == before, engine.step(engine.local_batch(rows(12)))
-        return now.overflow, now.is_skipped, now.loss_scale, same, then.overflow, then.loss_scale, bits(whole(engine))
+        return (
+            now.overflow,
+            now.is_skipped,
+            now.loss_scale,
+            same,
+            then.overflow,
+            then.loss_scale,
+            bits(whole(engine)),
+        )
 
     found = on_ranks(plan, spoiled)
     for each in found:
@@ -200,7 +235,9 @@ def test_an_overflow_on_one_rank_leaves_out_the_step_on_all_and_halves_the_scale
         assert each[-1] == found[0][-1]
 
 
-@pytest.mark.parametrize("precision", [MIXED, replace(HALF, loss_scale_window=2), WIDE_SUMS], ids=["bfloat16", "float16", "wide"])
+@pytest.mark.parametrize(
+    "precision", [MIXED, replace(HALF, loss_scale_window=2), WIDE_SUMS], ids=["bfloat16", "float16", "wide"]
+)
 @pytest.mark.parametrize(
     ("then", "now"),
     [(ZeRO(stage=3), ZeRO(stage=1)), (ZeRO(stage=2), ZeRO(stage=3)), (ZeRO(stage=3), ZeRO(stage=3))],

@@ -34,7 +34,13 @@ SHARD, DEALT, CP = BatchSplit(axis="dp_shard"), Dealt(), "cp"
 BOTH, THREE = Mesh(dp_shard=2, cp=3), Mesh(cp=3)
 
 
-def of(reading: AnalyzedModel, mesh: Mesh, strategies: tuple[Strategy, ...], micro_batch: int = 0, **changes: object) -> Plan:
+def of(
+    reading: AnalyzedModel,
+    mesh: Mesh,
+    strategies: tuple[Strategy, ...],
+    micro_batch: int = 0,
+    **changes: object,
+) -> Plan:
     return make_plan(reading, tiny_job(**changes), mesh, strategies, micro_batch)
 
 
@@ -46,11 +52,17 @@ STORES = {
     "copies of two ranks": (Mesh(cp=2), (DEALT, DDP(axis=CP))),
     "copies of three": (THREE, (DEALT, DDP(axis=CP))),
     "copies of ranks with samples": (Mesh(dp_replicate=2, cp=3), (BatchSplit(), DEALT, DDP())),
-    "small buckets": (Mesh(dp_replicate=3, cp=2), (DEALT, BatchSplit(), DDP(bucket_mb=0.0003, algorithm="ring"))),
+    "small buckets": (
+        Mesh(dp_replicate=3, cp=2),
+        (DEALT, BatchSplit(), DDP(bucket_mb=0.0003, algorithm="ring")),
+    ),
     "copies one by one": (Mesh(dp_replicate=2, cp=3), (BatchSplit(), DEALT, NaiveDDP())),
     "copies of more ranks than tokens": (Mesh(cp=7), (DEALT, DDP(axis=CP))),
     **{f"shards, stage {stage}": (BOTH, (SHARD, DEALT, ZeRO(stage=stage))) for stage in (1, 2, 3)},
-    **{f"shards of tokens alone, stage {stage}": (THREE, (DEALT, ZeRO(axis=CP, stage=stage))) for stage in (1, 2, 3)},
+    **{
+        f"shards of tokens alone, stage {stage}": (THREE, (DEALT, ZeRO(axis=CP, stage=stage)))
+        for stage in (1, 2, 3)
+    },
     "shards for a micro-batch": (BOTH, (SHARD, DEALT, ZeRO(gather="micro"))),
     "shards for a step": (Mesh(dp_shard=3, cp=2), (DEALT, SHARD, ZeRO(gather="step"))),
     "shards over copies": (
@@ -74,7 +86,9 @@ def test_it_equals_one_device(store: str, micro_batch: int):
     assert verdict.passed, str(verdict)
 
 
-@pytest.mark.parametrize("store", [DDP(), ZeRO(axis="dp_replicate"), ZeRO(axis="dp_replicate", stage=1)], ids=str)
+@pytest.mark.parametrize(
+    "store", [DDP(), ZeRO(axis="dp_replicate"), ZeRO(axis="dp_replicate", stage=1)], ids=str
+)
 def test_sums_that_leave_the_tokens_of_others_out_are_noticed(store: Strategy):
     mesh, forgets = Mesh(dp_replicate=2, cp=3), SumsOver(axes=("dp_replicate",))
     plan = on_paper(mesh, BatchSplit(), DEALT, store, forgets)
@@ -83,7 +97,9 @@ def test_sums_that_leave_the_tokens_of_others_out_are_noticed(store: Strategy):
 
 def test_a_sum_over_samples_alone_leaves_another_gradient():
     reading = reading_of()
-    plan = of(reading, Mesh(dp_replicate=2, cp=3), (BatchSplit(), DEALT, DDP(), SumsOver(axes=("dp_replicate",))))
+    plan = of(
+        reading, Mesh(dp_replicate=2, cp=3), (BatchSplit(), DEALT, DDP(), SumsOver(axes=("dp_replicate",)))
+    )
     verdict = verdict_of(case_of(reading, plan), 1)
     assert not verdict.passed
     assert verdict.first_difference.quantity == "gradient"
@@ -98,17 +114,27 @@ def test_gradients_go_to_one_sum_over_both_axes():
         (THREE, ZeRO(axis=CP), ("cp",)),
     ):
         plan = on_paper(mesh, *((BatchSplit(),) if mesh.dp_replicate > 1 else ()), DEALT, store)
-        moves = [a.transfer for a in plan.program.actions(FIRST_ROLE) if a.kind in ("REDUCE", "UNSHARD") and a.transfer]
+        moves = [
+            a.transfer
+            for a in plan.program.actions(FIRST_ROLE)
+            if a.kind in ("REDUCE", "UNSHARD") and a.transfer
+        ]
         assert {move.axes for move in moves} == {axes}
         place = S(FLAT) if isinstance(store, ZeRO) else I
-        assert {home.grad_layout.placement(axis) for home in plan.sharding.param_shardings for axis in axes} == {place}
+        assert {
+            home.grad_layout.placement(axis) for home in plan.sharding.param_shardings for axis in axes
+        } == {place}
         assert not any(home.grad_layout.axes_with("P") for home in plan.sharding.param_shardings)
 
 
 def test_what_is_copied_sends_two_n_minus_one_nths_over_all_of_them():
     paper, mesh = Paper(layers=4, numel=77), Mesh(dp_replicate=2, cp=3)
     plan = on_paper(mesh, BatchSplit(), DEALT, DDP(), paper=paper)
-    moves = [action.transfer for action in plan.program.actions(FIRST_ROLE) if action.kind == "REDUCE" and action.transfer]
+    moves = [
+        action.transfer
+        for action in plan.program.actions(FIRST_ROLE)
+        if action.kind == "REDUCE" and action.transfer
+    ]
     assert sum(move.nbytes for move in moves) == 4 * 77 * 8
     assert {move.num_ranks(mesh) for move in moves} == {6}
     reading = reading_of()
@@ -157,16 +183,29 @@ def test_arenas_are_cut_over_samples_and_tokens_in_the_order_of_ranks():
     plan = on_paper(BOTH, SHARD, DEALT, ZeRO(), paper=Paper(layers=2, numel=100))
     for arena in plan.sharding.flat_param_specs().values():
         assert (arena.axes, arena.num_ranks, arena.shard_numel) == (("dp_shard", "cp"), 6, 17)
-        pieces = [arena.param_shards(plan.mesh.index(plan.mesh.coordinate(rank), arena.axes)) for rank in range(6)]
-        assert [(piece.begin, piece.end) for (piece,) in pieces] == [(0, 17), (17, 34), (34, 51), (51, 68), (68, 85), (85, 100)]
+        pieces = [
+            arena.param_shards(plan.mesh.index(plan.mesh.coordinate(rank), arena.axes)) for rank in range(6)
+        ]
+        assert [(piece.begin, piece.end) for (piece,) in pieces] == [
+            (0, 17),
+            (17, 34),
+            (34, 51),
+            (51, 68),
+            (68, 85),
+            (85, 100),
+        ]
 
 
 def test_bundles_are_named_as_without_tokens():
     names = [bundle.name for bundle in on_paper(BOTH, SHARD, DEALT, ZeRO()).sharding.param_groups()]
-    assert names == [bundle.name for bundle in on_paper(Mesh(dp_shard=2), SHARD, ZeRO()).sharding.param_groups()]
+    assert names == [
+        bundle.name for bundle in on_paper(Mesh(dp_shard=2), SHARD, ZeRO()).sharding.param_groups()
+    ]
 
 
-@pytest.mark.parametrize(("mesh", "strategies"), [STORES["shards, stage 3"], STORES["copies of ranks with samples"]])
+@pytest.mark.parametrize(
+    ("mesh", "strategies"), [STORES["shards, stage 3"], STORES["copies of ranks with samples"]]
+)
 def test_ranks_hold_what_the_plan_says(mesh: Mesh, strategies: tuple[Strategy, ...]):
     reading = reading_of()
     plan = of(reading, mesh, strategies, 2)
@@ -203,7 +242,11 @@ def test_rules_of_every_grain_step_as_one_device_does(wide: AnalyzedModel, rule:
 
 @pytest.mark.parametrize("rule", ["adamw_8bit", "several"])
 def test_a_checkpoint_crosses(wide: AnalyzedModel, rule: str, tmp_path: Path):
-    six, three, one = ruled(wide, rule, BOTH, ZeRO()), ruled(wide, rule, THREE, ZeRO(axis=CP, stage=1)), plan_without(wide, rule)
+    six, three, one = (
+        ruled(wide, rule, BOTH, ZeRO()),
+        ruled(wide, rule, THREE, ZeRO(axis=CP, stage=1)),
+        plan_without(wide, rule),
+    )
 
     def first(world: World) -> Path:
         player = player_of(wide, six, world)
@@ -217,7 +260,9 @@ def test_a_checkpoint_crosses(wide: AnalyzedModel, rule: str, tmp_path: Path):
 
     saved = on_threads(first, six.mesh)[0]
     for name, plan in (("three", three), ("one", one), ("six again", six)):
-        there = on_threads(lambda world, plan=plan, name=name: again(plan, world, tmp_path / name), plan.mesh)[0]
+        there = on_threads(
+            lambda world, plan=plan, name=name: again(plan, world, tmp_path / name), plan.mesh
+        )[0]
         assert compare_checkpoints(saved, there) == []
 
 
@@ -257,7 +302,11 @@ REFUSED = {
         (BatchSplit(), DEALT, DDP(axis=CP)),
         "stay pending sums over dp_replicate",
     ),
-    "no store": (Mesh(cp=2), (DEALT,), "stay pending sums over cp\n  repair: add a strategy that stores weights along cp"),
+    "no store": (
+        Mesh(cp=2),
+        (DEALT,),
+        "stay pending sums over cp\n  repair: add a strategy that stores weights along cp",
+    ),
     "one master": (
         Mesh(cp=2),
         (DEALT, DataParallelMaster(axis=CP)),
@@ -268,7 +317,11 @@ REFUSED = {
         (BatchSplit(), DEALT, DataParallelMaster()),
         "the ranks along cp would each have a master of their own",
     ),
-    "hosts": (Mesh(cp=3), (DEALT, DDP(axis=CP, algorithm="hierarchical/2")), "hierarchical/2: 3 ranks are no whole number"),
+    "hosts": (
+        Mesh(cp=3),
+        (DEALT, DDP(axis=CP, algorithm="hierarchical/2")),
+        "hierarchical/2: 3 ranks are no whole number",
+    ),
     "nobody there": (Mesh(cp=2), (), 'give the axis a strategy (for tokens of a sample: "ring")'),
 }
 

@@ -26,7 +26,8 @@ class Dealt(Strategy):
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         dealt = replace(
-            sharding.with_batch_placement(self.axis, S(1)), sequence_sharding=SequenceSharding(sharding.mesh.size(self.axis))
+            sharding.with_batch_placement(self.axis, S(1)),
+            sequence_sharding=SequenceSharding(sharding.mesh.size(self.axis)),
         )
         return dealt.map_param_shardings(self._summed)
 
@@ -35,14 +36,18 @@ class Dealt(Strategy):
 
     def _summed(self, home: ParamSharding) -> ParamSharding:
         return replace(
-            home, layout=home.layout.with_placement(self.axis, R), grad_layout=home.grad_layout.with_placement(self.axis, P)
+            home,
+            layout=home.layout.with_placement(self.axis, R),
+            grad_layout=home.grad_layout.with_placement(self.axis, P),
         )
 
     def _told(self, action: Action) -> Action:
         if action.kind not in NBYTES:
             return action
         axes = (*(action.transfer.axes if action.transfer else ()), self.axis)
-        return replace(action, stream="wire", transfer=Transfer("all_reduce", axes, NBYTES[action.kind], dtype="float64"))
+        return replace(
+            action, stream="wire", transfer=Transfer("all_reduce", axes, NBYTES[action.kind], dtype="float64")
+        )
 
 
 @dataclass(frozen=True)

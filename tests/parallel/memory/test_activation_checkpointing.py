@@ -26,10 +26,14 @@ FLOPS = (0, 60, 90, 60, 50)
 
 def anatomy(layers: int = 5) -> ModelSpec:
     """Blocks that hand on 10 elements per sample, and compute more within."""
-    return replace(Paper(layers).anatomy, output_numel=(10,) * layers, saved_numel=WITHIN[:layers], flops=FLOPS[:layers])
+    return replace(
+        Paper(layers).anatomy, output_numel=(10,) * layers, saved_numel=WITHIN[:layers], flops=FLOPS[:layers]
+    )
 
 
-def on_paper(*strategies: Strategy, ranks: int = 1, micro_batch: int = 0, model: ModelSpec | None = None) -> Plan:
+def on_paper(
+    *strategies: Strategy, ranks: int = 1, micro_batch: int = 0, model: ModelSpec | None = None
+) -> Plan:
     return Plan.make(tiny_job(4 * ranks), Mesh(dp_shard=ranks), model or anatomy(), strategies, micro_batch)
 
 
@@ -45,28 +49,47 @@ def test_a_rerun_stands_right_before_the_backward_of_its_visit_and_micro_batch()
     plan = on_paper(ActivationCheckpointing(), micro_batch=2, model=Paper(3).anatomy)
     assert static_checks(plan) == []
     for micro in (0, 1):
-        mine = [name for name in names(plan, "F", "F_CHECKPOINTED", "LOSS", "RECOMPUTE", "B") if name.endswith(f"{micro})")]
+        mine = [
+            name
+            for name in names(plan, "F", "F_CHECKPOINTED", "LOSS", "RECOMPUTE", "B")
+            if name.endswith(f"{micro})")
+        ]
         blocks = (
             ("F_CHECKPOINTED(layer0", "F_CHECKPOINTED(layer1", "F(layer2"),
             ("B(layer2", "RECOMPUTE(layer1", "B(layer1", "RECOMPUTE(layer0", "B(layer0"),
         )
-        assert mine == [*(f"{b}, {micro})" for b in blocks[0]), f"LOSS({micro})", *(f"{b}, {micro})" for b in blocks[1])]
+        assert mine == [
+            *(f"{b}, {micro})" for b in blocks[0]),
+            f"LOSS({micro})",
+            *(f"{b}, {micro})" for b in blocks[1]),
+        ]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("micro_batch", [0, 2])
 def test_a_rerun_waits_for_the_weights_that_shards_are_gathered_into(stage: int, micro_batch: int):
-    plan = on_paper(BatchSplit(axis="dp_shard"), ZeRO(stage=stage), ActivationCheckpointing(), ranks=3, micro_batch=micro_batch)
+    plan = on_paper(
+        BatchSplit(axis="dp_shard"),
+        ZeRO(stage=stage),
+        ActivationCheckpointing(),
+        ranks=3,
+        micro_batch=micro_batch,
+    )
     assert static_checks(plan) == []
     found = [action for action in plan.program.actions(FIRST_ROLE) if action.kind == "RECOMPUTE"]
     assert all(any(wait.startswith(f"UNSHARD({action.subject}") for wait in action.waits) for action in found)
     alone = on_paper(BatchSplit(axis="dp_shard"), ZeRO(stage=stage), ranks=3, micro_batch=micro_batch)
-    assert len(names(plan, "UNSHARD")) == len(names(alone, "UNSHARD"))  # RECOMPUTE and B use one gathering together
+    assert len(names(plan, "UNSHARD")) == len(
+        names(alone, "UNSHARD")
+    )  # RECOMPUTE and B use one gathering together
 
 
 def test_the_inside_of_one_block_at_a_time_is_held():
     job_bytes = 4 * 8  # samples, bytes of a float64
-    usual, lean = (planned_memory(on_paper(*mine).program, {})[1]["activations"] for mine in ((), (ActivationCheckpointing(),)))
+    usual, lean = (
+        planned_memory(on_paper(*mine).program, {})[1]["activations"]
+        for mine in ((), (ActivationCheckpointing(),))
+    )
     handed = 5 * 10 + 10  # by each block, and the gradient of what the last one hands on
     assert usual == (handed + sum(WITHIN)) * job_bytes
     assert lean == (handed + max(WITHIN)) * job_bytes
@@ -74,7 +97,8 @@ def test_the_inside_of_one_block_at_a_time_is_held():
 
 def test_what_is_run_again_costs_at_most_one_more_forward():
     usual, lean = (
-        sum(a.flops for a in on_paper(*mine).program.actions(FIRST_ROLE)) for mine in ((), (ActivationCheckpointing(),))
+        sum(a.flops for a in on_paper(*mine).program.actions(FIRST_ROLE))
+        for mine in ((), (ActivationCheckpointing(),))
     )
     assert usual < lean <= usual * 4 / 3
     assert lean - usual == sum(FLOPS[1:4]) * 4
@@ -82,7 +106,13 @@ def test_what_is_run_again_costs_at_most_one_more_forward():
 
 @pytest.mark.parametrize(
     ("fits", "chosen"),
-    [(0, ["layer1", "layer2", "layer3"]), (1, ["layer1", "layer3"]), (2, ["layer1"]), (2.9, ["layer1"]), (3, [])],
+    [
+        (0, ["layer1", "layer2", "layer3"]),
+        (1, ["layer1", "layer3"]),
+        (2, ["layer1"]),
+        (2.9, ["layer1"]),
+        (3, []),
+    ],
 )
 def test_a_budget_keeps_what_costs_most_to_run_again_and_of_equals_the_later(fits: float, chosen: list[str]):
     nbytes = 30 * 4 * 8
@@ -105,7 +135,8 @@ def test_a_pattern_names_all_visits_of_a_block():
         Paper(4).anatomy,
         block_calls=visits,
         params=tuple(
-            replace(weight, name=name, block_calls=(name,)) for weight, name in zip(Paper(4).anatomy.params, visits, strict=True)
+            replace(weight, name=name, block_calls=(name,))
+            for weight, name in zip(Paper(4).anatomy.params, visits, strict=True)
         ),
     )
     assert leans(on_paper(ActivationCheckpointing(blocks=("a",)), model=model)) == ["a", "a#2"]
@@ -140,7 +171,10 @@ def without(kind: str) -> Plan:
 
 
 def test_the_proof_misses_a_forgotten_rerun():
-    assert any("no RECOMPUTE stands between it and its backward" in str(fault) for fault in static_checks(without("RECOMPUTE")))
+    assert any(
+        "no RECOMPUTE stands between it and its backward" in str(fault)
+        for fault in static_checks(without("RECOMPUTE"))
+    )
 
 
 def test_the_proof_sees_a_rerun_behind_its_backward():
@@ -149,16 +183,20 @@ def test_the_proof_sees_a_rerun_behind_its_backward():
         return [*actions[:at], actions[at + 1], actions[at], *actions[at + 2 :]]
 
     assert any(
-        "no RECOMPUTE stands between" in str(fault) for fault in static_checks(edited(on_paper(ActivationCheckpointing()), late))
+        "no RECOMPUTE stands between" in str(fault)
+        for fault in static_checks(edited(on_paper(ActivationCheckpointing()), late))
     )
 
 
 def test_the_proof_sees_a_rerun_of_what_was_kept():
     def fat(actions: list[Action]) -> list[Action]:
-        return [replace(action, kind="F") if action.kind == "F_CHECKPOINTED" else action for action in actions]
+        return [
+            replace(action, kind="F") if action.kind == "F_CHECKPOINTED" else action for action in actions
+        ]
 
     assert any(
-        "has kept all it computed" in str(fault) for fault in static_checks(edited(on_paper(ActivationCheckpointing()), fat))
+        "has kept all it computed" in str(fault)
+        for fault in static_checks(edited(on_paper(ActivationCheckpointing()), fat))
     )
 
 
@@ -166,7 +204,10 @@ def test_whatever_the_order_in_the_list_it_comes_before_what_stores():
     mesh, job = Mesh(dp_replicate=3), tiny_job(12)
     one, other = (
         Plan.make(job, mesh, anatomy(), order)
-        for order in ((BatchSplit(), DDP(), ActivationCheckpointing()), (ActivationCheckpointing(), DDP(), BatchSplit()))
+        for order in (
+            (BatchSplit(), DDP(), ActivationCheckpointing()),
+            (ActivationCheckpointing(), DDP(), BatchSplit()),
+        )
     )
     assert [action.name for action in one.program.actions(FIRST_ROLE)] == [
         action.name for action in other.program.actions(FIRST_ROLE)

@@ -27,7 +27,17 @@ from tests.engine.one_device import bits
 from tests.model.hf.test_output_capture import ROWS as ROUTED
 from tests.model.hf.test_output_capture import build as router
 from tests.model.hf.test_output_capture import with_z
-from tests.tiny_model import VOCABULARY, WIDTH, case_of, first_of, player_of, reading_of, rows, tiny_job, verdict_of
+from tests.tiny_model import (
+    VOCABULARY,
+    WIDTH,
+    case_of,
+    first_of,
+    player_of,
+    reading_of,
+    rows,
+    tiny_job,
+    verdict_of,
+)
 
 ALL = ActivationCheckpointing(blocks=("*",))
 STORES: dict[str, tuple[Strategy, ...]] = {
@@ -39,7 +49,11 @@ CPU = torch.device("cpu")
 
 
 def planned(
-    reading: AnalyzedModel, ranks: int = 1, store: str = "", micro_batch: int = 0, mine: tuple[Strategy, ...] = (ALL,)
+    reading: AnalyzedModel,
+    ranks: int = 1,
+    store: str = "",
+    micro_batch: int = 0,
+    mine: tuple[Strategy, ...] = (ALL,),
 ) -> Plan:
     strategies = STORES[store] if store else ()
     return make_plan(reading, tiny_job(), Mesh(dp_shard=ranks), (*strategies, *mine), micro_batch)
@@ -66,12 +80,17 @@ def trained(reading: AnalyzedModel, plan: Plan, steps: int = 3) -> tuple[dict[st
     return found
 
 
-def same_as_without(build: Callable[[], nn.Module], micro_batch: int = 0, precision: PrecisionConfig | None = None) -> Plan:
+def same_as_without(
+    build: Callable[[], nn.Module], micro_batch: int = 0, precision: PrecisionConfig | None = None
+) -> Plan:
     """The plan with recompute, after it was seen to end with the same bits as without."""
     reading = analyze(build, rows(2))
     job = tiny_job() if precision is None else replace(tiny_job(), precision=precision)
     lean, usual = (make_plan(reading, job, Mesh(), mine, micro_batch) for mine in ((ALL,), ()))
-    assert {action.kind for _, actions in lean.program.roles for action in actions} >= {"F_CHECKPOINTED", "RECOMPUTE"}
+    assert {action.kind for _, actions in lean.program.roles for action in actions} >= {
+        "F_CHECKPOINTED",
+        "RECOMPUTE",
+    }
     assert trained(reading, lean) == trained(reading, usual)
     return lean
 
@@ -163,7 +182,9 @@ def llama(seed: int = 0, **more: object) -> Callable[[], nn.Module]:
         "num_attention_heads": 4,
         "intermediate_size": 24,
     }
-    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, use_cache=False, attention_dropout=0.1, **more)
+    config = transformers.LlamaConfig(
+        **sizes, num_key_value_heads=2, use_cache=False, attention_dropout=0.1, **more
+    )
     return lambda: transformers.LlamaForCausalLM(config)
 
 
@@ -171,15 +192,17 @@ def llama(seed: int = 0, **more: object) -> Callable[[], nn.Module]:
 def test_a_llama_with_dropout_equals_one_device(store: str):
     reading = analyze(llama(tie_word_embeddings=True), rows(2))
     plan = make_plan(reading, tiny_job(), Mesh(dp_shard=3), (*STORES[store], ActivationCheckpointing()), 2)
-    assert [a.subject for _, actions in plan.program.roles for a in actions if a.kind == "F_CHECKPOINTED"][:3] == [
-        f"model.layers.{i}" for i in range(3)
-    ]
+    assert [a.subject for _, actions in plan.program.roles for a in actions if a.kind == "F_CHECKPOINTED"][
+        :3
+    ] == [f"model.layers.{i}" for i in range(3)]
     verdict = verdict_of(case_of(reading, plan))
     assert verdict.passed, str(verdict)
 
 
 @pytest.mark.parametrize(
-    "precision", [PrecisionConfig(), PrecisionConfig(compute="bfloat16")], ids=lambda precision: precision.compute
+    "precision",
+    [PrecisionConfig(), PrecisionConfig(compute="bfloat16")],
+    ids=lambda precision: precision.compute,
 )
 def test_a_llama_ends_with_the_same_bits_also_under_autocast(precision: PrecisionConfig):
     same_as_without(llama(), 4, precision)
@@ -188,7 +211,12 @@ def test_a_llama_ends_with_the_same_bits_also_under_autocast(precision: Precisio
 def test_parts_of_a_layer_that_are_declared_as_blocks_are_chosen_by_name():
     parts = [f"model.layers.{i}.{part}" for i in range(3) for part in ("self_attn", "mlp")]
     reading = analyze(lambda: Model(llama()(), blocks=["model.embed_tokens", *parts, "lm_head"]), rows(2))
-    plan = make_plan(reading, tiny_job(), Mesh(dp_shard=3), (*STORES["zero 3"], ActivationCheckpointing(blocks=("*.self_attn",))))
+    plan = make_plan(
+        reading,
+        tiny_job(),
+        Mesh(dp_shard=3),
+        (*STORES["zero 3"], ActivationCheckpointing(blocks=("*.self_attn",))),
+    )
     leans = [a.subject for _, actions in plan.program.roles for a in actions if a.kind == "F_CHECKPOINTED"]
     assert leans == [f"model.layers.{i}.self_attn" for i in range(3)]
     verdict = verdict_of(case_of(reading, plan))
@@ -202,7 +230,9 @@ def test_masks_that_are_drawn_anew_are_noticed():
         def enter(self, block_visit: str) -> None:
             super().enter_block(block_visit)
             entered[block_visit] = entered.get(block_visit, 0) + 1
-            self._step = 1000 if entered[block_visit] % 2 == 0 and block_visit.startswith("layers") else self._step
+            self._step = (
+                1000 if entered[block_visit] % 2 == 0 and block_visit.startswith("layers") else self._step
+            )
 
     entered: dict[str, int] = {}
     reading = reading_of(p=0.3)

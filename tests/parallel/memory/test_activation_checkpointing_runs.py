@@ -42,7 +42,9 @@ def alive_after_forwards(reading: AnalyzedModel, plan: Plan, made: list[weakref.
         found.append(sum(ref() is not None for ref in made))
         loss(action)
 
-    player._list = [(a, counted if a.kind == "LOSS" else handler, waits) for a, handler, waits in player._list]
+    player._list = [
+        (a, counted if a.kind == "LOSS" else handler, waits) for a, handler, waits in player._list
+    ]
     made.clear()
     gc.collect()
     player.step(batch_of(plan))
@@ -64,7 +66,9 @@ def test_what_is_computed_within_is_gone_until_it_is_computed_again():
             return x + y.square().mean(-1, keepdim=True)
 
     def build() -> nn.Module:
-        return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *(Noted() for _ in range(4)), nn.Linear(WIDTH, VOCABULARY))
+        return nn.Sequential(
+            nn.Embedding(VOCABULARY, WIDTH), *(Noted() for _ in range(4)), nn.Linear(WIDTH, VOCABULARY)
+        )
 
     class Called(nn.Module):
         def __init__(self) -> None:
@@ -117,7 +121,9 @@ def test_an_object_that_a_block_writes_into_is_refused_by_the_name_of_the_block(
 
 def test_a_trace_on_fake_tensors_runs_blocks_again():
     reading = reading_of(tied=True)
-    plan = make_plan(reading, tiny_job(1024), Mesh(dp_shard=512), (BatchSplit(axis="dp_shard"), ZeRO(), ALL), 1)
+    plan = make_plan(
+        reading, tiny_job(1024), Mesh(dp_shard=512), (BatchSplit(axis="dp_shard"), ZeRO(), ALL), 1
+    )
     traced = trace(reading, plan, [0, 511])
     assert traced.passed, str(traced)
 

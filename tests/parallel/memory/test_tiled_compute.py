@@ -35,7 +35,11 @@ def planned(*strategies: Strategy, mesh: Mesh | None = None, micro_batch: int = 
 
 
 def held(plan: Plan, kind: str, subject: str = "") -> dict[str, int]:
-    found = next(action for action in plan.program.actions(FIRST_ROLE) if (action.kind, action.subject) == (kind, subject))
+    found = next(
+        action
+        for action in plan.program.actions(FIRST_ROLE)
+        if (action.kind, action.subject) == (kind, subject)
+    )
     return {hold.name.partition("(")[0]: hold.nbytes for hold in found.allocations}
 
 
@@ -44,7 +48,8 @@ def flops(plan: Plan, *kinds: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("count", "pieces", "wanted"), [(9, 4, [3, 2, 2, 2]), (2, 5, [1, 1]), (0, 3, [0]), (6, 1, [6]), (6, 3, [2, 2, 2])]
+    ("count", "pieces", "wanted"),
+    [(9, 4, [3, 2, 2, 2]), (2, 5, [1, 1]), (0, 3, [0]), (6, 1, [6]), (6, 3, [2, 2, 2])],
 )
 def test_pieces_are_as_alike_as_can_be_and_none_is_empty(count: int, pieces: int, wanted: list[int]):
     assert chunk_sizes(count, pieces) == wanted
@@ -55,8 +60,15 @@ def test_the_head_hands_on_nothing_and_the_loss_holds_a_tile_three_times():
     assert static_checks(tiled) == []
     assert held(usual, "F", LAST)["stream"] == 12 * TOKENS * VOCABULARY * 8
     assert held(tiled, "F", LAST)["stream"] == 0
-    tile, taken, head = 2 * 12 * VOCABULARY, 2 * 12 * WIDTH, VOCABULARY * WIDTH + VOCABULARY  # two of five tokens
-    assert held(tiled, "LOSS") == {"stream gradient": 12 * TOKENS * WIDTH * 8, "scratch": (3 * tile + taken + head) * 8}
+    tile, taken, head = (
+        2 * 12 * VOCABULARY,
+        2 * 12 * WIDTH,
+        VOCABULARY * WIDTH + VOCABULARY,
+    )  # two of five tokens
+    assert held(tiled, "LOSS") == {
+        "stream gradient": 12 * TOKENS * WIDTH * 8,
+        "scratch": (3 * tile + taken + head) * 8,
+    }
 
 
 def test_the_loss_makes_the_products_of_the_head_and_nothing_is_computed_twice():
@@ -67,15 +79,19 @@ def test_the_loss_makes_the_products_of_the_head_and_nothing_is_computed_twice()
 
 
 def test_a_gradient_of_the_head_that_is_there_already_is_no_scratch_of_its_backward():
-    later = [a for a in planned(ChunkedLoss(), micro_batch=4).program.actions(FIRST_ROLE) if (a.kind, a.subject) == ("B", LAST)][
-        1
-    ]
+    later = [
+        a
+        for a in planned(ChunkedLoss(), micro_batch=4).program.actions(FIRST_ROLE)
+        if (a.kind, a.subject) == ("B", LAST)
+    ][1]
     assert {hold.name: hold.nbytes for hold in later.allocations}["scratch"] == 0
 
 
 @pytest.mark.parametrize("micro_batch", [0, 2])
 def test_the_weights_of_the_head_are_there_while_the_loss_multiplies_with_them(micro_batch: int):
-    plan = planned(BatchSplit(axis="dp_shard"), ZeRO(), ChunkedLoss(), mesh=Mesh(dp_shard=3), micro_batch=micro_batch)
+    plan = planned(
+        BatchSplit(axis="dp_shard"), ZeRO(), ChunkedLoss(), mesh=Mesh(dp_shard=3), micro_batch=micro_batch
+    )
     assert static_checks(plan) == []
     losses = [action for action in plan.program.actions(FIRST_ROLE) if action.kind == "LOSS"]
     assert all(any(wait.startswith("UNSHARD(head") for wait in action.waits) for action in losses)
@@ -84,8 +100,12 @@ def test_the_weights_of_the_head_are_there_while_the_loss_multiplies_with_them(m
 
 def test_ranks_with_some_words_tell_each_other_the_numbers_of_a_tile_at_a_time():
     found = known()
-    plan = make_plan(found, tiny_job(4), Mesh(tp=2), (TensorParallel(), VocabParallel(), ChunkedLoss(num_chunks=4)))
-    told = next(action for action in plan.program.actions(FIRST_ROLE) if action.kind == "LOSS").inner_transfers
+    plan = make_plan(
+        found, tiny_job(4), Mesh(tp=2), (TensorParallel(), VocabParallel(), ChunkedLoss(num_chunks=4))
+    )
+    told = next(
+        action for action in plan.program.actions(FIRST_ROLE) if action.kind == "LOSS"
+    ).inner_transfers
     assert [each.nbytes for each in told] == [4 * tokens * 2 * 8 for tokens in (3, 2, 2, 2)]
     traced = trace(found, plan)
     assert traced.passed, traced
@@ -93,10 +113,17 @@ def test_ranks_with_some_words_tell_each_other_the_numbers_of_a_tile_at_a_time()
 
 def test_mlps_keep_nothing_within_and_have_one_tile_in_their_backward():
     plans = [
-        make_plan(known(), tiny_job(4), Mesh(), (ChunkedLoss(num_chunks=1, num_tiles=mlp),) if mlp > 1 else ()) for mlp in (1, 3)
+        make_plan(
+            known(), tiny_job(4), Mesh(), (ChunkedLoss(num_chunks=1, num_tiles=mlp),) if mlp > 1 else ()
+        )
+        for mlp in (1, 3)
     ]
     usual, tiled = (held(plan, "F", "model.layers.1")["inside"] for plan in plans)
-    between = next(call.saved_numel for call in known().model_spec.layer_calls if call.name == "model.layers.1.mlp.down_proj")
+    between = next(
+        call.saved_numel
+        for call in known().model_spec.layer_calls
+        if call.name == "model.layers.1.mlp.down_proj"
+    )
     assert usual - tiled == between * 4 * 8
     added = [held(plan, "B", "model.layers.1")["scratch"] for plan in plans]
     assert added[1] - added[0] == between // 3 * 4 * 8
@@ -106,7 +133,9 @@ def test_mlps_keep_nothing_within_and_have_one_tile_in_their_backward():
 
 
 def test_a_block_that_is_run_again_has_its_tiles_in_the_second_run_too():
-    plan = make_plan(known(), tiny_job(4), Mesh(), (ActivationCheckpointing(), ChunkedLoss(num_chunks=1, num_tiles=3)))
+    plan = make_plan(
+        known(), tiny_job(4), Mesh(), (ActivationCheckpointing(), ChunkedLoss(num_chunks=1, num_tiles=3))
+    )
     alone = make_plan(known(), tiny_job(4), Mesh(), (ChunkedLoss(num_chunks=1, num_tiles=3),))
     assert static_checks(plan) == []
     assert held(plan, "RECOMPUTE", "model.layers.1")["inside"] == held(alone, "F", "model.layers.1")["inside"]
@@ -142,7 +171,10 @@ class Softened(Scaled):
     [
         (Scaled, r"between the head head and the loss the model changes logits \(mul\)"),
         (Shorter, r"between the head head and the loss the model changes logits \(slice\)"),
-        (Softened, r"no head whose logits go to the loss as they are \(head.weight: _softmax looks at all words"),
+        (
+            Softened,
+            r"no head whose logits go to the loss as they are \(head.weight: _softmax looks at all words",
+        ),
     ],
 )
 def test_logits_that_the_model_changes_are_refused(model: type[nn.Module], text: str):
@@ -177,7 +209,9 @@ def test_mlps_that_are_divided_among_ranks_are_refused_and_so_are_heads_in_grids
 
 
 def test_a_loss_that_one_rank_takes_for_all_is_refused():
-    with pytest.raises(PlanError, match=r"one rank along dp_replicate takes the loss of all(?s:.*)set loss = 1"):
+    with pytest.raises(
+        PlanError, match=r"one rank along dp_replicate takes the loss of all(?s:.*)set loss = 1"
+    ):
         planned(DataParallelMaster(), BatchSplit(), ChunkedLoss(num_chunks=2), mesh=Mesh(dp_replicate=2))
 
 

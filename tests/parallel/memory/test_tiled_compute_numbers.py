@@ -35,22 +35,30 @@ class Largest(TorchDispatchMode):
         super().__init__()
         self.width, self.most = width, 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         found = (each for each in tree_leaves(out) if isinstance(each, torch.Tensor) and each.ndim > 1)
         # more rows than there are tokens: a weight, or a gradient of one
-        made = (each for each in found if each.shape[-1] == self.width and each.numel() <= 2 * TOKENS * self.width)
+        made = (
+            each for each in found if each.shape[-1] == self.width and each.numel() <= 2 * TOKENS * self.width
+        )
         self.most = max([self.most, *(each.numel() for each in made)])
         return out
 
 
 @pytest.mark.parametrize(("tiles", "rows_of_tile"), [(ChunkedLoss(4, 4), 3), (ChunkedLoss(9, 9), 1)], ids=str)
 @pytest.mark.parametrize("width", [SIZES["vocab_size"], SIZES["intermediate_size"]])
-def test_no_more_than_a_tile_is_ever_there_in_a_step_and_in_an_evaluation(tiles: ChunkedLoss, rows_of_tile: int, width: int):
+def test_no_more_than_a_tile_is_ever_there_in_a_step_and_in_an_evaluation(
+    tiles: ChunkedLoss, rows_of_tile: int, width: int
+):
     data = batches(1, ROWS)[0]
     found = {}
     for name, strategies in {"usual": (), "tiled": (tiles,)}.items():
-        with parallelize(known(), planned(known(), Mesh(), *strategies, micro_batch=2), world=alone(CPU)) as engine:
+        with parallelize(
+            known(), planned(known(), Mesh(), *strategies, micro_batch=2), world=alone(CPU)
+        ) as engine:
             with Largest(width) as step:
                 engine.step(data)
             with Largest(width) as evaluation:
@@ -118,7 +126,10 @@ def test_gradients_are_those_of_all_tokens_at_once_but_for_last_bits():
     ("precision", "bound"),
     [
         (PrecisionConfig(compute="bfloat16"), 2e-2),  # 8 bits
-        (PrecisionConfig("bfloat16", "bfloat16", master="float32"), 4e-2),  # of which sums over tiles lose some
+        (
+            PrecisionConfig("bfloat16", "bfloat16", master="float32"),
+            4e-2,
+        ),  # of which sums over tiles lose some
         (PrecisionConfig("float16", "float16", master="float32", loss_scale=2.0**12), 5e-3),
     ],
     ids=str,

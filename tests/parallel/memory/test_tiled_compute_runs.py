@@ -37,7 +37,10 @@ SMOOTH = token_cross_entropy(0.1)
 
 
 def equal(
-    reading: AnalyzedModel, plan: Plan, loss: Loss | None = None, data: list[dict[str, torch.Tensor]] | None = None
+    reading: AnalyzedModel,
+    plan: Plan,
+    loss: Loss | None = None,
+    data: list[dict[str, torch.Tensor]] | None = None,
 ) -> None:
     assert not static_checks(plan)
     verdict = verify(reading, plan, data or batches(2, ROWS), loss=loss)
@@ -45,7 +48,9 @@ def equal(
 
 
 @pytest.mark.parametrize(
-    "tiles", [ChunkedLoss(2), ChunkedLoss(4, 3), ChunkedLoss(9, 9), ChunkedLoss(100, 100), ChunkedLoss(1, 2)], ids=str
+    "tiles",
+    [ChunkedLoss(2), ChunkedLoss(4, 3), ChunkedLoss(9, 9), ChunkedLoss(100, 100), ChunkedLoss(1, 2)],
+    ids=str,
 )
 def test_any_number_of_tiles_is_one_device(tiles: ChunkedLoss):
     equal(known(), planned(known(), Mesh(), tiles, micro_batch=2))
@@ -62,7 +67,10 @@ def test_any_number_of_tiles_is_one_device(tiles: ChunkedLoss):
         (Mesh(dp_shard=2, cp=2), (SHARDS, RingAttention(), ZeRO(), BOTH)),
         (Mesh(tp=2), (TensorParallel(), ChunkedLoss(4))),
         (Mesh(tp=3), (TensorParallel(), VocabParallel(), SequenceParallel(), ChunkedLoss(4))),
-        (Mesh(cp=2, tp=2), (TensorParallel(), VocabParallel(), RingAttention(), ZeRO(axis="cp"), ChunkedLoss(3))),
+        (
+            Mesh(cp=2, tp=2),
+            (TensorParallel(), VocabParallel(), RingAttention(), ZeRO(axis="cp"), ChunkedLoss(3)),
+        ),
         (Mesh(pp=2), (Pipeline(schedule="zb_h1"), BOTH)),
         (Mesh(dp_shard=2, pp=2), (SHARDS, Pipeline(schedule="interleaved"), ZeRO(stage=3), BOTH)),
     ],
@@ -115,7 +123,15 @@ def test_a_head_that_is_frozen_gets_no_gradient():
 
 def test_a_trace_on_fake_tensors_runs_in_tiles():
     mesh = Mesh(dp_shard=8, cp=4)
-    plan = planned(known(), mesh, SHARDS, RingAttention(), ZeRO(), BOTH, job=replace(JOB, train=replace(JOB.train, batch=8)))
+    plan = planned(
+        known(),
+        mesh,
+        SHARDS,
+        RingAttention(),
+        ZeRO(),
+        BOTH,
+        job=replace(JOB, train=replace(JOB.train, batch=8)),
+    )
     found = trace(known(), plan)
     assert found.passed, found
 
@@ -123,8 +139,15 @@ def test_a_trace_on_fake_tensors_runs_in_tiles():
 def test_forwards_outside_of_steps_give_out_logits():
     module = llama()
     reading = analyze(module, batches(1, ROWS)[0])
-    with parallelize(reading, planned(reading, Mesh(), BOTH), world=alone(CPU)) as engine, engine.full_params() as whole:
-        assert whole(input_ids=batches(1, ROWS)[0]["input_ids"]).logits.shape == (ROWS, TOKENS, SIZES["vocab_size"])
+    with (
+        parallelize(reading, planned(reading, Mesh(), BOTH), world=alone(CPU)) as engine,
+        engine.full_params() as whole,
+    ):
+        assert whole(input_ids=batches(1, ROWS)[0]["input_ids"]).logits.shape == (
+            ROWS,
+            TOKENS,
+            SIZES["vocab_size"],
+        )
 
 
 def test_logits_that_a_forward_changes_after_the_trial_are_refused():
@@ -167,7 +190,11 @@ def test_a_module_that_attends_is_refused_when_it_does():
     class Whole(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed, self.layer, self.head = nn.Embedding(VOCABULARY, WIDTH), Layer(), nn.Linear(WIDTH, VOCABULARY)
+            self.embed, self.layer, self.head = (
+                nn.Embedding(VOCABULARY, WIDTH),
+                Layer(),
+                nn.Linear(WIDTH, VOCABULARY),
+            )
 
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return self.head(self.layer(self.embed(input_ids)))

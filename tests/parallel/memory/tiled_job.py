@@ -24,6 +24,8 @@ SHARDS = BatchSplit(axis="dp_shard")
 CPU = torch.device("cpu")
 
 
-def planned(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1, job: Job = JOB) -> Plan:
+def planned(
+    reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1, job: Job = JOB
+) -> Plan:
     """The plan of `reading` on `mesh`."""
     return make_plan(reading, job, mesh, strategies, micro_batch)

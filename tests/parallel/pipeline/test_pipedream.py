@@ -26,7 +26,9 @@ def test_part_s_uses_weights_p_minus_1_minus_s_updates_old_once_the_pipeline_is_
 @settings(deadline=None)
 @given(**COUNTS)
 def test_part_s_keeps_p_minus_s_versions(ranks: int, micros: int):
-    assert max_versions_kept(pipedream_schedule(ranks, 2 * ranks + micros)) == [ranks - stage for stage in range(ranks)]
+    assert max_versions_kept(pipedream_schedule(ranks, 2 * ranks + micros)) == [
+        ranks - stage for stage in range(ranks)
+    ]
     assert max(max_versions_kept(pipedream_schedule(ranks, 1))) == 1
 
 
@@ -40,7 +42,10 @@ def test_a_replay_of_the_versions_is_descent_with_delay():
     # two parts of one weight each, loss = (b a x)^2 / 2: by hand, with the weights of the listed versions
     rate, inputs, p = 0.01, [1.0, 2.0, -1.0, 0.5], 2
     history = [[1.5], [0.5]]  # weights of each part after each update
-    met = {(each.microbatch, each.virtual_stage): each for each in weight_versions(pipedream_schedule(p, len(inputs)))}
+    met = {
+        (each.microbatch, each.virtual_stage): each
+        for each in weight_versions(pipedream_schedule(p, len(inputs)))
+    }
     for micro, x in enumerate(inputs):
         a, b = (history[stage][met[micro, stage].forward] for stage in range(p))
         error = b * a * x

@@ -24,7 +24,10 @@ def compared(world: World, ranks: int) -> RankReport:
     plan = make_plan(reading, job, Mesh(pp=ranks), (PipeDream(),), 1)
     batches = [rows(12) for _ in range(STEPS)]
     case = parity_case(
-        reading, plan, token_cross_entropy(), lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank)
+        reading,
+        plan,
+        token_cross_entropy(),
+        lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank),
     )
     return compare_rank(case, world, run_reference(case, STEPS))
 

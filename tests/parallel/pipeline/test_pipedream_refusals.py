@@ -31,13 +31,25 @@ from tests.tiny_model import reading_of
             (),
             "the noise scale needs whole gradients",
         ),
-        (replace(EACH, precision=PrecisionConfig(compute="float16")), Mesh(pp=2), (), "the loss is scaled for float16"),
-        (EACH, Mesh(pp=2, dp_shard=2), (BatchSplit(axis="dp_shard"), ZeRO()), "weights are cut into shards along dp_shard"),
+        (
+            replace(EACH, precision=PrecisionConfig(compute="float16")),
+            Mesh(pp=2),
+            (),
+            "the loss is scaled for float16",
+        ),
+        (
+            EACH,
+            Mesh(pp=2, dp_shard=2),
+            (BatchSplit(axis="dp_shard"), ZeRO()),
+            "weights are cut into shards along dp_shard",
+        ),
         (EACH, Mesh(pp=2), (Pipeline(),), "pipedream and pipeline both decide the order"),
         (EACH, Mesh(), (), "a pipeline of one rank"),
     ],
 )
-def test_what_needs_one_step_per_batch_is_refused(job: Job, mesh: Mesh, beside: tuple[Strategy, ...], said: str):
+def test_what_needs_one_step_per_batch_is_refused(
+    job: Job, mesh: Mesh, beside: tuple[Strategy, ...], said: str
+):
     with pytest.raises(PlanError, match=said):
         planned(known(), mesh, *beside, job=job)
 
@@ -58,4 +70,6 @@ def test_a_loss_of_the_whole_batch_is_refused():
 
 def test_wrong_cuts_are_told_in_its_own_name():
     with pytest.raises(PlanError, match=r"strategies.pipedream.cuts: 2 cuts make 3 parts"):
-        make_plan(known(), EACH, Mesh(pp=2), (PipeDream(split_points=("model.layers.1", "model.layers.2")),), 1)
+        make_plan(
+            known(), EACH, Mesh(pp=2), (PipeDream(split_points=("model.layers.1", "model.layers.2")),), 1
+        )

@@ -16,7 +16,12 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.ddp_naive import NaiveDDP
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
-from meshwright.parallel.pipeline.pipedream import PipeDream, max_versions_kept, pipedream_schedule, weight_versions
+from meshwright.parallel.pipeline.pipedream import (
+    PipeDream,
+    max_versions_kept,
+    pipedream_schedule,
+    weight_versions,
+)
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.job.job import Job, OptimizerConfig, PrecisionConfig, TrainConfig
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
@@ -41,7 +46,9 @@ from tests.tiny_model import edited, player_of, reading_of, rows, tiny_job
 
 ROWS = 6
 EACH = replace(JOB, train=TrainConfig(batch=ROWS, clip=0.0))
-MIXED = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32", gradients="bfloat16", optimizer_states="float32")
+MIXED = PrecisionConfig(
+    "bfloat16", "bfloat16", "bfloat16", master="float32", gradients="bfloat16", optimizer_states="float32"
+)
 STEPPED = {
     "momentum": (
         OptimizerConfig("sgd", lr=0.1, momentum=0.9, weight_decay=0.1),
@@ -54,7 +61,9 @@ STEPPED = {
 }
 
 
-def planned(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, job: Job = EACH, micro_batch: int = 1) -> Plan:
+def planned(
+    reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, job: Job = EACH, micro_batch: int = 1
+) -> Plan:
     return make_plan(reading, job, mesh, (PipeDream(), *strategies), micro_batch)
 
 
@@ -120,10 +129,13 @@ def replayed(plan: Plan, make: Callable) -> tuple[dict[str, torch.Tensor], list[
     model, _, newest = known().make_module(torch.device("cpu"), torch.float64)
     stage = {weight.name: plan.sharding.pp_ranks_using(weight)[0] for weight in plan.model_spec.params}
     met = {
-        (each.virtual_stage, each.microbatch): each.forward for each in weight_versions(pipedream_schedule(plan.mesh.pp, ROWS))
+        (each.virtual_stage, each.microbatch): each.forward
+        for each in weight_versions(pipedream_schedule(plan.mesh.pp, ROWS))
     }
     groups = [[value for value in newest.values() if (value.ndim > 1) is decays] for decays in (True, False)]
-    optimizer = make([{"params": group, "weight_decay": decay} for group, decay in zip(groups, (0.1, 0.0), strict=True)])
+    optimizer = make(
+        [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (0.1, 0.0), strict=True)]
+    )
     losses = []
     for batch in batches(2, ROWS):
         history = [{name: value.detach().clone() for name, value in newest.items()}]
@@ -132,7 +144,9 @@ def replayed(plan: Plan, make: Callable) -> tuple[dict[str, torch.Tensor], list[
             used = {name: history[met[stage[name], micro]][name].clone().requires_grad_() for name in newest}
             row = slice(micro, micro + 1)
             logits = functional_call(model, used, kwargs={"input_ids": batch["input_ids"][row]}).logits
-            loss = torch.nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), batch["labels"][row].view(-1))
+            loss = torch.nn.functional.cross_entropy(
+                logits.view(-1, logits.shape[-1]), batch["labels"][row].view(-1)
+            )
             for name, gradient in zip(used, torch.autograd.grad(loss, list(used.values())), strict=True):
                 newest[name].grad = gradient
             optimizer.step()
@@ -145,7 +159,10 @@ def replayed(plan: Plan, make: Callable) -> tuple[dict[str, torch.Tensor], list[
 @pytest.mark.parametrize(("ranks", "micros"), [(2, 6), (3, 6), (4, 6), (4, 2), (3, 1)])
 def test_the_program_states_the_versions_of_the_paper(ranks: int, micros: int):
     plan = planned(known(), Mesh(pp=ranks), job=replace(EACH, train=TrainConfig(batch=micros, clip=0.0)))
-    law = {(each.virtual_stage, each.microbatch): each.forward for each in weight_versions(pipedream_schedule(ranks, micros))}
+    law = {
+        (each.virtual_stage, each.microbatch): each.forward
+        for each in weight_versions(pipedream_schedule(ranks, micros))
+    }
     for stage, (_, actions) in enumerate(plan.program.roles):
         assert forward_versions(actions) == {micro: law[stage, micro] for micro in range(micros)}
         assert stepped_microbatches(actions) == tuple(range(micros))
@@ -171,9 +188,17 @@ def test_each_rank_holds_the_versions_that_the_plan_says(copies: int, precision:
 
     for rank, sizes in enumerate(on_threads(on_rank, plan.mesh)):
         mine, said = plan.for_rank(rank), state_bytes(plan, rank)
-        own = sum(weight.numel for weight in mine.sharding.model_spec.trainable) * FLOAT_NBYTES[precision.parameters]
+        own = (
+            sum(weight.numel for weight in mine.sharding.model_spec.trainable)
+            * FLOAT_NBYTES[precision.parameters]
+        )
         assert sizes["parameters"] == said.parameters == own
-        kept = {hold.name: hold.nbytes for action in mine.actions for hold in action.allocations if action.kind == "STASH"}
+        kept = {
+            hold.name: hold.nbytes
+            for action in mine.actions
+            for hold in action.allocations
+            if action.kind == "STASH"
+        }
         assert list(kept.values()) == [own] * (2 - plan.mesh.coordinate(rank)["pp"])
         assert sum(sizes.values()) == said.total, (sizes, said)
 
@@ -184,7 +209,9 @@ def without(*kinds: str) -> Callable[[list[Action]], list[Action]]:
     def change(actions: list[Action]) -> list[Action]:
         gone = {action.name for action in actions if action.kind in kinds}
         left = [action for action in actions if action.name not in gone]
-        return [replace(action, waits=tuple(wait for wait in action.waits if wait not in gone)) for action in left]
+        return [
+            replace(action, waits=tuple(wait for wait in action.waits if wait not in gone)) for action in left
+        ]
 
     return change
 
@@ -194,11 +221,16 @@ def judged(change: Callable[[list[Action]], list[Action]]) -> Verdict:
     plan = planned(known(), Mesh(pp=3))
     data = batches(2, ROWS)
     case = parity_case(
-        known(), plan, token_cross_entropy(), lambda plan, rank: lambda step: select_local_batch(data[step], plan, rank)
+        known(),
+        plan,
+        token_cross_entropy(),
+        lambda plan, rank: lambda step: select_local_batch(data[step], plan, rank),
     )
     case = replace(case, plan=edited(case.plan, change))
     reference = run_reference(case, 2)
-    return make_verdict(case, on_threads(lambda world: compare_rank(case, world, reference), plan.mesh), "threads", {})
+    return make_verdict(
+        case, on_threads(lambda world: compare_rank(case, world, reference), plan.mesh), "threads", {}
+    )
 
 
 def test_a_backward_with_the_newest_weights_is_noticed():
@@ -222,19 +254,31 @@ def test_a_micro_batch_that_is_not_stepped_with_is_noticed():
 
     faults = [fault.problem for fault in static_checks(edited(planned(known(), Mesh(pp=3)), change))]
     assert "micro-batch 2 is never stepped with" in faults
-    assert any("adds to the gradients of micro-batch 2, and no STEP stands between them" in fault for fault in faults)
+    assert any(
+        "adds to the gradients of micro-batch 2, and no STEP stands between them" in fault for fault in faults
+    )
 
 
 def test_gradients_that_are_summed_after_their_step_are_noticed():
     plan = planned(
-        reading_of(), Mesh(pp=2, dp_replicate=2), BatchSplit(), DDP(), job=replace(EACH, train=TrainConfig(batch=4, clip=0.0))
+        reading_of(),
+        Mesh(pp=2, dp_replicate=2),
+        BatchSplit(),
+        DDP(),
+        job=replace(EACH, train=TrainConfig(batch=4, clip=0.0)),
     )
 
     def change(actions: list[Action]) -> list[Action]:
         reduce = next(action.name for action in actions if action.kind == "REDUCE" and action.microbatch == 1)
-        return [replace(action, waits=tuple(wait for wait in action.waits if wait != reduce)) for action in actions]
+        return [
+            replace(action, waits=tuple(wait for wait in action.waits if wait != reduce))
+            for action in actions
+        ]
 
-    assert any("CLIP does not wait for REDUCE(0, 1)" in fault.problem for fault in static_checks(edited(plan, change)))
+    assert any(
+        "CLIP does not wait for REDUCE(0, 1)" in fault.problem
+        for fault in static_checks(edited(plan, change))
+    )
 
 
 def test_a_checkpoint_crosses_because_the_pipeline_is_empty(tmp_path: Path):
@@ -244,14 +288,24 @@ def test_a_checkpoint_crosses_because_the_pipeline_is_empty(tmp_path: Path):
 
 def test_with_one_micro_batch_it_goes_on_where_one_device_has_stopped(tmp_path: Path):
     job = replace(EACH, train=TrainConfig(batch=4, clip=0.0))
-    crosses(known(), make_plan(known(), job, Mesh(), ()), planned(known(), Mesh(pp=2), job=job, micro_batch=4), tmp_path)
+    crosses(
+        known(),
+        make_plan(known(), job, Mesh(), ()),
+        planned(known(), Mesh(pp=2), job=job, micro_batch=4),
+        tmp_path,
+    )
 
 
 def test_training_on_text_lowers_the_loss():
     text = (Path(__file__).parents[3] / "README.md").read_bytes()
     length, steps_taken = 24, 8
     reading = known(length=length, vocab_size=256)
-    job = Job(EACH.model, EACH.data, TrainConfig(batch=12, clip=0.0), OptimizerConfig("adamw", lr=3e-3, weight_decay=0.0))
+    job = Job(
+        EACH.model,
+        EACH.data,
+        TrainConfig(batch=12, clip=0.0),
+        OptimizerConfig("adamw", lr=3e-3, weight_decay=0.0),
+    )
     job = replace(job, data=replace(job.data, sequence=length))
     plan = planned(reading, Mesh(pp=3), job=job)
 

@@ -47,7 +47,13 @@ def llama() -> AnalyzedModel:
 
 @pytest.mark.parametrize(
     ("schedule", "ranks", "chunks", "micro_batch"),
-    [("1f1b", 2, 1, 1), ("gpipe", 2, 1, 2), ("1f1b", 3, 1, 1), ("interleaved", 2, 2, 2), ("model_parallel", 3, 1, 6)],
+    [
+        ("1f1b", 2, 1, 1),
+        ("gpipe", 2, 1, 2),
+        ("1f1b", 3, 1, 1),
+        ("interleaved", 2, 2, 2),
+        ("model_parallel", 3, 1, 6),
+    ],
 )
 def test_it_computes_what_one_device_computes(schedule: str, ranks: int, chunks: int, micro_batch: int):
     pipeline = Pipeline(schedule=schedule, virtual_stages=chunks)
@@ -76,7 +82,9 @@ def test_beside_others_it_computes_what_one_device_computes(mesh: Mesh, strategi
     assert verdict.passed, verdict
 
 
-@pytest.mark.parametrize("zero", [ZeRO(keep_mb=0.02), ZeRO(keep_mb=1.0), ZeRO(gather="micro"), ZeRO(gather="step")], ids=str)
+@pytest.mark.parametrize(
+    "zero", [ZeRO(keep_mb=0.02), ZeRO(keep_mb=1.0), ZeRO(gather="micro"), ZeRO(gather="step")], ids=str
+)
 def test_weights_may_stay_whole_between_micro_batches(zero: ZeRO):
     plan = planned(llama(), Mesh(pp=2, dp_shard=3), Pipeline(), SHARD, zero)
     assert not static_checks(plan)
@@ -88,18 +96,28 @@ def test_a_budget_of_bytes_saves_gathers_until_each_weight_is_gathered_once():
     counts, kept = [], (0.0, 0.01, 0.03, 0.05, 0.1, 1.0)
     for keep_mb in kept:
         plan = planned(
-            llama(), Mesh(pp=2, dp_shard=3), Pipeline(schedule="interleaved", virtual_stages=2), SHARD, ZeRO(keep_mb=keep_mb)
+            llama(),
+            Mesh(pp=2, dp_shard=3),
+            Pipeline(schedule="interleaved", virtual_stages=2),
+            SHARD,
+            ZeRO(keep_mb=keep_mb),
         )
-        counts.append([sum(action.kind == "UNSHARD" for action in actions) for _, actions in plan.program.roles])
+        counts.append(
+            [sum(action.kind == "UNSHARD" for action in actions) for _, actions in plan.program.roles]
+        )
     bundles = [len(view.sharding.all_param_groups()) for view in plan.role_plans()]
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] == bundles
-    assert all(first > last for first, last in zip(counts[0], bundles, strict=True)), "two micro-batches, there and back"
+    assert all(first > last for first, last in zip(counts[0], bundles, strict=True)), (
+        "two micro-batches, there and back"
+    )
     assert len({*map(tuple, counts)}) > 3
 
 
 def test_an_encoder_and_a_decoder_hand_over_several_values():
-    config = transformers.T5Config(vocab_size=67, d_model=24, d_kv=8, d_ff=29, num_layers=2, num_heads=3, dropout_rate=0.0)
+    config = transformers.T5Config(
+        vocab_size=67, d_model=24, d_kv=8, d_ff=29, num_layers=2, num_heads=3, dropout_rate=0.0
+    )
     words = batches(1, ROWS)[0]["input_ids"]
     batch = {"input_ids": words, "decoder_input_ids": words.flip(1), "labels": words}
     reading = analyze(lambda: transformers.T5ForConditionalGeneration(config), batch)
@@ -136,7 +154,11 @@ def test_a_gradient_that_is_not_sent_back_is_noticed():
         (Pipeline(), 1, "a pipeline of one rank"),
         (Pipeline(axis="tp"), 2, "layers cannot be put along 'tp'"),
         (Pipeline(), 8, "set mesh.pp to 7 at most$"),
-        (Pipeline(schedule="zb_v"), 4, 'set mesh.pp to 3 at most, or take a schedule of one part per rank, as "1f1b"$'),
+        (
+            Pipeline(schedule="zb_v"),
+            4,
+            'set mesh.pp to 3 at most, or take a schedule of one part per rank, as "1f1b"$',
+        ),
         (Pipeline(schedule="interleaved", virtual_stages=5), 2, "repair: set chunks to 3 at most$"),
         (Pipeline(split_points=("model.layers.1", "model.layers.2")), 2, "repair: name 1 block, or none"),
         (

@@ -67,7 +67,9 @@ def test_it_computes_what_one_device_computes(schedule: str, ranks: int, micro_b
         ("zb_v", Mesh(pp=2, tp=2), (TensorParallel(),)),
     ],
 )
-def test_beside_others_it_computes_what_one_device_computes(schedule: str, mesh: Mesh, strategies: tuple[Strategy, ...]):
+def test_beside_others_it_computes_what_one_device_computes(
+    schedule: str, mesh: Mesh, strategies: tuple[Strategy, ...]
+):
     exact(planned(llama(), mesh, Pipeline(schedule=schedule), *strategies))
 
 
@@ -97,7 +99,9 @@ def test_keys_that_ranks_share_are_summed_in_the_half_that_computes_them(
 def test_a_search_folds_two_parts_per_rank():
     pipeline = Pipeline(schedule="automatic", virtual_stages=2)
     plan = planned(llama(), Mesh(pp=2), pipeline)
-    assert {plan.model_spec.block_calls[0], plan.model_spec.block_calls[-1]} <= set(plan.sharding.block_calls_by_pp_rank[0])
+    assert {plan.model_spec.block_calls[0], plan.model_spec.block_calls[-1]} <= set(
+        plan.sharding.block_calls_by_pp_rank[0]
+    )
     exact(plan)
 
 
@@ -118,12 +122,16 @@ def test_ranks_hold_what_the_lists_say(schedule: str):
     pipeline = Pipeline(schedule=schedule)
     plan = planned(llama(), Mesh(pp=3), pipeline)
     assert held(plan) == [
-        round(peak) for peak in simulate(pipeline.build_schedule(plan.sharding, 6), StageCosts.uniform(3)).peak_memory
+        round(peak)
+        for peak in simulate(pipeline.build_schedule(plan.sharding, 6), StageCosts.uniform(3)).peak_memory
     ]
 
 
 def test_zero_bubble_h1_holds_no_more_than_the_first_rank_of_1f1b():
-    counts = {schedule: held(planned(llama(), Mesh(pp=3), Pipeline(schedule=schedule))) for schedule in ("1f1b", "zb_h1")}
+    counts = {
+        schedule: held(planned(llama(), Mesh(pp=3), Pipeline(schedule=schedule)))
+        for schedule in ("1f1b", "zb_h1")
+    }
     assert counts == {"1f1b": [3, 2, 1], "zb_h1": [3, 3, 3]}
 
 
@@ -167,7 +175,9 @@ def early(kind: str, before: str) -> Edit:
         (early("W", "I"), "W(model.embed_tokens, 5) comes before I(model.embed_tokens, 5), or without it"),
         (early("STEP", "W"), "STEP() comes before W(model.embed_tokens, 5) has added to the gradients"),
         (
-            lambda actions: [replace(a, kind="B") if a.name == "W(model.embed_tokens, 5)" else a for a in actions],
+            lambda actions: [
+                replace(a, kind="B") if a.name == "W(model.embed_tokens, 5)" else a for a in actions
+            ],
             "B(model.embed_tokens, 5) is a whole backward, and halves of it stand beside it",
         ),
     ],
@@ -176,7 +186,10 @@ def test_a_half_that_is_missing_or_out_of_place_is_noticed(edit: Edit, said: str
     plan = planned(llama(), Mesh(pp=2), Pipeline(schedule="zb_h1"))
     assert not static_checks(plan)
     broken = replace(
-        plan, program=plan.program.edit(lambda actions: edit(actions) if actions[-1].kind and _first(actions) else actions)
+        plan,
+        program=plan.program.edit(
+            lambda actions: edit(actions) if actions[-1].kind and _first(actions) else actions
+        ),
     )
     assert any(said in fault.problem for fault in static_checks(broken))
 
@@ -217,7 +230,10 @@ def test_a_function_of_ones_own_is_run(tmp_path: Path):
     [
         (to_csv(zb_h1_schedule(2, 4)), "is for 4 micro-batches, and the plan has 3"),
         (to_csv(zb_h1_schedule(3, 3)), "has 3 rows, and the pipeline 2 ranks"),
-        ("0F0,0F1,0F2,0B0,0B1,0B2\n1B0,1F0,1F1,1B1,1F2,1B2\n", "rank 1: slot 0 of 6, B0 of stage 1, waits for F0 of part 1  <--"),
+        (
+            "0F0,0F1,0F2,0B0,0B1,0B2\n1B0,1F0,1F1,1B1,1F2,1B2\n",
+            "rank 1: slot 0 of 6, B0 of stage 1, waits for F0 of part 1  <--",
+        ),
         ("0F0,0X1\n", "'0X1' is no act of a rank"),
     ],
 )

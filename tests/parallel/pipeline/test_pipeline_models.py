@@ -26,8 +26,15 @@ PICTURES = {"x": IMAGES, "target": IMAGES.flip(-1)}
 ROWS = 5
 
 
-def planned(reading: AnalyzedModel, ranks: int, pipeline: Pipeline | None = None, micro_batch: int = 1) -> Plan:
-    job = Job(ModelConfig("model"), DataConfig("example"), TrainConfig(batch=ROWS, clip=0.5), OptimizerConfig("sgd", lr=0.1))
+def planned(
+    reading: AnalyzedModel, ranks: int, pipeline: Pipeline | None = None, micro_batch: int = 1
+) -> Plan:
+    job = Job(
+        ModelConfig("model"),
+        DataConfig("example"),
+        TrainConfig(batch=ROWS, clip=0.5),
+        OptimizerConfig("sgd", lr=0.1),
+    )
     return make_plan(reading, job, Mesh(pp=ranks), (pipeline or Pipeline(),), micro_batch)
 
 
@@ -85,7 +92,8 @@ def test_on_a_v_whose_cuts_mirror_each_other_the_skips_of_a_u_net_stay_on_their_
 
 def test_a_model_without_blocks_is_cut_at_those_that_are_declared():
     with pytest.raises(
-        PlanError, match=r"cut into 1 parts(?s:.*)declare blocks: Model\(..., blocks=\['first', 'second', 'third'"
+        PlanError,
+        match=r"cut into 1 parts(?s:.*)declare blocks: Model\(..., blocks=\['first', 'second', 'third'",
     ):
         planned(analyze(Tree, PAIRS, loss=DISTANCE), 2)
     blocks = ["first", "second", "third", "last"]
@@ -95,9 +103,7 @@ def test_a_model_without_blocks_is_cut_at_those_that_are_declared():
 
 def test_glue_that_reads_a_number_is_named_with_its_line_and_the_cuts_that_work():
     reading = analyze(Reads, PAIRS, loss=DISTANCE)
-    said = (
-        r"none can begin with 'layers.2': the glue behind 'layers.1' reads the value of layers.1\+0 \(item at test_pipeline_mod"
-    )
+    said = r"none can begin with 'layers.2': the glue behind 'layers.1' reads the value of layers.1\+0 \(item at test_pipeline_mod"
     with pytest.raises(PlanError, match=f"cut into 2 parts(?s:.*){said}(?s:.*)compute with tensors there"):
         planned(reading, 3)
     with pytest.raises(PlanError, match=r"no part can begin with 'layers.3'(?s:.*)begin it with 'layers.1'"):
@@ -106,14 +112,17 @@ def test_glue_that_reads_a_number_is_named_with_its_line_and_the_cuts_that_work(
 
 
 @pytest.mark.parametrize(
-    ("build", "rows"), [(Normed, PAIRS), (lambda: UNet(1, batch_norm=True), PICTURES)], ids=["linears", "U-Net"]
+    ("build", "rows"),
+    [(Normed, PAIRS), (lambda: UNet(1, batch_norm=True), PICTURES)],
+    ids=["linears", "U-Net"],
 )
 def test_batch_norms_take_one_micro_batch_and_are_refused_with_more(
     build: Callable[[], nn.Module], rows: dict[str, torch.Tensor]
 ):
     reading = analyze(build, rows, loss=DISTANCE)
     with pytest.raises(
-        PlanError, match=r"batch norms (?s:.*)statistics of a part of the global batch \(1 ranks x 5 micro-batches"
+        PlanError,
+        match=r"batch norms (?s:.*)statistics of a part of the global batch \(1 ranks x 5 micro-batches",
     ):
         planned(reading, 2)
     found = verdict(reading, planned(reading, 2, Pipeline(schedule="model_parallel"), micro_batch=0), rows)

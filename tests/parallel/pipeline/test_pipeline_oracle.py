@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+from torch.distributed.pipelining import (
+    PipelineStage,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 from torch.distributed.pipelining.schedules import Schedule1F1B
 
 from meshwright.api import analyze, make_plan, parallelize
@@ -57,7 +62,8 @@ class Chain(nn.Module):
 
 def rows() -> dict[str, torch.Tensor]:
     return {
-        name: torch.linspace(-1, 1, ROWS * WIDTH).add(shift).sin().view(ROWS, WIDTH) for name, shift in (("x", 0), ("target", 1))
+        name: torch.linspace(-1, 1, ROWS * WIDTH).add(shift).sin().view(ROWS, WIDTH)
+        for name, shift in (("x", 0), ("target", 1))
     }
 
 
@@ -66,7 +72,9 @@ def squared(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 LOSS = Loss(
-    lambda outputs, batch: squared(outputs, batch["target"]), lambda batch: torch.tensor(batch["target"].numel()), ("target",)
+    lambda outputs, batch: squared(outputs, batch["target"]),
+    lambda batch: torch.tensor(batch["target"].numel()),
+    ("target",),
 )
 
 
@@ -91,7 +99,9 @@ def ours(world: World, schedule: str) -> tuple[Gradients, Gradients]:
     with parallelize(reading(), planned(schedule), world=world, loss=LOSS) as engine:
         before = {name: value.clone() for name, value in engine.executor.gather_parameters().items()}
         engine.step({name: value.double() for name, value in rows().items()})
-        return before, {name: before[name] - value for name, value in engine.executor.gather_parameters().items()}
+        return before, {
+            name: before[name] - value for name, value in engine.executor.gather_parameters().items()
+        }
 
 
 def theirs(world: World, schedule: str, weights: Gradients) -> Gradients:
@@ -108,7 +118,10 @@ def theirs(world: World, schedule: str, weights: Gradients) -> Gradients:
     batch = {name: value.double() for name, value in rows().items()}
     count = batch["target"].numel()
     made = THEIRS[schedule](
-        stages if at else stages[0], ROWS, loss_fn=lambda outputs, target: squared(outputs, target) / count, scale_grads=False
+        stages if at else stages[0],
+        ROWS,
+        loss_fn=lambda outputs, target: squared(outputs, target) / count,
+        scale_grads=False,
     )
     last = any(stage.is_last for stage in stages)
     made.step(*([batch["x"]] if world.rank == 0 else []), **({"target": batch["target"]} if last else {}))
@@ -126,5 +139,7 @@ def compared(world: World, schedule: str) -> tuple[float, list[str]]:
 def test_gradients_are_those_of_torch_pipelining(process_pool: ProcessPool, schedule: str):
     found = process_pool.run(compared, Mesh(pp=RANKS), schedule)
     assert max(gap for gap, _ in found) < 1e-13
-    assert sorted(name for _, names in found for name in names) == sorted(name for name, _ in Chain().named_parameters())
+    assert sorted(name for _, names in found for name in names) == sorted(
+        name for name, _ in Chain().named_parameters()
+    )
     assert min(len(names) for _, names in found) == 8

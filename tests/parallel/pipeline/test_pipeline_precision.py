@@ -59,7 +59,9 @@ def chain() -> AnalyzedModel:
 
 def planned(reading: AnalyzedModel, precision: PrecisionConfig, mesh: Mesh, *strategies: object) -> Plan:
     train, optimizer = TrainConfig(batch=ROWS, clip=0.5, steps=20), OptimizerConfig("adamw", lr=0.01)
-    job = Job(ModelConfig("chain"), DataConfig("example", sequence=TOKENS), train, optimizer, precision=precision)
+    job = Job(
+        ModelConfig("chain"), DataConfig("example", sequence=TOKENS), train, optimizer, precision=precision
+    )
     return make_plan(reading, job, mesh, strategies, 2 if mesh.pp > 1 else 0)
 
 
@@ -75,8 +77,15 @@ def planned(reading: AnalyzedModel, precision: PrecisionConfig, mesh: Mesh, *str
     ids=["float32", "autocast bfloat16", "autocast float16", "bfloat16", "float16"],
 )
 def test_values_and_gradients_are_sent_in_the_dtype_that_they_have(precision: PrecisionConfig, dtype: str):
-    plan = planned(chain(), precision, Mesh(pp=3), Pipeline(schedule="gpipe", split_points=("layers.1", "head")))
-    moves = [action.transfer for _, actions in plan.program.roles for action in actions if action.stream in ("send", "receive")]
+    plan = planned(
+        chain(), precision, Mesh(pp=3), Pipeline(schedule="gpipe", split_points=("layers.1", "head"))
+    )
+    moves = [
+        action.transfer
+        for _, actions in plan.program.roles
+        for action in actions
+        if action.stream in ("send", "receive")
+    ]
     assert {(move.dtype, move.nbytes) for move in moves} == {(dtype, 2 * TOKENS * WIDTH * WIDTHS[dtype])}
     traced = trace(chain(), plan, range(3), fake=False)
     assert traced.passed, str(traced)
@@ -84,7 +93,11 @@ def test_values_and_gradients_are_sent_in_the_dtype_that_they_have(precision: Pr
 
 def test_a_stream_that_additions_widen_crosses_as_wide_as_it_is():
     plan = planned(
-        pairs(layers=3), PrecisionConfig(compute="bfloat16"), Mesh(pp=2, tp=2), Pipeline(scatter=True), TensorParallel()
+        pairs(layers=3),
+        PrecisionConfig(compute="bfloat16"),
+        Mesh(pp=2, tp=2),
+        Pipeline(scatter=True),
+        TensorParallel(),
     )
     assert {action.transfer.dtype for action in plan.actions if action.kind == "SEND"} == {"float32"}
     traced = trace(pairs(layers=3), plan, range(4), fake=False)
@@ -103,7 +116,9 @@ def trained(reading: AnalyzedModel, plan: Plan, steps: int) -> list[Metrics]:
     return found[0]
 
 
-@pytest.mark.parametrize("precision", [PrecisionConfig(compute="bfloat16"), MIXED, HALF], ids=["autocast", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "precision", [PrecisionConfig(compute="bfloat16"), MIXED, HALF], ids=["autocast", "bfloat16", "float16"]
+)
 def test_parts_train_as_one_device_does(precision: PrecisionConfig):
     mine = trained(chain(), planned(chain(), precision, Mesh(pp=3), Pipeline()), 6)
     alone = trained(chain(), planned(chain(), precision, Mesh()), 6)

@@ -29,12 +29,18 @@ STEPS = 2
 
 
 def compared(world: World, name: str) -> RankReport:
-    reading, mesh = reading_of(tied=name in ("tied, in shards", "tied, of three", "every part twice")), MESHES[name]
+    reading, mesh = (
+        reading_of(tied=name in ("tied, in shards", "tied, of three", "every part twice")),
+        MESHES[name],
+    )
     shards = (BatchSplit(axis="dp_shard"), ZeRO(stage=2)) if mesh.dp_shard > 1 else ()
     plan = make_plan(reading, tiny_job(), mesh, (Pipeline(schedule=SCHEDULES.get(name, "1f1b")), *shards), 1)
     batches = [rows(plan.job.train.batch) for _ in range(STEPS)]
     case = parity_case(
-        reading, plan, token_cross_entropy(), lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank)
+        reading,
+        plan,
+        token_cross_entropy(),
+        lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank),
     )
     return compare_rank(case, world, run_reference(case, STEPS))
 
@@ -42,5 +48,7 @@ def compared(world: World, name: str) -> RankReport:
 @pytest.mark.parametrize("name", MESHES)
 def test_it_equals_one_device_on_processes(process_pool: ProcessPool, name: str):
     reports = process_pool.run(compared, MESHES[name], name)
-    assert [(report.differences, report.num_steps) for report in reports] == [([], STEPS)] * MESHES[name].world_size
+    assert [(report.differences, report.num_steps) for report in reports] == [([], STEPS)] * MESHES[
+        name
+    ].world_size
     assert len({tuple(report.digests.items()) for report in reports}) == 1

@@ -35,7 +35,12 @@ def plan_on(name: str, reading: AnalyzedModel) -> Plan:
 
 @pytest.mark.parametrize(
     ("saved", "taken"),
-    [("two parts", "alone"), ("alone", "three parts"), ("three parts", "copies"), ("parts in shards", "two parts")],
+    [
+        ("two parts", "alone"),
+        ("alone", "three parts"),
+        ("three parts", "copies"),
+        ("parts in shards", "two parts"),
+    ],
 )
 def test_a_checkpoint_crosses(saved: str, taken: str, tmp_path: Path):
     crosses(known(), plan_on(saved, known()), plan_on(taken, known()), tmp_path)
@@ -55,8 +60,8 @@ def test_a_tied_table_stands_in_it_once(saved: str, taken: str, tmp_path: Path):
     crosses(tied, plan_on(saved, tied), plan_on(taken, tied), tmp_path)
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     entries = json.loads((folder / "manifest.json").read_text())["entries"]
-    assert [name for name in entries if name.startswith("model/") and ("embed" in name or "head" in name)] == [
-        "model/model.embed_tokens.weight"
-    ]
+    assert [
+        name for name in entries if name.startswith("model/") and ("embed" in name or "head" in name)
+    ] == ["model/model.embed_tokens.weight"]
     for entry in entries.values():
         assert sum(prod(each["shape"]) for each in entry["slices"]) == prod(entry["shape"])

@@ -50,7 +50,10 @@ def case_of(mesh: Mesh) -> ParityCase:
     plan = make_plan(reading_of(), tiny_job(12), mesh, (Pipeline(), *shards), 2)
     steps = [rows(12), {key: value[:5] for key, value in rows(12).items()}]
     return parity_case(
-        reading_of(), plan, token_cross_entropy(), lambda plan, rank: lambda step: select_local_batch(steps[step], plan, rank)
+        reading_of(),
+        plan,
+        token_cross_entropy(),
+        lambda plan, rank: lambda step: select_local_batch(steps[step], plan, rank),
     )
 
 
@@ -59,7 +62,9 @@ def compared(world: World) -> RankReport:
     return compare_rank(case, world, run_reference(case, 2))
 
 
-def test_processes_send_what_is_stated_of_the_rows_there_and_no_other_number_passes(process_pool: ProcessPool):
+def test_processes_send_what_is_stated_of_the_rows_there_and_no_other_number_passes(
+    process_pool: ProcessPool,
+):
     mesh = Mesh(pp=2, dp_replicate=2)
     reports = process_pool.run(compared, mesh)
     assert make_verdict(case_of(mesh), reports, "processes", {}).passed
@@ -83,7 +88,9 @@ def an_epoch(mesh: Mesh) -> Plan:
     job = tiny_job(12)
     shards = (BatchSplit("dp_replicate"), DDP()) if mesh.dp_replicate > 1 else ()
     pipeline = (Pipeline(schedule="zb_h1"),) if mesh.pp > 1 else ()
-    return make_plan(reading_of(), replace(job, data=replace(job.data, epochs=1)), mesh, (*pipeline, *shards), 2)
+    return make_plan(
+        reading_of(), replace(job, data=replace(job.data, epochs=1)), mesh, (*pipeline, *shards), 2
+    )
 
 
 def equal(found: tuple[list[float], dict[str, torch.Tensor]]) -> bool:

@@ -49,7 +49,10 @@ CASES = {
     "stage 1": (Mesh(pp=2, dp_shard=2, tp=2), (Pipeline(), *SLICES, SHARD, ZeRO(stage=1))),
     "stage 3": (Mesh(pp=2, dp_shard=3, tp=2), (Pipeline(), *SLICES, SHARD, ZeRO())),
     "pieces": (Mesh(pp=2, tp=2), (Pipeline(scatter=True), TensorParallel())),
-    "pieces of three": (Mesh(pp=3, tp=3), (Pipeline(scatter=True, schedule="gpipe"), TensorParallel(), VocabParallel())),
+    "pieces of three": (
+        Mesh(pp=3, tp=3),
+        (Pipeline(scatter=True, schedule="gpipe"), TensorParallel(), VocabParallel()),
+    ),
 }
 
 
@@ -65,7 +68,9 @@ def model(p: float = 0.0) -> AnalyzedModel:
 
 
 def planned(mesh: Mesh, *strategies: Strategy, p: float = 0.0) -> Plan:
-    job = tiny_job(train=TrainConfig(batch=ROWS, clip=0.5), optimizer=OptimizerConfig("adamw", lr=0.1, weight_decay=0.1))
+    job = tiny_job(
+        train=TrainConfig(batch=ROWS, clip=0.5), optimizer=OptimizerConfig("adamw", lr=0.1, weight_decay=0.1)
+    )
     return make_plan(model(p), job, mesh, strategies, 1)
 
 
@@ -93,7 +98,10 @@ def test_masks_on_slices_are_those_of_one_device():
 
 def test_a_slice_is_sent_by_each_rank_and_a_piece_likewise():
     stream = LENGTH * WIDTH * WIDE  # of one row
-    whole, slices = planned(Mesh(pp=2, tp=3), Pipeline(), TensorParallel()), planned(Mesh(pp=2, tp=3), Pipeline(), *SLICES)
+    whole, slices = (
+        planned(Mesh(pp=2, tp=3), Pipeline(), TensorParallel()),
+        planned(Mesh(pp=2, tp=3), Pipeline(), *SLICES),
+    )
     pieces = planned(Mesh(pp=2, tp=3), Pipeline(scatter=True), TensorParallel())
     for kind in ("SEND", "SEND_GRAD", "RECV", "RECV_GRAD"):
         assert [nbytes for each in sent(whole, kind).values() for nbytes in each] == [stream]
@@ -101,17 +109,27 @@ def test_a_slice_is_sent_by_each_rank_and_a_piece_likewise():
         assert [nbytes for each in sent(slices, kind).values() for nbytes in each] == [stream // 3]
     assert sent(slices, "CONCAT") == sent(slices, "CONCAT_GRAD") == {}
     joins = [action.transfer for action in pieces.for_rank(5).actions if action.kind == "CONCAT"]
-    assert [(move.collective, move.axes, move.nbytes) for move in joins] == [("all_gather", ("tp",), stream // 3)] * ROWS
+    assert [(move.collective, move.axes, move.nbytes) for move in joins] == [
+        ("all_gather", ("tp",), stream // 3)
+    ] * ROWS
 
 
 def test_pieces_that_do_not_divide_are_filled_up():
     reading = pairs(0.0, tokens(2), layers=3, width=7)  # 42 elements on 4 ranks
     plan = make_plan(
-        reading, tiny_job(train=TrainConfig(batch=4)), Mesh(pp=2, tp=4), (Pipeline(scatter=True), TensorParallel()), 2
+        reading,
+        tiny_job(train=TrainConfig(batch=4)),
+        Mesh(pp=2, tp=4),
+        (Pipeline(scatter=True), TensorParallel()),
+        2,
     )
     assert {nbytes for each in sent(plan, "SEND").values() for nbytes in each} == {21 * WIDE}
     plan = make_plan(
-        reading, tiny_job(train=TrainConfig(batch=4)), Mesh(pp=2, tp=4), (Pipeline(scatter=True), TensorParallel()), 1
+        reading,
+        tiny_job(train=TrainConfig(batch=4)),
+        Mesh(pp=2, tp=4),
+        (Pipeline(scatter=True), TensorParallel()),
+        1,
     )
     assert {nbytes for each in sent(plan, "SEND").values() for nbytes in each} == {11 * WIDE}
     assert verify(reading, plan, [tokens(4)]).passed
@@ -126,7 +144,13 @@ def test_all_that_is_sent_is_planned():
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "neox"])
 def test_families_of_models_go_in_slices(family: str):
-    common = {"vocab_size": 67, "tie_word_embeddings": False, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
+    common = {
+        "vocab_size": 67,
+        "tie_word_embeddings": False,
+        "use_cache": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     if family == "llama":
         reading = known(12, num_hidden_layers=3)
     elif family == "gpt2":
@@ -144,7 +168,15 @@ def test_families_of_models_go_in_slices(family: str):
 
 
 def test_tables_by_head_cross_with_the_heads_of_a_rank():
-    shape = {"vocab_size": 67, "d_model": 24, "d_kv": 8, "d_ff": 29, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    shape = {
+        "vocab_size": 67,
+        "d_model": 24,
+        "d_kv": 8,
+        "d_ff": 29,
+        "num_layers": 2,
+        "num_heads": 4,
+        "dropout_rate": 0.0,
+    }
     words = batches(1, length=12)[0]["input_ids"]
     batch = {"input_ids": words, "decoder_input_ids": words.flip(1), "labels": words}
     config = transformers.T5Config(**shape, tie_word_embeddings=False)
@@ -185,7 +217,13 @@ def test_rules_step_what_one_device_steps(rule: str, case: str):
 
 
 def test_the_owner_of_a_matrix_runs_its_part():
-    plan = make_plan(pairs(layers=3), tiny_job(optimizer=RULES["muon"]), Mesh(pp=3, tp=2), (Pipeline(), TensorParallel()), 1)
+    plan = make_plan(
+        pairs(layers=3),
+        tiny_job(optimizer=RULES["muon"]),
+        Mesh(pp=3, tp=2),
+        (Pipeline(), TensorParallel()),
+        1,
+    )
     owned = []
     for rank in range(plan.mesh.world_size):
         mine = plan.for_rank(rank)
@@ -206,7 +244,9 @@ def test_pieces_in_a_wrong_order_are_noticed(monkeypatch: pytest.MonkeyPatch):
         return whole.flatten().roll(whole.numel() // 2).view(whole.shape)
 
     monkeypatch.setattr(StageIO, "_joined", swapped)
-    assert not verify(model(), planned(Mesh(pp=2, tp=2), Pipeline(scatter=True), TensorParallel()), [tokens()]).passed
+    assert not verify(
+        model(), planned(Mesh(pp=2, tp=2), Pipeline(scatter=True), TensorParallel()), [tokens()]
+    ).passed
 
 
 def test_a_value_of_another_shape_than_planned_is_not_sent(monkeypatch: pytest.MonkeyPatch):
@@ -218,7 +258,9 @@ def test_a_value_of_another_shape_than_planned_is_not_sent(monkeypatch: pytest.M
 
     plan = planned(Mesh(pp=2, tp=2), Pipeline(), *SLICES)
     monkeypatch.setattr(StageValueShards, "local_shape", other)
-    with pytest.raises(PlanError, match=r"SEND\(layers.1 to 1, 0\) is to send float64 \[1, 3, 22\].* is float64 \[1, 3, 21\]"):
+    with pytest.raises(
+        PlanError, match=r"SEND\(layers.1 to 1, 0\) is to send float64 \[1, 3, 22\].* is float64 \[1, 3, 21\]"
+    ):
         verify(model(), plan, [tokens()])
 
 
@@ -236,5 +278,7 @@ def test_what_cannot_work_is_refused():
     scores = replace(alike, dim_sizes=((0, 1), (3, 0)))
     borders = replace(anatomy.stage_boundaries, values=(*anatomy.stage_boundaries.values, scores))
     grid = (Pipeline(), TensorParallel2D(), SHARD, ZeRO())
-    with pytest.raises(PlanError, match=r"'layers.1:1' \(rows x 3\) crosses between parts: which slice of it a rank has"):
+    with pytest.raises(
+        PlanError, match=r"'layers.1:1' \(rows x 3\) crosses between parts: which slice of it a rank has"
+    ):
         Plan.make(job, Mesh(pp=2, dp_shard=2, tp=2), replace(anatomy, stage_boundaries=borders), grid, 1)

@@ -38,7 +38,10 @@ def compared(world: World, name: str) -> tuple[RankReport, bool]:
     reading = pairs(0.0, {key: value[:2] for key, value in data[0].items()}, layers=4)
     plan = make_plan(reading, tiny_job(train=TrainConfig(batch=ROWS, clip=0.5)), MESH, CASES[name], 1)
     case = parity_case(
-        reading, plan, token_cross_entropy(), lambda plan, rank: lambda step: select_local_batch(data[step], plan, rank)
+        reading,
+        plan,
+        token_cross_entropy(),
+        lambda plan, rank: lambda step: select_local_batch(data[step], plan, rank),
     )
     report = compare_rank(case, world, run_reference(case, STEPS))
     return report, issued_messages(report) == planned_messages(case.plan.for_rank(world.rank)) * STEPS
@@ -47,5 +50,7 @@ def compared(world: World, name: str) -> tuple[RankReport, bool]:
 @pytest.mark.parametrize("name", CASES)
 def test_it_equals_one_device_on_processes(process_pool: ProcessPool, name: str):
     reports = process_pool.run(compared, MESH, name)
-    assert [(report.differences, report.num_steps, exact) for report, exact in reports] == [([], STEPS, True)] * MESH.world_size
+    assert [(report.differences, report.num_steps, exact) for report, exact in reports] == [
+        ([], STEPS, True)
+    ] * MESH.world_size
     assert len({tuple(report.digests.items()) for report, _ in reports}) == 1

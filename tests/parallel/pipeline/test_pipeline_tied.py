@@ -69,7 +69,10 @@ def rooted() -> AnalyzedModel:
 def planned(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1) -> Plan:
     train = TrainConfig(batch=ROWS, clip=0.05)
     job = Job(
-        ModelConfig("tied"), DataConfig("random", sequence=TOKENS), train, OptimizerConfig("adamw", lr=0.1, weight_decay=0.1)
+        ModelConfig("tied"),
+        DataConfig("random", sequence=TOKENS),
+        train,
+        OptimizerConfig("adamw", lr=0.1, weight_decay=0.1),
     )
     return make_plan(reading, job, mesh, strategies, micro_batch)
 
@@ -77,9 +80,16 @@ def planned(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_bat
 def ties(plan: Plan) -> dict[str, tuple[int, ...]]:
     """Who takes part in what is summed along pp."""
     found = {
-        action.name: action.transfer for _, actions in plan.program.roles for action in actions if action.kind == "REDUCE_TIED"
+        action.name: action.transfer
+        for _, actions in plan.program.roles
+        for action in actions
+        if action.kind == "REDUCE_TIED"
     }
-    return {name: move.member_indices or tuple(range(plan.mesh.pp)) for name, move in found.items() if move is not None}
+    return {
+        name: move.member_indices or tuple(range(plan.mesh.pp))
+        for name, move in found.items()
+        if move is not None
+    }
 
 
 def equal(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1) -> Plan:
@@ -116,7 +126,8 @@ def test_what_glue_uses_is_summed_over_the_parts_that_need_it(mesh: Mesh, store:
     plan = equal(rooted(), mesh, Pipeline(split_points=("layers.1", "layers.3")), *store)
     assert ties(plan) == {"REDUCE_TIED((root) over pp 0+1+2)": (0, 1, 2)}
     held = [
-        {home.param.name for home in plan.sharding.at_pp_rank(index).param_shardings} & {"start", "middle", "scale"}
+        {home.param.name for home in plan.sharding.at_pp_rank(index).param_shardings}
+        & {"start", "middle", "scale"}
         for index in range(3)
     ]
     assert held == [{"start", "scale"}, {"middle", "scale"}, {"scale"}]
@@ -128,7 +139,12 @@ def test_what_glue_uses_is_summed_over_the_parts_that_need_it(mesh: Mesh, store:
         ("gpt2", Mesh(pp=3), (Pipeline(),), (0, 2)),
         ("gpt2", Mesh(pp=2, tp=3), (Pipeline(), TensorParallel(), VocabParallel()), (0, 1)),
         ("t5", Mesh(pp=3), (Pipeline(),), (0, 1, 2)),
-        ("t5", Mesh(pp=3), (Pipeline(split_points=("decoder.block.0", "decoder.block.1")),), (0, 2)),  # twice on rank 0
+        (
+            "t5",
+            Mesh(pp=3),
+            (Pipeline(split_points=("decoder.block.0", "decoder.block.1")),),
+            (0, 2),
+        ),  # twice on rank 0
         ("vit", Mesh(pp=3), (Pipeline(),), ()),
     ],
 )
@@ -151,12 +167,20 @@ def stepped(world: World, plan: Plan) -> Copies:
     with parallelize(tied(), plan, world=world) as engine:
         for _ in range(3):
             engine.step(engine.local_batch(rows(ROWS)))
-        shared = {name for action in engine.executor.plan.actions if action.kind == "REDUCE_TIED" for name in action.tensors}
+        shared = {
+            name
+            for action in engine.executor.plan.actions
+            if action.kind == "REDUCE_TIED"
+            for name in action.tensors
+        }
         found: Copies = {}
         for name, parameter in engine.executor.flat_params.optimizer_params().items():
             if name in shared:
                 state = engine.executor.optimizers[0].state[parameter]
-                found |= {name: parameter.detach().clone(), **{f"{key} of {name}": each.clone() for key, each in state.items()}}
+                found |= {
+                    name: parameter.detach().clone(),
+                    **{f"{key} of {name}": each.clone() for key, each in state.items()},
+                }
         return found
 
 
@@ -207,7 +231,9 @@ def test_owners_send_2_times_k_minus_1_over_k_of_the_bundle_and_others_nothing(
     plan = make_plan(tied(), job, mesh, (Pipeline(), *store), micro_batch)
     found = on_threads(lambda world: sent(world, plan), mesh)
     owners = (0, mesh.pp - 1)
-    assert found == [2 * nbytes / 2 if mesh.coordinate(rank)["pp"] in owners else 0 for rank in range(mesh.world_size)]
+    assert found == [
+        2 * nbytes / 2 if mesh.coordinate(rank)["pp"] in owners else 0 for rank in range(mesh.world_size)
+    ]
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, instead: Callable[..., object]) -> bool:
@@ -241,17 +267,27 @@ def test_a_norm_that_counts_a_weight_twice_is_noticed(monkeypatch: pytest.Monkey
         (Mesh(pp=2, dp_shard=3), (SHARD, ZeRO()), 1),
     ],
 )
-def test_two_copies_of_every_part_are_one_model(mesh: Mesh, strategies: tuple[Strategy, ...], micro_batch: int):
+def test_two_copies_of_every_part_are_one_model(
+    mesh: Mesh, strategies: tuple[Strategy, ...], micro_batch: int
+):
     plan = equal(tied(), mesh, Pipeline(schedule="dualpipe"), *strategies, micro_batch=micro_batch)
     assert set(ties(plan).values()) == {(index, mesh.pp - 1 - index) for index in range(mesh.pp // 2)}
-    assert {name for role, actions in plan.program.roles for action in actions if action.kind == "LOSS" for name in [role]} == {
+    assert {
+        name
+        for role, actions in plan.program.roles
+        for action in actions
+        if action.kind == "LOSS"
+        for name in [role]
+    } == {
         "stage0",
         f"stage{mesh.pp - 1}",
     }
 
 
 def test_two_copies_need_two_micro_batches():
-    with pytest.raises(PlanError, match="dualpipe has no micro-batch for part 0 on rank 1 of the pipeline, but 1 in all") as told:
+    with pytest.raises(
+        PlanError, match="dualpipe has no micro-batch for part 0 on rank 1 of the pipeline, but 1 in all"
+    ) as told:
         planned(tied(), Mesh(pp=2), Pipeline(schedule="dualpipe"), micro_batch=ROWS)
     assert "a smaller micro_batch" in str(told.value)
 

@@ -91,7 +91,12 @@ def u_net() -> AnalyzedModel:
 
 
 def planned(reading: AnalyzedModel, ranks: int, pipeline: Pipeline) -> Plan:
-    job = Job(ModelConfig("model"), DataConfig("example"), TrainConfig(batch=MICROS, clip=0.5), OptimizerConfig("sgd", lr=0.1))
+    job = Job(
+        ModelConfig("model"),
+        DataConfig("example"),
+        TrainConfig(batch=MICROS, clip=0.5),
+        OptimizerConfig("sgd", lr=0.1),
+    )
     return make_plan(reading, job, Mesh(pp=ranks), (pipeline,), 1)
 
 
@@ -107,7 +112,9 @@ def test_values_that_later_ones_overtake_come_in_the_order_in_which_they_were_se
 
 @pytest.mark.parametrize("model", [pair, u_net])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_in_every_schedule_what_is_sent_is_received_in_order(schedule: str, model: Callable[[], AnalyzedModel]):
+def test_in_every_schedule_what_is_sent_is_received_in_order(
+    schedule: str, model: Callable[[], AnalyzedModel]
+):
     found = [fault.problem for fault in static_checks(planned(model(), 2, Pipeline(schedule=schedule)))]
     assert not [what for what in found if "another order" in what]
 
@@ -122,11 +129,16 @@ def test_receives_that_wait_until_they_are_needed_are_found_out_on_paper():
             def late(actions: list[Action]) -> list[Action]:
                 receives = {each.name: each for each in actions if each.stream == "receive"}
                 rest = [each for each in actions if each.stream != "receive"]
-                return [each for one in rest for each in (*(receives[w] for w in one.waits if w in receives), one)]
+                return [
+                    each for one in rest for each in (*(receives[w] for w in one.waits if w in receives), one)
+                ]
 
             return done.edit(late)
 
-    found = [fault.problem for fault in static_checks(planned(u_net(), 2, Late(schedule="interleaved", virtual_stages=2)))]
+    found = [
+        fault.problem
+        for fault in static_checks(planned(u_net(), 2, Late(schedule="interleaved", virtual_stages=2)))
+    ]
     assert any("is received in another order" in what for what in found), found
     assert not static_checks(planned(u_net(), 2, Pipeline(schedule="interleaved", virtual_stages=2)))
 
@@ -159,6 +171,8 @@ class Everywhere(nn.Module):
 
 def test_a_gradient_that_comes_for_one_part_is_not_taken_by_a_later_one_that_uses_the_same_value():
     reading = analyze(Everywhere, {key: value[:2] for key, value in rows(4).items()})
-    plan = make_plan(reading, tiny_job(batch=4), Mesh(pp=3), (Pipeline(schedule="interleaved", virtual_stages=2),), 4)
+    plan = make_plan(
+        reading, tiny_job(batch=4), Mesh(pp=3), (Pipeline(schedule="interleaved", virtual_stages=2),), 4
+    )
     verdict = verify(reading, plan, [rows(4)] * 2)
     assert verdict.passed, verdict

@@ -32,7 +32,13 @@ class Pairs(nn.Module):
     """Embedding, pairs, head."""
 
     def __init__(
-        self, p: float = 0.0, *, layers: int = 2, width: int = WIDTH, inner: int = INNER, words: int = VOCABULARY
+        self,
+        p: float = 0.0,
+        *,
+        layers: int = 2,
+        width: int = WIDTH,
+        inner: int = INNER,
+        words: int = VOCABULARY,
     ) -> None:
         super().__init__()
         self.embed, self.drop = nn.Embedding(words, width), nn.Dropout(p)

@@ -50,13 +50,21 @@ def shards(reading: AnalyzedModel, ranks: int, within: str = "") -> int:
 
 def received(plan: Plan, kinds: Iterable[str], axis: str, within: str = "layers") -> float:
     """The elements that a rank receives along `axis` in actions of these kinds whose subject has `within` in it."""
-    mine = [action for action in plan.program.actions(FIRST_ROLE) if action.kind in kinds and within in action.subject]
+    mine = [
+        action
+        for action in plan.program.actions(FIRST_ROLE)
+        if action.kind in kinds and within in action.subject
+    ]
     return sum(_elements(move, plan) for action in mine for move in action.transfers if move.axes == (axis,))
 
 
 def _elements(move: Transfer, plan: Plan) -> float:
     ranks = plan.mesh.group_size(move.axes)
-    per_put_in = {"all_gather": ranks - 1, "reduce_scatter": (ranks - 1) / ranks, "all_reduce": 2 * (ranks - 1) / ranks}
+    per_put_in = {
+        "all_gather": ranks - 1,
+        "reduce_scatter": (ranks - 1) / ranks,
+        "all_reduce": 2 * (ranks - 1) / ranks,
+    }
     return move.nbytes / FLOAT_NBYTES[move.dtype] * per_put_in[move.collective]
 
 

@@ -9,7 +9,12 @@ from meshwright.plan.plan import Plan
 
 
 def assert_exact(
-    reading: AnalyzedModel, plan: Plan, given: Sequence[Batch], loss: Loss | None = None, *, fake: bool = False
+    reading: AnalyzedModel,
+    plan: Plan,
+    given: Sequence[Batch],
+    loss: Loss | None = None,
+    *,
+    fake: bool = False,
 ) -> None:
     """`plan` equals one device on the batches `given`, and issues what its program states.
 

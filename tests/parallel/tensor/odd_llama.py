@@ -15,7 +15,13 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 
-SIZES = {"vocab_size": 67, "hidden_size": 48, "intermediate_size": 53, "num_hidden_layers": 2, "max_position_embeddings": 32}
+SIZES = {
+    "vocab_size": 67,
+    "hidden_size": 48,
+    "intermediate_size": 53,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 32,
+}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3}  # three groups of two heads
 ROWS, TOKENS = 4, 9
 

@@ -23,9 +23,12 @@ def test_moves_are_found_once_for_all_micro_batches(monkeypatch: pytest.MonkeyPa
     once = len(found)
     _, four = planned(llama(), Mesh(tp=2), (TensorParallel(), SequenceParallel()), 1, length=12)
     assert len(found) == 2 * once
-    whole, quarters = ([each for each in plan.program.actions(FIRST_ROLE) if each.inner_transfers] for plan in (one, four))
+    whole, quarters = (
+        [each for each in plan.program.actions(FIRST_ROLE) if each.inner_transfers] for plan in (one, four)
+    )
     assert len(quarters) == 4 * len(whole)
     streams = {
-        plan: [move.nbytes for move in actions[0].inner_transfers] for plan, actions in (("whole", whole), ("quarters", quarters))
+        plan: [move.nbytes for move in actions[0].inner_transfers]
+        for plan, actions in (("whole", whole), ("quarters", quarters))
     }
     assert [4 * nbytes for nbytes in streams["quarters"]] == streams["whole"]

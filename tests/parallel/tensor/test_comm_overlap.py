@@ -45,9 +45,18 @@ def reading_of(family: str) -> AnalyzedModel:
 
 def inner(plan: Plan, kind: str, layer: str) -> list[tuple[str, int]]:
     """What moves a tensor of the size of the stream, or a slice of one, in the `layer` of that number."""
-    actions = [each for each in plan.program.actions(FIRST_ROLE) if each.kind == kind and each.subject.endswith(f".{layer}")]
+    actions = [
+        each
+        for each in plan.program.actions(FIRST_ROLE)
+        if each.kind == kind and each.subject.endswith(f".{layer}")
+    ]
     sizes = (STREAM, STREAM // plan.mesh.tp)
-    return [(move.collective, move.nbytes) for each in actions for move in each.inner_transfers if move.nbytes in sizes]
+    return [
+        (move.collective, move.nbytes)
+        for each in actions
+        for move in each.inner_transfers
+        if move.nbytes in sizes
+    ]
 
 
 @pytest.mark.parametrize("family", NORMS)
@@ -57,7 +66,9 @@ def test_a_layer_sends_the_bytes_of_one_sum(family: str, ranks: int):
     assert inner(plan, "F", "1") == [("all_reduce", STREAM)]
     assert inner(plan, "B", "1") == [("all_reduce", STREAM)] * inputs
     k = (1 + inputs) / 2
-    sent = sum(2 * nbytes * (ranks - 1) / ranks for kind in ("F", "B") for _, nbytes in inner(plan, kind, "1"))
+    sent = sum(
+        2 * nbytes * (ranks - 1) / ranks for kind in ("F", "B") for _, nbytes in inner(plan, kind, "1")
+    )
     assert sent == 4 * k * ROWS * LENGTH * WIDTH * (ranks - 1) / ranks * 4
 
 
@@ -74,7 +85,12 @@ def test_in_slices_it_scatters_once(family: str, ranks: int):
 CASES: dict[str, tuple[str, Mesh, tuple[Strategy, ...], int]] = {
     "cohere on 2 ranks": ("cohere", Mesh(tp=2), (TensorParallel(),), 2),
     "cohere on 3 ranks, in slices": ("cohere", Mesh(tp=3), KEPT, 0),
-    "gpt-neox on 2 ranks, in slices, again and recomputed": ("gpt-neox", Mesh(tp=2), (*ANEW, ActivationCheckpointing()), 2),
+    "gpt-neox on 2 ranks, in slices, again and recomputed": (
+        "gpt-neox",
+        Mesh(tp=2),
+        (*ANEW, ActivationCheckpointing()),
+        2,
+    ),
     "falcon in uneven chunks": ("falcon", Mesh(tp=3), (TensorParallel(num_overlap_chunks=3),), 0),
     "falcon, new, in slices and chunks": (
         "falcon, new",
@@ -89,12 +105,17 @@ CASES: dict[str, tuple[str, Mesh, tuple[Strategy, ...], int]] = {
 def test_it_equals_one_device(case: str):
     family, mesh, strategies, micro = CASES[case]
     reading = reading_of(family)
-    assert_exact(reading, planned(reading, mesh, strategies, micro), batches(family, 2, length=LENGTH), loss_of(family))
+    assert_exact(
+        reading, planned(reading, mesh, strategies, micro), batches(family, 2, length=LENGTH), loss_of(family)
+    )
 
 
 def test_in_a_cube_the_sum_along_the_depth_is_one():
     even = {"vocab_size": 72, "hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 24}
-    reading, cube = read_family("gpt-neox", LENGTH, **even), (TensorParallel3D(), BatchSplit("dp_shard"), ZeRO(gather="micro"))
+    reading, cube = (
+        read_family("gpt-neox", LENGTH, **even),
+        (TensorParallel3D(), BatchSplit("dp_shard"), ZeRO(gather="micro")),
+    )
     plan = planned(reading, Mesh(dp_shard=2, tp_depth=2, tp=2), cube)
     (forward,) = [each for each in plan.program.actions(FIRST_ROLE) if each.name == "F(gpt_neox.layers.1, 0)"]
     scattered = [move for move in forward.inner_transfers if move.collective == "reduce_scatter"]
@@ -108,7 +129,9 @@ class Branches(nn.Module):
     def __init__(self, factor: float) -> None:
         super().__init__()
         self.norm, self.factor = nn.LayerNorm(8), factor
-        self.up, self.down = (nn.ModuleList(nn.Linear(*sizes) for _ in range(3)) for sizes in ((8, 12), (12, 8)))
+        self.up, self.down = (
+            nn.ModuleList(nn.Linear(*sizes) for _ in range(3)) for sizes in ((8, 12), (12, 8))
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm(x)
@@ -138,29 +161,42 @@ def network(factor: float) -> AnalyzedModel:
     return analyze(lambda: Model(Network(factor), layer_roles=sockets), tokens(1, length=LENGTH)[0])
 
 
-def branches(factor: float, strategies: tuple[Strategy, ...], ranks: int = 3, **job: object) -> tuple[AnalyzedModel, Plan]:
+def branches(
+    factor: float, strategies: tuple[Strategy, ...], ranks: int = 3, **job: object
+) -> tuple[AnalyzedModel, Plan]:
     return said(network(factor), Mesh(tp=ranks), strategies, length=LENGTH, **job)
 
 
 @pytest.mark.parametrize(
     "strategies",
-    [(TensorParallel(),), (TensorParallel(num_overlap_chunks=2), SequenceParallel(regather=True), ActivationCheckpointing())],
+    [
+        (TensorParallel(),),
+        (TensorParallel(num_overlap_chunks=2), SequenceParallel(regather=True), ActivationCheckpointing()),
+    ],
     ids=["whole", "slices"],
 )
 @pytest.mark.parametrize(("factor", "sums"), [(1.0, 1), (0.5, 2)])
-def test_three_pairs_end_in_as_many_sums_as_the_model_allows(strategies: tuple[Strategy, ...], factor: float, sums: int):
+def test_three_pairs_end_in_as_many_sums_as_the_model_allows(
+    strategies: tuple[Strategy, ...], factor: float, sums: int
+):
     reading, plan = branches(factor, strategies)
     forwards = [
-        each for each in plan.program.actions(FIRST_ROLE) if each.subject == "layers.1" and each.kind in ("F", "F_CHECKPOINTED")
+        each
+        for each in plan.program.actions(FIRST_ROLE)
+        if each.subject == "layers.1" and each.kind in ("F", "F_CHECKPOINTED")
     ]
-    moves = [move for move in forwards[0].inner_transfers if move.collective in ("all_reduce", "reduce_scatter")]
+    moves = [
+        move for move in forwards[0].inner_transfers if move.collective in ("all_reduce", "reduce_scatter")
+    ]
     assert len(moves) == sums * (2 if len(strategies) > 1 else 1), "with 2 chunks, two messages a sum"
     assert_exact(reading, plan, tokens(2, length=LENGTH))
 
 
 def test_a_summand_that_is_scaled_and_shared_all_the_same_is_noticed(monkeypatch: pytest.MonkeyPatch):
     reading, plan = branches(0.5, (TensorParallel(),))
-    monkeypatch.setattr(layer_sharding, "turns_of", lambda sums: comm_overlap.joint_sum_members(everybody(plan)))
+    monkeypatch.setattr(
+        layer_sharding, "turns_of", lambda sums: comm_overlap.joint_sum_members(everybody(plan))
+    )
     assert not verify(reading, plan, tokens(1, length=LENGTH)).passed
 
 
@@ -168,7 +204,11 @@ def everybody(plan: Plan) -> dict[str, tuple[str, ...]]:
     """All rows layers of a block, as if they ended in one sum."""
     found = {}
     for block in ("layers.0", "layers.1"):
-        layers = tuple(call.name for call in plan.model_spec.layer_calls if call.role == "rows" and call.block_call == block)
+        layers = tuple(
+            call.name
+            for call in plan.model_spec.layer_calls
+            if call.role == "rows" and call.block_call == block
+        )
         found |= dict.fromkeys(layers, layers)
     return found
 
@@ -184,7 +224,9 @@ def test_an_evaluation_and_half_precision_share_it_too(strategies: tuple[Strateg
     found = []
     for ranks, those in ((3, strategies), (1, ())):
         reading, plan = branches(1.0, those, ranks, precision=PrecisionConfig(compute="bfloat16"))
-        found += on_threads(lambda world, reading=reading, plan=plan: told(world, reading, plan), plan.mesh)[:1]
+        found += on_threads(lambda world, reading=reading, plan=plan: told(world, reading, plan), plan.mesh)[
+            :1
+        ]
     assert found[0] == pytest.approx(found[1], rel=2e-2)
 
 

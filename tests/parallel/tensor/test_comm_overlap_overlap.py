@@ -33,7 +33,12 @@ CASES = {
     "slices of tokens": (Mesh(tp=3), (TensorParallel(num_overlap_chunks=3), SequenceParallel()), 4),
     "shards and recompute": (
         Mesh(dp_shard=2, tp=2),
-        (TensorParallel(num_overlap_chunks=2), SequenceParallel(regather=True), *SHARDED, ActivationCheckpointing()),
+        (
+            TensorParallel(num_overlap_chunks=2),
+            SequenceParallel(regather=True),
+            *SHARDED,
+            ActivationCheckpointing(),
+        ),
         2,
     ),
 }
@@ -42,7 +47,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_it_equals_one_device(case: str):
     mesh, strategies, micro = CASES[case]
-    reading, plan = planned(known(LENGTH, attention_bias=True, mlp_bias=True), mesh, strategies, micro, length=LENGTH)
+    reading, plan = planned(
+        known(LENGTH, attention_bias=True, mlp_bias=True), mesh, strategies, micro, length=LENGTH
+    )
     assert_exact(reading, plan, batches(2, length=LENGTH), fake=case == "3 uneven chunks")
 
 
@@ -54,7 +61,9 @@ def test_chunks_send_the_same_bytes_in_more_messages():
         found[chunks] = [move.nbytes for move in action.inner_transfers]
     assert len(found[3]) == 3 * len(found[1]) == 3 * 2
     assert sum(found[3]) == sum(found[1])
-    assert found[3][:3] == sorted(found[3][:3], reverse=True), "the first chunks have the samples that are left over"
+    assert found[3][:3] == sorted(found[3][:3], reverse=True), (
+        "the first chunks have the samples that are left over"
+    )
 
 
 def test_a_weight_gradient_that_is_lost_is_noticed(monkeypatch: pytest.MonkeyPatch):
@@ -87,7 +96,9 @@ class Orders:
 
     def added(self, leaf: torch.Tensor, gradient: Callable[[], torch.Tensor]) -> None:
         rank, name = self.names[id(leaf)]
-        self.seen[rank] += [name.removeprefix("model.layers.1.").removesuffix(".weight")] if "layers.1" in name else []
+        self.seen[rank] += (
+            [name.removeprefix("model.layers.1.").removesuffix(".weight")] if "layers.1" in name else []
+        )
         self.add(leaf, gradient)
 
 
@@ -113,7 +124,10 @@ def test_half_precision_is_computed_and_sent_in_half(strategies: tuple[Strategy,
     reading, plan = planned(llama(), Mesh(tp=2), strategies, **half)
     assert trace(reading, plan, fake=False).passed
     _, alone = planned(reading, Mesh(), (), **half)
-    found = [on_threads(lambda world, each=each: told(world, reading, each), each.mesh)[0] for each in (plan, alone)]
+    found = [
+        on_threads(lambda world, each=each: told(world, reading, each), each.mesh)[0]
+        for each in (plan, alone)
+    ]
     assert found[0] == pytest.approx(found[1], rel=2e-2)
 
 

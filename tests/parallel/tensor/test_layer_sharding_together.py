@@ -56,13 +56,17 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids[0], "labels": ids[1]}
 
 
-def played(reading: AnalyzedModel, plan: Plan, steps: int = 3) -> tuple[list[Metrics], dict[str, torch.Tensor]]:
+def played(
+    reading: AnalyzedModel, plan: Plan, steps: int = 3
+) -> tuple[list[Metrics], dict[str, torch.Tensor]]:
     """What the first rank says of some steps, and all parameters behind them."""
 
     def rank(world: World) -> tuple[list[Metrics], dict[str, torch.Tensor]]:
         player = player_of(reading, plan, world)
         mine = plan.samples_read(world.rank)
-        found = [player.step({key: value[mine] for key, value in batch(step).items()}) for step in range(steps)]
+        found = [
+            player.step({key: value[mine] for key, value in batch(step).items()}) for step in range(steps)
+        ]
         return found, {name: value.clone() for name, value in player.gather_parameters().items()}
 
     return on_threads(rank, plan.mesh)[0]
@@ -93,8 +97,12 @@ def test_masks_are_those_of_one_device(case: str):
 @pytest.mark.parametrize("case", PLANS)
 def test_the_noise_scale_is_that_of_the_same_parts(reading: AnalyzedModel, case: str):
     mesh, strategies = PLANS[case]
-    job = tiny_job(train=TrainConfig(batch=SAMPLES, noise_scale=True), optimizer=OptimizerConfig("sgd", lr=0.01))
-    stored = (*((BatchSplit(), ROWS, ZeRO(replicate_axis="dp_replicate")) if mesh.dp_replicate > 1 else SHARDS),)
+    job = tiny_job(
+        train=TrainConfig(batch=SAMPLES, noise_scale=True), optimizer=OptimizerConfig("sgd", lr=0.01)
+    )
+    stored = (
+        *((BatchSplit(), ROWS, ZeRO(replicate_axis="dp_replicate")) if mesh.dp_replicate > 1 else SHARDS),
+    )
     plain = Mesh(dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard)
     mine, wanted = (
         [each.noise_scale or -1.0 for each in played(reading, make_plan(reading, job, *which, 2))[0]]
@@ -114,5 +122,9 @@ def test_a_spike_is_judged_and_looked_into_by_all(reading: AnalyzedModel, case: 
     for found, truth in zip(spikes, wanted, strict=True):
         for suspect in found.rank_reports if found is not None and truth is not None else ():
             other = truth.rank_reports[mine.data_index(suspect.rank)]
-            assert (suspect.phase, suspect.block, suspect.parameter) == (other.stage, other.block, other.parameter)
+            assert (suspect.phase, suspect.block, suspect.parameter) == (
+                other.stage,
+                other.block,
+                other.parameter,
+            )
             assert suspect.grad_norm == pytest.approx(other.grad_norm, rel=1e-8)

@@ -39,7 +39,10 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(SIZES["vocab_size"], WIDTH), nn.Linear(WIDTH, SIZES["vocab_size"])
+        self.embed, self.head = (
+            nn.Embedding(SIZES["vocab_size"], WIDTH),
+            nn.Linear(WIDTH, SIZES["vocab_size"]),
+        )
         self.layers = nn.ModuleList([Block(), Block()])
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -52,13 +55,17 @@ class Net(nn.Module):
 def planned(mesh: Mesh, *more: object) -> tuple[AnalyzedModel, Plan]:
     reading = analyze(lambda: Model(Net(), layer_roles={"layers.*.mix": "columns"}), batches(1)[0])
     job = Job(
-        ModelConfig("net"), DataConfig("random", sequence=TOKENS), TrainConfig(batch=ROWS), OptimizerConfig("adamw", lr=0.1)
+        ModelConfig("net"),
+        DataConfig("random", sequence=TOKENS),
+        TrainConfig(batch=ROWS),
+        OptimizerConfig("adamw", lr=0.1),
     )
     return reading, make_plan(reading, job, mesh, (TensorParallel(), *more))
 
 
 @pytest.mark.parametrize(
-    ("mesh", "more"), [(Mesh(tp=2), ()), (Mesh(tp=3), ()), (Mesh(dp_shard=2, tp=3), (BatchSplit(axis="dp_shard"), ZeRO()))]
+    ("mesh", "more"),
+    [(Mesh(tp=2), ()), (Mesh(tp=3), ()), (Mesh(dp_shard=2, tp=3), (BatchSplit(axis="dp_shard"), ZeRO()))],
 )
 def test_it_equals_one_device(mesh: Mesh, more: tuple[object, ...]):
     reading, plan = planned(mesh, *more)

@@ -32,9 +32,12 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_attention_drops_what_one_device_drops(case: str, attention: str):
     mesh, strategies, micro = CASES[case]
-    reading, plan = planned(known(attention_dropout=0.2, attn_implementation=attention), mesh, strategies, micro)
+    reading, plan = planned(
+        known(attention_dropout=0.2, attn_implementation=attention), mesh, strategies, micro
+    )
     assert reading.draw_sites.layer_pairs == {
-        f"model.layers.{i}/0": (f"model.layers.{i}.self_attn.q_proj", f"model.layers.{i}.self_attn.o_proj") for i in range(2)
+        f"model.layers.{i}/0": (f"model.layers.{i}.self_attn.q_proj", f"model.layers.{i}.self_attn.o_proj")
+        for i in range(2)
     }
     verdict = verify(reading, plan, batches(2))
     assert verdict.passed, str(verdict)

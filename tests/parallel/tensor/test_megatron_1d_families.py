@@ -15,10 +15,26 @@ from meshwright.plan.sharding.mesh import Mesh
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.model_families import FAMILIES, batches, loss_of, planned, read_family
 
-ALONE = [(family, 3) for family in FAMILIES] + [("gpt2", 2), ("t5", 2), ("persimmon", 2), ("bert", 4), ("falcon, alibi", 4)]
-FEWER_KEYS = [("llama", 4), ("qwen3", 5), ("falcon", 2), ("falcon, new", 4), ("falcon, new", 5), ("phi3", 4)]  # than ranks
+ALONE = [(family, 3) for family in FAMILIES] + [
+    ("gpt2", 2),
+    ("t5", 2),
+    ("persimmon", 2),
+    ("bert", 4),
+    ("falcon, alibi", 4),
+]
+FEWER_KEYS = [
+    ("llama", 4),
+    ("qwen3", 5),
+    ("falcon", 2),
+    ("falcon, new", 4),
+    ("falcon, new", 5),
+    ("phi3", 4),
+]  # than ranks
 FAKE = [("gpt2", 3), ("falcon, new", 5)]  # packed weights and shared keys can be traced without memory
-COPIES, SHARDS = (TensorParallel(), BatchSplit(), DDP()), (TensorParallel(), BatchSplit(axis="dp_shard"), ZeRO())
+COPIES, SHARDS = (
+    (TensorParallel(), BatchSplit(), DDP()),
+    (TensorParallel(), BatchSplit(axis="dp_shard"), ZeRO()),
+)
 TOGETHER = {
     "copies of gpt2": ("gpt2", Mesh(dp_replicate=2, tp=2), COPIES),
     "copies of t5": ("t5", Mesh(dp_replicate=2, tp=3), COPIES),
@@ -30,7 +46,11 @@ TOGETHER = {
         Mesh(dp_shard=2, tp=2),
         (TensorParallel(), VocabParallel(), *SHARDS[1:]),
     ),  # 31 and 30 words
-    "shards of gpt-neox, recomputed": ("gpt-neox", Mesh(dp_shard=2, tp=2), (*SHARDS, ActivationCheckpointing())),
+    "shards of gpt-neox, recomputed": (
+        "gpt-neox",
+        Mesh(dp_shard=2, tp=2),
+        (*SHARDS, ActivationCheckpointing()),
+    ),
 }
 
 
@@ -53,11 +73,17 @@ def test_all_layers_of_its_blocks_are_divided(family: str):
     reading = read_family(family)
     plan = planned(reading, Mesh(tp=2), (TensorParallel(),))
     fewer = 1 if family == "falcon" else 0  # the key that all heads share keeps q, k and v whole
-    blocks = [home for home in plan.sharding.param_shardings if home.param.is_hidden_matrix and ".lm_head" not in home.param.name]
+    blocks = [
+        home
+        for home in plan.sharding.param_shardings
+        if home.param.is_hidden_matrix and ".lm_head" not in home.param.name
+    ]
     whole = {home.param.name for home in blocks if "tp" not in home.sliced_dims}
     layers = [name for name in whole if "query_key_value" in name]
     assert len(layers) == 2 * fewer
-    assert all("query_key_value" in name or "predictions" in name or "classifier" in name for name in whole), whole
+    assert all(
+        "query_key_value" in name or "predictions" in name or "classifier" in name for name in whole
+    ), whole
     assert not reading.model_spec.notes or family == "vit"
 
 

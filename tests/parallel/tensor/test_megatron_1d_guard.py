@@ -60,7 +60,10 @@ def spike_of(how: str, ranks: int, stage: int = 0) -> list[LossSpike]:
     pairs = (TensorParallel(),) if ranks > 1 else ()
     mesh, strategies = Mesh(dp_replicate=2, tp=ranks), None
     if stage:
-        mesh, strategies = Mesh(dp_shard=2, tp=ranks), (*pairs, BatchSplit(axis="dp_shard"), ZeRO(stage=stage))
+        mesh, strategies = (
+            Mesh(dp_shard=2, tp=ranks),
+            (*pairs, BatchSplit(axis="dp_shard"), ZeRO(stage=stage)),
+        )
     plan = make_plan(reading, tiny_job(guard=guard), mesh, strategies, 3)
 
     def rank(world: World) -> LossSpike:
@@ -81,7 +84,11 @@ def test_every_slice_of_a_share_tells_what_one_rank_with_all_would(how: str, ran
     assert all(repr(spike) == repr(found[0]) for spike in found)
     for rank, suspect in enumerate(found[0].rank_reports):
         other = wanted.rank_reports[rank // ranks]
-        assert (suspect.phase, suspect.block, suspect.parameter) == (other.phase, other.block, other.parameter)
+        assert (suspect.phase, suspect.block, suspect.parameter) == (
+            other.phase,
+            other.block,
+            other.parameter,
+        )
         assert suspect.grad_norm == pytest.approx(other.grad_norm, rel=1e-8, nan_ok=True)
         assert suspect.loss == pytest.approx(other.loss, rel=1e-8, nan_ok=True)
 
@@ -89,10 +96,14 @@ def test_every_slice_of_a_share_tells_what_one_rank_with_all_would(how: str, ran
 @pytest.mark.parametrize("stage", [1, 3])
 def test_shards_of_slices_are_brought_together_once_more(stage: int):
     wanted, found = spike_of("backward", 1)[0], spike_of("backward", 2, stage)[0]
-    assert [each.block for each in found.rank_reports] == [each.block for each in wanted.rank_reports for _ in range(2)]
+    assert [each.block for each in found.rank_reports] == [
+        each.block for each in wanted.rank_reports for _ in range(2)
+    ]
 
 
 def test_a_slice_alone_would_tell_less(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(spike_diagnosis, "_joined", lambda plan, state, seen: (seen.loss, seen.squares, "", ""))
+    monkeypatch.setattr(
+        spike_diagnosis, "_joined", lambda plan, state, seen: (seen.loss, seen.squares, "", "")
+    )
     wanted, found = spike_of("loud", 1)[0], spike_of("loud", 2)[0]
     assert found.rank_reports[2].grad_norm != pytest.approx(wanted.rank_reports[1].grad_norm, rel=1e-3)

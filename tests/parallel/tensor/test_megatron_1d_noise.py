@@ -63,6 +63,8 @@ def test_it_is_that_of_the_same_parts_on_whole_matrices(reading: AnalyzedModel, 
 def test_weights_that_count_twice_are_noticed(reading: AnalyzedModel, monkeypatch: pytest.MonkeyPatch):
     wanted = measured(reading, plan_of(reading, "copies", 1))
     monkeypatch.setattr(
-        ShardingPlan, "params_counted_in_sum", lambda space, coordinate: [home.weight.name for home in space.param_shardings]
+        ShardingPlan,
+        "params_counted_in_sum",
+        lambda space, coordinate: [home.weight.name for home in space.param_shardings],
     )
     assert measured(reading, plan_of(reading, "copies", 2)) != pytest.approx(wanted, rel=1e-3)

@@ -59,7 +59,8 @@ def trained(world: World, reading: AnalyzedModel, plan: Plan) -> float:
 
 
 @pytest.mark.parametrize(
-    "precision", [PrecisionConfig(compute="bfloat16"), PrecisionConfig("bfloat16", "bfloat16", "float32", "float32")]
+    "precision",
+    [PrecisionConfig(compute="bfloat16"), PrecisionConfig("bfloat16", "bfloat16", "float32", "float32")],
 )
 def test_half_precision_travels_in_half(precision: PrecisionConfig):
     reading, plan = planned(known(), Mesh(dp_shard=2, tp=2), precision=precision)
@@ -76,7 +77,11 @@ def test_half_precision_travels_in_half(precision: PrecisionConfig):
 def test_copies_of_weights_beside_slices_of_unlike_sizes_stay_equal_to_the_bit(algorithm: str):
     """Three groups of heads on four ranks: in one bucket with those, whole weights would lie elsewhere on each rank."""
     reading, plan = planned(
-        known(), Mesh(dp_replicate=3, tp=4), (TensorParallel(), BatchSplit(), DDP(algorithm=algorithm)), 1, rows=6
+        known(),
+        Mesh(dp_replicate=3, tp=4),
+        (TensorParallel(), BatchSplit(), DDP(algorithm=algorithm)),
+        1,
+        rows=6,
     )
     verdict = verify(reading, plan, batches(2, 6))
     assert verdict.passed, verdict

@@ -96,7 +96,9 @@ def test_two_messages_a_bundle_and_owner_carry_each_slice_once(reading: Analyzed
     }
     assert {move.collective for inner in moves["GATHER_GRAD"] for move in inner} == {"gather"}
     assert {move.collective for inner in moves["SCATTER_PARAM"] for move in inner} == {"scatter"}
-    slices = sum(home.param.numel for home in plan.for_rank(0).sharding.param_shardings if home.sliced_dims) * 8
+    slices = (
+        sum(home.param.numel for home in plan.for_rank(0).sharding.param_shardings if home.sliced_dims) * 8
+    )
     for inner in (moves["GATHER_GRAD"], moves["SCATTER_PARAM"]):
         assert sum(move.nbytes for messages in inner for move in messages) == slices
 
@@ -105,17 +107,24 @@ def test_owners_share_the_work_and_no_weight_is_owned_twice(reading: AnalyzedMod
     for case in ("3 ranks", "stage 3"):
         plan = plan_of(reading, "adafactor", case)
         cut = {home.weight.name: home.weight for home in plan.sharding.all_ranks.param_shardings if home.cut}
-        owned = [weight for rank in range(plan.mesh.world_size) for _, weight in owned_params(plan.sharding, rank)]
+        owned = [
+            weight for rank in range(plan.mesh.world_size) for _, weight in owned_params(plan.sharding, rank)
+        ]
         assert sorted(weight.name for weight in owned) == sorted(cut)
         assert all(weight.shape == cut[weight.name].shape for weight in owned)
         largest = max(
-            sum(weight.numel for _, weight in owned_params(plan.sharding, rank)) for rank in range(plan.mesh.world_size)
+            sum(weight.numel for _, weight in owned_params(plan.sharding, rank))
+            for rank in range(plan.mesh.world_size)
         )
         assert largest < sum(weight.numel for weight in cut.values())
 
 
-def test_a_slice_in_a_wrong_place_is_noticed(reading: AnalyzedModel, alone: Callable, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(matrix_owners, "put", lambda whole, spans, part: copy_slice_into(whole, spans, part.flip(0)))
+def test_a_slice_in_a_wrong_place_is_noticed(
+    reading: AnalyzedModel, alone: Callable, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        matrix_owners, "put", lambda whole, spans, part: copy_slice_into(whole, spans, part.flip(0))
+    )
     assert error(outcome(reading, plan_of(reading, "muon", "2 ranks")), alone("muon")) > 1e-6
 
 
@@ -124,7 +133,9 @@ def test_what_looks_at_slices_only_is_refused_or_gets_whole_weights(reading: Ana
         outcome(reading, plan_of(reading, "sgd", "2 ranks"), Undeclared)
     wanted = outcome(reading, plan_of(reading, "sgd"), Shredded)
     assert error(outcome(reading, plan_of(reading, "adafactor", "stage 3"), Shredded), wanted) < 1e-10
-    assert error(outcome(reading, plan_of(reading, "sgd", "2 ranks"), Shredded), wanted) > 1e-3, "it lies, and is noticed"
+    assert error(outcome(reading, plan_of(reading, "sgd", "2 ranks"), Shredded), wanted) > 1e-3, (
+        "it lies, and is noticed"
+    )
 
 
 def halved() -> Model:
@@ -141,7 +152,9 @@ def test_frozen_slices_in_shards_are_saved_once(tmp_path: Path):
     def saved(world: World) -> tuple[Path, dict[str, torch.Tensor]]:
         player = player_of(reading, plan, world)
         trained(player, world, 1)
-        return save_tensors(tmp_path, 1, player.state_dict(), {}, world.group(AXES), 1), player.gather_parameters()
+        return save_tensors(
+            tmp_path, 1, player.state_dict(), {}, world.group(AXES), 1
+        ), player.gather_parameters()
 
     path, parameters = on_threads(saved, plan.mesh)[0]
     found = load_tensors(path)[0]
@@ -156,7 +169,9 @@ def test_state_of_a_slice_that_is_not_by_element_is_refused(reading: AnalyzedMod
         trained(player, world, 1)
         player.state_dict()
 
-    with pytest.raises(PlanError, match=r"keeps 'sums/.*' of shape \[2\] for elements 0 to \d+ of a slice of a weight"):
+    with pytest.raises(
+        PlanError, match=r"keeps 'sums/.*' of shape \[2\] for elements 0 to \d+ of a slice of a weight"
+    ):
         on_threads(saved, plan.mesh)
 
 
@@ -190,9 +205,13 @@ def test_live_bytes_are_the_plans(reading: AnalyzedModel, rule: str, case: str):
         assert sizes.get("master", 0) == said.master
 
 
-@pytest.mark.parametrize(("first", "then"), [("2 ranks", "stage 3"), ("stage 2", ""), ("", "3 ranks"), ("stage 3", "2 ranks")])
+@pytest.mark.parametrize(
+    ("first", "then"), [("2 ranks", "stage 3"), ("stage 2", ""), ("", "3 ranks"), ("stage 3", "2 ranks")]
+)
 @pytest.mark.parametrize("rule", COARSE)
-def test_moments_go_from_mesh_to_mesh(reading: AnalyzedModel, alone: Callable, rule: str, first: str, then: str, tmp_path: Path):
+def test_moments_go_from_mesh_to_mesh(
+    reading: AnalyzedModel, alone: Callable, rule: str, first: str, then: str, tmp_path: Path
+):
     before, after = plan_of(reading, rule, first), plan_of(reading, rule, then)
 
     def begin(world: World) -> Path:

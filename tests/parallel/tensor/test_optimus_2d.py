@@ -45,7 +45,9 @@ CASES: dict[str, tuple[Mesh, tuple[Strategy, ...], int, int]] = {
 def test_it_equals_one_device(case: str):
     mesh, strategies, rows, micro = CASES[case]
     words = {"vocab_size": 73} if VocabParallel() in strategies else {}
-    reading, plan = planned(known_even(attention_bias=True, mlp_bias=True, **words), mesh, strategies, micro, rows)
+    reading, plan = planned(
+        known_even(attention_bias=True, mlp_bias=True, **words), mesh, strategies, micro, rows
+    )
     assert_exact(reading, plan, batches(2, rows), fake=case == "run again")
 
 
@@ -71,11 +73,19 @@ def test_packed_and_interleaved_heads_equal_one_device(family: str, more: dict[s
 
 
 def test_a_table_that_is_called_with_more_than_words_equals_one_device():
-    sizes = {"vocab_size": 67, "hidden_size": 24, "ffn_dim": 28, "num_hidden_layers": 1, "num_attention_heads": 6}
+    sizes = {
+        "vocab_size": 67,
+        "hidden_size": 24,
+        "ffn_dim": 28,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 6,
+    }
     config = transformers.OPTConfig(
         **sizes, word_embed_proj_dim=24, max_position_embeddings=16, use_cache=False
     )  # positions: a mask
-    reading, plan = planned(transformers.OPTForCausalLM(config), Mesh(dp_shard=2, tp=2), (*SQUARE, VocabParallel()))
+    reading, plan = planned(
+        transformers.OPTForCausalLM(config), Mesh(dp_shard=2, tp=2), (*SQUARE, VocabParallel())
+    )
     assert_exact(reading, plan, batches(2))
 
 
@@ -114,11 +124,15 @@ def trained(world: World, reading: AnalyzedModel, plan: Plan) -> float:
 
 
 @pytest.mark.parametrize(
-    "precision", [PrecisionConfig(compute="bfloat16"), PrecisionConfig("bfloat16", "bfloat16", "float32", "float32")]
+    "precision",
+    [PrecisionConfig(compute="bfloat16"), PrecisionConfig("bfloat16", "bfloat16", "float32", "float32")],
 )
 def test_in_half_precision_statistics_travel_in_single(precision: PrecisionConfig):
     reading, plan = planned(known_even(), Mesh(dp_shard=2, tp=2), SQUARE, precision=precision)
-    assert {move.dtype for action in plan.program.actions("stage0") for move in action.inner_transfers} == {"bfloat16", "float32"}
+    assert {move.dtype for action in plan.program.actions("stage0") for move in action.inner_transfers} == {
+        "bfloat16",
+        "float32",
+    }
     assert trace(reading, plan, fake=False).passed
     losses = set(on_threads(lambda world: trained(world, reading, plan), plan.mesh))
     assert len(losses) == 1
@@ -127,5 +141,8 @@ def test_in_half_precision_statistics_travel_in_single(precision: PrecisionConfi
 
 def test_tokens_of_a_sample_on_several_ranks_are_refused():
     strategies = (TensorParallel2D(), ROWS, Dealt(), ZeRO())
-    with pytest.raises(PlanError, match=r"strategies\.grid: ranks along cp have some of the tokens of a sample each, and a grid"):
+    with pytest.raises(
+        PlanError,
+        match=r"strategies\.grid: ranks along cp have some of the tokens of a sample each, and a grid",
+    ):
         planned(known_even(), Mesh(dp_shard=2, cp=2, tp=2), strategies)

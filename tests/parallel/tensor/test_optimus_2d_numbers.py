@@ -38,7 +38,10 @@ def test_a_layer_receives_the_papers_elements(q: int):
 def test_what_is_kept_is_not_gathered_again():
     strategies = (TensorParallel2D(regather=False), ROWS, ZeRO())
     _, plan = planned(known_even(), Mesh(dp_shard=3, tp=3), strategies, rows=3)
-    kept, (_, again) = received(plan, ("B",), "tp"), planned(known_even(), Mesh(dp_shard=3, tp=3), SQUARE, rows=3)
+    kept, (_, again) = (
+        received(plan, ("B",), "tp"),
+        planned(known_even(), Mesh(dp_shard=3, tp=3), SQUARE, rows=3),
+    )
     assert received(again, ("B",), "tp") - kept == 2 / 9 * LAYERS * sum(inputs(3))
 
 
@@ -57,7 +60,9 @@ def seen(world: World, q: int) -> tuple[list[tuple[int, ...]], int]:
 def test_stream_and_weights_are_a_square_of_what_one_device_has(q: int):
     reading, plan = planned(known_even(), Mesh(dp_shard=q, tp=q), SQUARE, rows=2 * q)
     for home in plan.sharding.param_shardings:
-        assert prod(home.param.shape) * q == next(w.numel for w in reading.model_spec.params if w.name == home.param.name)
+        assert prod(home.param.shape) * q == next(
+            w.numel for w in reading.model_spec.params if w.name == home.param.name
+        )
     for shapes, nbytes in on_threads(lambda world: seen(world, q), plan.mesh):
         assert shapes == [(2, TOKENS, WIDTH // q)] * LAYERS
         assert nbytes == 4 * shards(reading, q**2)
@@ -66,7 +71,10 @@ def test_stream_and_weights_are_a_square_of_what_one_device_has(q: int):
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        (Mesh(dp_shard=2, tp=3), r"the grid is dp_shard 2 x tp 3;.*\n.*set mesh.dp_shard = 2, mesh.tp = 2 \(4 ranks\)"),
+        (
+            Mesh(dp_shard=2, tp=3),
+            r"the grid is dp_shard 2 x tp 3;.*\n.*set mesh.dp_shard = 2, mesh.tp = 2 \(4 ranks\)",
+        ),
         (Mesh(tp=4), r"the grid is dp_shard 1 x tp 4;(?s:.*)mesh.dp_shard = 2, mesh.tp = 2"),
         (
             Mesh(dp_shard=5, tp=5),
@@ -86,7 +94,10 @@ def test_words_that_do_not_divide_may_be_divided_by_a_strategy_of_their_own():
 
 @pytest.mark.parametrize("others", [(ROWS, ZeRO(stage=2)), (ROWS, DDP(axis="dp_shard")), ()])
 def test_rows_that_keep_whole_columns_are_refused(others: tuple[Strategy, ...]):
-    with pytest.raises(PlanError, match=r'nothing keeps weights in shards along dp_shard.*\n.*name = "zero", axis = "dp_shard"'):
+    with pytest.raises(
+        PlanError,
+        match=r'nothing keeps weights in shards along dp_shard.*\n.*name = "zero", axis = "dp_shard"',
+    ):
         planned(known_even(), Mesh(dp_shard=2, tp=2), (TensorParallel2D(), *others))
 
 
@@ -104,5 +115,7 @@ class Plain(nn.Module):
 
 
 def test_what_computes_with_whole_tokens_is_refused():
-    with pytest.raises(PlanError, match=r"no rank has all of a token, and \d parameters compute with all of it \(mix.weight"):
+    with pytest.raises(
+        PlanError, match=r"no rank has all of a token, and \d parameters compute with all of it \(mix.weight"
+    ):
         planned(Plain(), Mesh(dp_shard=2, tp=2), SQUARE)

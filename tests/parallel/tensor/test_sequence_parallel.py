@@ -49,14 +49,18 @@ CASES = {
 }
 
 
-def planned_in_slices(mesh: Mesh, strategies: tuple, micro: int = 0, **more: object) -> tuple[AnalyzedModel, Plan]:
+def planned_in_slices(
+    mesh: Mesh, strategies: tuple, micro: int = 0, **more: object
+) -> tuple[AnalyzedModel, Plan]:
     return planned(known(LENGTH, **more), mesh, strategies, micro, length=LENGTH)
 
 
 def inner(plan: Plan, kind: str, subject: str) -> list[tuple[str, int]]:
     """The collectives within that action of the first micro-batch, and the bytes put in."""
     actions = [
-        each for each in plan.program.actions(FIRST_ROLE) if (each.kind, each.subject, each.microbatch) == (kind, subject, 0)
+        each
+        for each in plan.program.actions(FIRST_ROLE)
+        if (each.kind, each.subject, each.microbatch) == (kind, subject, 0)
     ]
     return [(move.collective, move.nbytes) for action in actions for move in action.inner_transfers]
 
@@ -64,7 +68,9 @@ def inner(plan: Plan, kind: str, subject: str) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("case", CASES)
 def test_it_equals_one_device(case: str):
     mesh, strategies, micro = CASES[case]
-    reading, plan = planned_in_slices(mesh, strategies, micro, attention_bias=True, mlp_bias=case == "2 ranks")
+    reading, plan = planned_in_slices(
+        mesh, strategies, micro, attention_bias=True, mlp_bias=case == "2 ranks"
+    )
     assert_exact(reading, plan, batches(2, length=LENGTH), fake=case == "recompute and again")
 
 
@@ -81,7 +87,9 @@ def test_a_layer_sends_the_papers_bytes(ranks: int, strategies: tuple, factor: i
     assert all(nbytes == put_in[each] for each, nbytes in moved)
     received = {"all_gather": (ranks - 1) * stream // ranks, "reduce_scatter": (ranks - 1) * stream // ranks}
     assert sum(received[each] for each, _ in moved) == factor * k * stream * (ranks - 1) // ranks
-    assert [each for each in found if each[0] == "all_reduce"] == [("all_reduce", norm)] * 2  # two norms, each of one weight
+    assert [each for each in found if each[0] == "all_reduce"] == [
+        ("all_reduce", norm)
+    ] * 2  # two norms, each of one weight
 
 
 def test_the_stream_is_cut_at_the_first_layer_and_put_together_behind_the_last_norm():
@@ -120,7 +128,10 @@ def test_half_precision_travels_in_half_but_the_stream_itself_does_not(strategie
 
 def dtypes(plan: Plan, visit: str) -> set[str]:
     return {
-        move.dtype for action in plan.program.actions(FIRST_ROLE) if action.subject == visit for move in action.inner_transfers
+        move.dtype
+        for action in plan.program.actions(FIRST_ROLE)
+        if action.subject == visit
+        for move in action.inner_transfers
     }
 
 
@@ -136,18 +147,24 @@ def test_an_evaluation_in_slices_is_that_of_one_device():
     found = []
     for mesh, strategies in ((Mesh(tp=3), ANEW), (Mesh(), ())):
         reading, plan = planned_in_slices(mesh, strategies)
-        found += on_threads(lambda world, reading=reading, plan=plan: losses_of(world, reading, plan), mesh)[:1]
+        found += on_threads(lambda world, reading=reading, plan=plan: losses_of(world, reading, plan), mesh)[
+            :1
+        ]
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 @pytest.mark.parametrize(("strategies", "whole"), [(KEPT, 1 + 2 * 5), (ANEW, 1)], ids=["kept", "again"])
-def test_what_is_kept_for_backward_is_a_slice_but_for_what_columns_layers_take_in(strategies: tuple, whole: int):
+def test_what_is_kept_for_backward_is_a_slice_but_for_what_columns_layers_take_in(
+    strategies: tuple, whole: int
+):
     reading, plan = planned(known(15), Mesh(tp=3), strategies, length=15)
     width = SIZES["hidden_size"]
     for saved in on_threads(lambda world: saved_of(world, reading, plan), plan.mesh):
         assert (ROWS, 5, width) in saved  # by norms
         assert (ROWS, 15, width) not in saved
-        assert saved.count((ROWS * 15, width)) == whole  # by the head, and by q, k, v, gate and up of two layers
+        assert (
+            saved.count((ROWS * 15, width)) == whole
+        )  # by the head, and by q, k, v, gate and up of two layers
 
 
 def saved_of(world: World, reading: AnalyzedModel, plan: Plan) -> list[tuple[int, ...]]:
@@ -158,7 +175,10 @@ def saved_of(world: World, reading: AnalyzedModel, plan: Plan) -> list[tuple[int
         found.append(tuple(tensor.shape))
         return tensor
 
-    with parallelize(reading, plan, world=world) as engine, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with (
+        parallelize(reading, plan, world=world) as engine,
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
         engine.step(engine.local_batch(batches(1, length=15)[0]))
     return found
 
@@ -180,13 +200,17 @@ def test_without_pairs_that_are_divided_it_is_refused():
 
 
 def test_a_length_that_does_not_divide_names_those_that_do():
-    with pytest.raises(PlanError, match=r"12 tokens do not divide by the 5 ranks of tp\n.*set data.sequence = 10 or 15"):
+    with pytest.raises(
+        PlanError, match=r"12 tokens do not divide by the 5 ranks of tp\n.*set data.sequence = 10 or 15"
+    ):
         planned_in_slices(Mesh(tp=5), KEPT, num_attention_heads=6, num_key_value_heads=6)
 
 
 def test_another_axis_is_refused():
     with pytest.raises(PlanError, match=r"tokens are divided along tp\n.*write axis"):
-        planned_in_slices(Mesh(dp_shard=2, tp=2), (TensorParallel(), SequenceParallel(axis="dp_shard"), SHARDED, ZeRO()))
+        planned_in_slices(
+            Mesh(dp_shard=2, tp=2), (TensorParallel(), SequenceParallel(axis="dp_shard"), SHARDED, ZeRO())
+        )
 
 
 class Mixing(nn.Module):
@@ -230,7 +254,9 @@ class Mixed(nn.Module):
 def mixed(mixes: str, strategies: tuple = KEPT) -> tuple[AnalyzedModel, Plan]:
     sockets = {"layers.*.up": "columns", "layers.*.down": "rows"}
     tokens = torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(0))
-    reading = analyze(lambda: Model(Mixed(mixes), layer_roles=sockets), {"input_ids": tokens, "labels": tokens})
+    reading = analyze(
+        lambda: Model(Mixed(mixes), layer_roles=sockets), {"input_ids": tokens, "labels": tokens}
+    )
     job = Job(ModelConfig("mixed"), DataConfig("random", sequence=6), TrainConfig(batch=4))
     return reading, make_plan(reading, job, Mesh(tp=2), strategies)
 
@@ -277,5 +303,7 @@ def test_a_norm_that_all_layers_share_is_summed_in_each():
 
 
 def test_a_norm_on_slices_and_on_features_of_a_rank_is_refused():
-    with pytest.raises(PlanError, match=r"layers\.0\.norm is called on the stream between pairs and on something else"):
+    with pytest.raises(
+        PlanError, match=r"layers\.0\.norm is called on the stream between pairs and on something else"
+    ):
         shared(twice=True)

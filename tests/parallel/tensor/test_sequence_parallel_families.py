@@ -20,7 +20,9 @@ DROPPED = {"gpt2": {"resid_pdrop": 0.2, "embd_pdrop": 0.2}, "bert": {"hidden_dro
 def trains(family: str, mesh: Mesh, strategies: tuple[Strategy, ...], micro: int = 0, **more: object) -> None:
     reading = read_family(family, LENGTH, **more)
     plan = planned(reading, mesh, strategies, micro)
-    assert_exact(reading, plan, batches(family, 2, length=LENGTH), loss_of(family), fake=family == "falcon, new")
+    assert_exact(
+        reading, plan, batches(family, 2, length=LENGTH), loss_of(family), fake=family == "falcon, new"
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -32,7 +34,13 @@ def test_it_equals_one_device(family: str):
 @pytest.mark.parametrize("family", ["falcon", "qwen3", "t5"])
 def test_so_it_does_with_few_keys_and_shards_and_recompute(family: str):
     ranks = 2 if family == "t5" else 4
-    strategies = TensorParallel(), SequenceParallel(), BatchSplit(axis="dp_shard"), ZeRO(), ActivationCheckpointing()
+    strategies = (
+        TensorParallel(),
+        SequenceParallel(),
+        BatchSplit(axis="dp_shard"),
+        ZeRO(),
+        ActivationCheckpointing(),
+    )
     trains(family, Mesh(dp_shard=2, tp=ranks), strategies, 1)
 
 

@@ -121,9 +121,16 @@ def test_widths_with_fewer_features_than_ranks_name_the_plans_that_work():
 
 def test_all_faults_are_said_at_once():
     group = OptimizerConfig("adamw", groups=(ParamGroupConfig("head.*", lr_factor=-1.0),))
-    said = faults(Convolutions(), Mesh(tp=2, dp_shard=3), (TensorParallel(), SequenceParallel()), optimizer=group)
+    said = faults(
+        Convolutions(), Mesh(tp=2, dp_shard=3), (TensorParallel(), SequenceParallel()), optimizer=group
+    )
     text = "\n".join(map(str, said))
-    for words in ("no pair of linear layers", "no strategy uses the axis dp_shard", "optimizer.groups", "strategies.sequence"):
+    for words in (
+        "no pair of linear layers",
+        "no strategy uses the axis dp_shard",
+        "optimizer.groups",
+        "strategies.sequence",
+    ):
         assert words in text, text
     assert "tp: 2 ranks would do the same work" not in text  # its own strategy has said why
 
@@ -147,10 +154,18 @@ def config(tmp_path: Path) -> Path:
     [
         ("Net", ["--mesh.tp", "2"], "layers.*.conv: a convolution"),
         ("Net", ["--mesh.tp", "2"], "sockets={'layers.*.up': 'columns', 'layers.*.down': 'rows'}"),
-        ("convolution", ["--mesh.tp", "2"], "layers.*.conv is declared as columns, and that cannot be: a convolution"),
+        (
+            "convolution",
+            ["--mesh.tp", "2"],
+            "layers.*.conv is declared as columns, and that cannot be: a convolution",
+        ),
         ("missing", ["--mesh.tp", "2"], "'layers.*.upp' names no module or parameter with weights"),
         ("missing", ["--mesh.tp", "2"], "did you mean 'layers.*.down'?"),
-        ("declared", ["--mesh.tp", "48"], "set mesh.tp to at most 40; mesh.tp = 24 and mesh.dp_shard = 2 are as many ranks"),
+        (
+            "declared",
+            ["--mesh.tp", "48"],
+            "set mesh.tp to at most 40; mesh.tp = 24 and mesh.dp_shard = 2 are as many ranks",
+        ),
     ],
 )
 def test_the_command_says_it_before_anything_starts(config: Path, factory: str, words: list[str], said: str):

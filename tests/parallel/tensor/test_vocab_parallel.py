@@ -34,10 +34,18 @@ CASES = {
     "2 ranks": (Mesh(tp=2), BOTH, 0),
     "3 ranks": (Mesh(tp=3), BOTH, 2),
     "alone": (Mesh(tp=2), (VocabParallel(),), 0),
-    "beside copies": (Mesh(dp_replicate=2, tp=3), (BatchSplit(), DDP(), VocabParallel(), TensorParallel()), 1),
+    "beside copies": (
+        Mesh(dp_replicate=2, tp=3),
+        (BatchSplit(), DDP(), VocabParallel(), TensorParallel()),
+        1,
+    ),
     "stage 1": (Mesh(dp_shard=2, tp=2), (*BOTH, BatchSplit(axis="dp_shard"), ZeRO(stage=1)), 0),
     "stage 3": (Mesh(dp_shard=2, tp=3), (*BOTH, BatchSplit(axis="dp_shard"), ZeRO(stage=3)), 1),
-    "recompute": (Mesh(dp_shard=2, tp=2), (*BOTH, BatchSplit(axis="dp_shard"), ZeRO(), ActivationCheckpointing()), 2),
+    "recompute": (
+        Mesh(dp_shard=2, tp=2),
+        (*BOTH, BatchSplit(axis="dp_shard"), ZeRO(), ActivationCheckpointing()),
+        2,
+    ),
 }
 
 
@@ -61,7 +69,9 @@ def test_it_equals_one_device(case: str, tied: bool):
     assert_exact(reading, plan, uneven(2), fake=case == "recompute" and tied)
 
 
-@pytest.mark.parametrize("strategies", [(VocabParallel(),), (*BOTH, ActivationCheckpointing())], ids=["words", "both"])
+@pytest.mark.parametrize(
+    "strategies", [(VocabParallel(),), (*BOTH, ActivationCheckpointing())], ids=["words", "both"]
+)
 def test_one_rank_along_the_axis_has_all_and_sends_nothing(strategies):
     reading, plan = planned(known(), Mesh(dp_replicate=2, tp=1), (BatchSplit(), DDP(), *strategies), 1)
     assert not any(action.inner_transfers for action in plan.actions)
@@ -116,7 +126,10 @@ class Glue(nn.Module):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_what_changes_each_logit_by_itself_may_stand_before_the_loss(behind: str, tied: bool):
     reading, plan = planned(
-        Glue(behind, tied=tied), Mesh(dp_shard=2, tp=3), (VocabParallel(), BatchSplit(axis="dp_shard"), ZeRO()), 1
+        Glue(behind, tied=tied),
+        Mesh(dp_shard=2, tp=3),
+        (VocabParallel(), BatchSplit(axis="dp_shard"), ZeRO()),
+        1,
     )
     assert "table" in {weight.role for weight in reading.model_spec.params if weight.name == "embed.weight"}
     assert plan.sharding.logits_layout.placements
@@ -142,8 +155,12 @@ def test_what_looks_at_all_words_leaves_the_head_whole(behind: str, why: str):
     assert (weights["head.weight"].role, weights["head.weight"].not_shardable_reason) == ("logits", why)
     assert reading.model_spec.logits is None
     assert (weights["embed.weight"].role == "table") is (behind != "the table again")
-    both = {weight.name: weight for weight in analyze(Glue(behind, tied=True), batches(1)[0]).model_spec.params}
-    assert list(unsharded_vocab_notes(reading.model_spec)) == [f"head.weight stays whole on every rank: {why}"]
+    both = {
+        weight.name: weight for weight in analyze(Glue(behind, tied=True), batches(1)[0]).model_spec.params
+    }
+    assert list(unsharded_vocab_notes(reading.model_spec)) == [
+        f"head.weight stays whole on every rank: {why}"
+    ]
     assert both["embed.weight"].role != "table", "tied weights are divided together, or not at all"
 
 
@@ -153,11 +170,15 @@ def test_a_table_alone_is_divided_when_the_loss_needs_whole_logits():
     plan = make_plan(reading, planned(known(), Mesh())[1].job, Mesh(tp=2))
     assert [strategy.name for strategy in plan.strategies] == ["line", "vocabulary"]
     assert reading.model_spec.logits is None
-    why = next(weight.not_shardable_reason for weight in reading.model_spec.params if weight.name == "lm_head.weight")
+    why = next(
+        weight.not_shardable_reason for weight in reading.model_spec.params if weight.name == "lm_head.weight"
+    )
     assert why == "the loss needs the logits of all words"
     verdict = verify(reading, plan, uneven(2), loss=loss)
     assert verdict.passed, str(verdict)
-    with pytest.raises(PlanError, match=r"the loss needs whole logits, and the plan divides them(?s:.*)the same loss"):
+    with pytest.raises(
+        PlanError, match=r"the loss needs whole logits, and the plan divides them(?s:.*)the same loss"
+    ):
         verify(*planned(known(), Mesh(tp=2), BOTH), uneven(1), loss=loss)
 
 
@@ -182,7 +203,8 @@ def test_its_bytes_are_two_sums_of_the_stream_and_two_numbers_per_token(ranks: i
     assert moved(plan, "B") == [("lm_head", "all_reduce", stream)]
     assert moved(plan, "LOSS") == [("", "all_gather", ROWS * TOKENS * 2 * 4)]
     shapes = [
-        {home.param.name: home.param.shape for home in plan.for_rank(rank).sharding.param_shardings} for rank in range(ranks)
+        {home.param.name: home.param.shape for home in plan.for_rank(rank).sharding.param_shardings}
+        for rank in range(ranks)
     ]
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert sum(prod(each[name]) for each in shapes) == SIZES["vocab_size"] * SIZES["hidden_size"]
@@ -203,19 +225,25 @@ def test_more_ranks_than_words_are_refused():
     small = llama(vocab_size=3)
     data = {"input_ids": torch.zeros(4, 9, dtype=torch.long), "labels": torch.zeros(4, 9, dtype=torch.long)}
     job = Job(ModelConfig("llama"), DataConfig("random", sequence=9), TrainConfig(batch=4))
-    with pytest.raises(PlanError, match=r"divide into 3 units, and tp has 4 ranks\n.*set mesh.tp to at most 3"):
+    with pytest.raises(
+        PlanError, match=r"divide into 3 units, and tp has 4 ranks\n.*set mesh.tp to at most 3"
+    ):
         make_plan(analyze(small, data), job, Mesh(tp=4), (VocabParallel(),))
 
 
 def test_a_model_without_words_is_refused():
     data = {"x": torch.randn(4, 3), "y": torch.randn(4, 2)}
     loss = Loss(
-        lambda outputs, batch: (outputs - batch["y"]).square().sum(), lambda batch: torch.tensor(len(batch["y"])), ("y",)
+        lambda outputs, batch: (outputs - batch["y"]).square().sum(),
+        lambda batch: torch.tensor(len(batch["y"])),
+        ("y",),
     )
     model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
     job = Job(ModelConfig("m"), DataConfig("example"), TrainConfig(batch=4))
     model.forward = lambda x: nn.Sequential.forward(model, x)  # type: ignore[method-assign]
-    with pytest.raises(PlanError, match=r"has no table and no head that can be divided by words(?s:.*)leave the strategy out"):
+    with pytest.raises(
+        PlanError, match=r"has no table and no head that can be divided by words(?s:.*)leave the strategy out"
+    ):
         make_plan(analyze(model, data, loss=loss), job, Mesh(tp=2), (VocabParallel(),))
 
 
@@ -242,8 +270,14 @@ def test_evaluations_and_whole_forwards_see_all_words(mesh: Mesh):
 
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
 def test_the_table_travels_as_wide_as_it_is(compute: str):
-    reading, plan = planned(known(), Mesh(tp=2), (VocabParallel(),), precision=PrecisionConfig(compute=compute))
-    dtypes = {action.kind: move.dtype for action in plan.program.actions(FIRST_ROLE) for move in action.inner_transfers}
+    reading, plan = planned(
+        known(), Mesh(tp=2), (VocabParallel(),), precision=PrecisionConfig(compute=compute)
+    )
+    dtypes = {
+        action.kind: move.dtype
+        for action in plan.program.actions(FIRST_ROLE)
+        for move in action.inner_transfers
+    }
     assert dtypes == {"F": "float32", "LOSS": "float32", "B": compute}
     assert trace(reading, plan, fake=False).passed
     assert replace(plan.sharding.logits_layout).placements

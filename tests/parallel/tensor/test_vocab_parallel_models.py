@@ -14,12 +14,20 @@ from meshwright.plan.sharding.mesh import Mesh
 from tests.parallel.tensor.exactness import assert_exact
 
 ROWS, TOKENS = 4, 6
-SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 12, "vocab_size": 67}
+SMALL = {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "vocab_size": 67,
+}
 
 
 def gpt2() -> nn.Module:
     """With its own vocabulary of 50,257 words, tied."""
-    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    config = transformers.GPT2Config(
+        n_layer=1, n_head=2, n_embd=8, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -31,13 +39,17 @@ def bert() -> nn.Module:
 
 def gemma2() -> nn.Module:
     """Rows of its table are scaled, its logits capped."""
-    config = transformers.Gemma2Config(**SMALL, head_dim=4, num_key_value_heads=1, final_logit_softcapping=2.0, pad_token_id=40)
+    config = transformers.Gemma2Config(
+        **SMALL, head_dim=4, num_key_value_heads=1, final_logit_softcapping=2.0, pad_token_id=40
+    )
     return transformers.Gemma2ForCausalLM(config)
 
 
 def t5() -> nn.Module:
     """One table for encoder and decoder, tied to the head, whose input is scaled."""
-    config = transformers.T5Config(vocab_size=67, d_model=8, d_kv=4, d_ff=12, num_layers=1, num_heads=2, dropout_rate=0.0)
+    config = transformers.T5Config(
+        vocab_size=67, d_model=8, d_kv=4, d_ff=12, num_layers=1, num_heads=2, dropout_rate=0.0
+    )
     return transformers.T5ForConditionalGeneration(config)
 
 
@@ -65,7 +77,10 @@ def test_it_equals_one_device(model: str, ranks: int):
     words = module.get_output_embeddings().weight.shape[0]
     data = [rows(words, decoder=model == "t5")] * 2
     job = Job(
-        ModelConfig(model), DataConfig("example", sequence=TOKENS), TrainConfig(batch=ROWS, clip=0.5), OptimizerConfig(lr=0.1)
+        ModelConfig(model),
+        DataConfig("example", sequence=TOKENS),
+        TrainConfig(batch=ROWS, clip=0.5),
+        OptimizerConfig(lr=0.1),
     )
     reading = analyze(module, data[0])
     logits = reading.model_spec.logits
@@ -78,4 +93,6 @@ def test_it_equals_one_device(model: str, ranks: int):
     assert words_of
     assert all(weight.numel < 0.6 * whole[weight.name] for weight in words_of)
     table = module.get_input_embeddings().weight.numel()
-    assert not any(home.param.numel == table for home in plan.sharding.param_shardings), "no rank has a whole table"
+    assert not any(home.param.numel == table for home in plan.sharding.param_shardings), (
+        "no rank has a whole table"
+    )

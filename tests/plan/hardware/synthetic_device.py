@@ -31,14 +31,24 @@ def profile(device: str = "Abacus 7", kind: str = "cpu", rate: float = RATE) -> 
         for dtype in ("float32", "bfloat16")
         for m, n, k, batch in sizes
     ]
-    pairs = [(1, 4, 64, 64, 32), (8, 4, 64, 64, 64), (4, 8, 128, 128, 32), (2, 8, 128, 128, 64), (1, 8, 64, 512, 64)]
+    pairs = [
+        (1, 4, 64, 64, 32),
+        (8, 4, 64, 64, 64),
+        (4, 8, 128, 128, 32),
+        (2, 8, 128, 128, 64),
+        (1, 8, 64, 512, 64),
+    ]
     pairs += [(1, 4, 512, 512, 64), (2, 4, 512, 512, 128), (1, 2, 1024, 1024, 64)]
     seen = [
         AttentionTiming(*each, dtype, attention_s(*each), 2.5 * attention_s(*each))
         for dtype in ("float32", "bfloat16")
         for each in pairs
     ]
-    moved = (MemoryOpTiming(4096, 4096 / CALL_S), MemoryOpTiming(1 << 20, rate / 5), MemoryOpTiming(64 << 20, rate / 20))
+    moved = (
+        MemoryOpTiming(4096, 4096 / CALL_S),
+        MemoryOpTiming(1 << 20, rate / 5),
+        MemoryOpTiming(64 << 20, rate / 20),
+    )
     calls = (CALL_S, 1.5 * CALL_S)
     figures = tuple(points), tuple(seen), moved, (ElementwiseTiming("tanh", TANH_S, 0.02),)
     return DeviceProfile(VERSION, "2026-01-01", kind, device, "2.13", 2, 1, 32 << 30, *calls, *figures)

@@ -51,7 +51,9 @@ def test_what_is_moved_lies_between_the_sizes_measured_and_goes_on_beyond_them()
 def test_what_computes_much_takes_what_its_numbers_do_where_memory_is_faster():
     assert FOUND.memory_op_seconds(8 << 20, "tanh", 1 << 20) == pytest.approx((1 << 20) * TANH_S)
     assert FOUND.memory_op_seconds(8 << 20, "tanh", 1) == FOUND.memory_op_seconds(8 << 20)
-    assert FOUND.memory_op_seconds(8 << 20, "exp", 1 << 20) == FOUND.memory_op_seconds(8 << 20)  # nobody measured it
+    assert FOUND.memory_op_seconds(8 << 20, "exp", 1 << 20) == FOUND.memory_op_seconds(
+        8 << 20
+    )  # nobody measured it
     wrong = replace(FOUND, elementwise_ops=(replace(FOUND.elementwise_ops[0], operation="tanhh"),))
     assert [fault.problem for fault in wrong.diagnostics()] == ["nobody asks what 'tanhh' takes"]
     assert "tanh" in next(wrong.diagnostics()).fix
@@ -67,7 +69,9 @@ def test_how_evenly_it_goes_is_told_in_rising_lengths():
 
 
 def test_halves_stand_for_each_other_and_other_dtypes_are_refused():
-    assert FOUND.matmul_seconds(128, 512, 256, dtype="float16") == FOUND.matmul_seconds(128, 512, 256, dtype="bfloat16")
+    assert FOUND.matmul_seconds(128, 512, 256, dtype="float16") == FOUND.matmul_seconds(
+        128, 512, 256, dtype="bfloat16"
+    )
     with pytest.raises(PlanError, match="nothing was measured in float64 on Abacus 7") as raised:
         FOUND.matmul_seconds(8, 8, 8, dtype="float64")
     assert "compute in one of float32, bfloat16" in raised.value.diagnostics[0].fix
@@ -92,7 +96,14 @@ def test_every_fault_is_told():
         memory_ops=(FOUND.memory_ops[1], FOUND.memory_ops[0]),
     )
     told = [str(fault) for fault in wrong.diagnostics()]
-    wanted = ["version 7", "of kind 'tpu'", "threads 0", "a call of -1.0 s", "products.0.m", "flops_per_s of -1.0"]
+    wanted = [
+        "version 7",
+        "of kind 'tpu'",
+        "threads 0",
+        "a call of -1.0 s",
+        "products.0.m",
+        "flops_per_s of -1.0",
+    ]
     wanted += ["5 of float32; a law takes 6", "0 were measured; needed are 6", "in rising order"]
     assert all(any(part in each for each in told) for part in wanted), told
     assert all(fault.fix for fault in wrong.diagnostics())

@@ -2,12 +2,28 @@
 
 from dataclasses import replace
 
-from meshwright.plan.hardware.network_model import VERSION, AllReduceSeries, Cluster, FitError, LinkCost, NetworkModel, SizeBand
+from meshwright.plan.hardware.network_model import (
+    VERSION,
+    AllReduceSeries,
+    Cluster,
+    FitError,
+    LinkCost,
+    NetworkModel,
+    SizeBand,
+)
 
 LINK = LinkCost((SizeBand(0, 1e-5, 1e9),))
 RING = AllReduceSeries("ring", 2, (1024, 2048), (1e-4, 2e-4), (0.1, 0.1))
 GOOD = Cluster(
-    VERSION, "", "cpu", "2.11", "gloo", 0, FitError(0.1, 0.1), NetworkModel(intra_host=LINK, busiest_rank=LINK), (RING,)
+    VERSION,
+    "",
+    "cpu",
+    "2.11",
+    "gloo",
+    0,
+    FitError(0.1, 0.1),
+    NetworkModel(intra_host=LINK, busiest_rank=LINK),
+    (RING,),
 )
 
 

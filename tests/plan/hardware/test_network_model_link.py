@@ -47,14 +47,20 @@ def test_bad_bands_are_told(bands: tuple[SizeBand, ...], said: str):
 
 def test_a_crowd_between_two_measured_ones_costs_something_between():
     network = NetworkModel(
-        (RoundOverhead(1, 1e-4), RoundOverhead(2, 2e-4), RoundOverhead(4, 8e-4)), intra_host=LINK, busiest_rank=LINK
+        (RoundOverhead(1, 1e-4), RoundOverhead(2, 2e-4), RoundOverhead(4, 8e-4)),
+        intra_host=LINK,
+        busiest_rank=LINK,
     )
     assert network.round_overhead_s(0) == 0
-    assert [network.round_overhead_s(number) for number in (1, 2, 3, 4)] == pytest.approx([1e-4, 2e-4, 5e-4, 8e-4])
+    assert [network.round_overhead_s(number) for number in (1, 2, 3, 4)] == pytest.approx(
+        [1e-4, 2e-4, 5e-4, 8e-4]
+    )
 
 
 def test_a_larger_crowd_than_any_measured_goes_on_with_the_mean_slope():
-    network = NetworkModel((RoundOverhead(2, 2e-4), RoundOverhead(4, 8e-4)), intra_host=LINK, busiest_rank=LINK)
+    network = NetworkModel(
+        (RoundOverhead(2, 2e-4), RoundOverhead(4, 8e-4)), intra_host=LINK, busiest_rank=LINK
+    )
     assert network.round_overhead_s(6) == pytest.approx(14e-4)
     assert network.round_overhead_s(1) == pytest.approx(2e-4)
     flat = NetworkModel((RoundOverhead(2, 2e-4), RoundOverhead(4, 1e-4)), intra_host=LINK, busiest_rank=LINK)

@@ -36,5 +36,9 @@ def test_it_is_what_ranks_that_meet_really_lose():
     drawn, spread, length = random.Random(0), 0.05, 0.01
     share = spread * expected_maximum(2)  # half the mean distance of two
     for ranks in (2, 3, 6):
-        waited = [max(drawn.gauss(length, spread * length) for _ in range(ranks)) - length for _ in range(20_000)]
-        assert fmean(waited) == pytest.approx(straggler_delay((LagSample(length, share),), length, ranks), rel=0.03)
+        waited = [
+            max(drawn.gauss(length, spread * length) for _ in range(ranks)) - length for _ in range(20_000)
+        ]
+        assert fmean(waited) == pytest.approx(
+            straggler_delay((LagSample(length, share),), length, ranks), rel=0.03
+        )

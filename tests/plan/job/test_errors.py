@@ -4,7 +4,13 @@ import inspect
 
 import pytest
 
-from meshwright.plan.job.errors import Diagnostic, PlanError, collect_diagnostics, raise_diagnostics, suggest_name
+from meshwright.plan.job.errors import (
+    Diagnostic,
+    PlanError,
+    collect_diagnostics,
+    raise_diagnostics,
+    suggest_name,
+)
 
 
 def test_a_fault_says_where_what_and_how_to_repair_it():

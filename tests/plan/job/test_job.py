@@ -32,7 +32,11 @@ def test_a_job_with_a_model_and_data_is_accepted():
     [
         ({"model": ModelConfig()}, "model.source", "no model is named"),
         ({"data": DataConfig()}, "data.source", "no data is named"),
-        ({"data": DataConfig("x", sequence=0)}, "data.sequence", "a sample of 0 tokens; needed is at least 1"),
+        (
+            {"data": DataConfig("x", sequence=0)},
+            "data.sequence",
+            "a sample of 0 tokens; needed is at least 1",
+        ),
         ({"data": DataConfig("x", epochs=-1)}, "data.epochs", "-1 epochs"),
         ({"train": TrainConfig(steps=0)}, "train.steps", "0 steps"),
         ({"train": TrainConfig(batch=0)}, "train.batch", "a global batch of 0 samples"),
@@ -41,14 +45,22 @@ def test_a_job_with_a_model_and_data_is_accepted():
         ({"optimizer": OptimizerConfig(lr=0.0)}, "optimizer.lr", "a learning rate of 0.0"),
         ({"optimizer": OptimizerConfig(lr=nan)}, "optimizer.lr", "a learning rate of nan"),
         ({"optimizer": OptimizerConfig(lr=inf)}, "optimizer.lr", "a learning rate of inf"),
-        ({"optimizer": OptimizerConfig(betas=(0.9, 1.0))}, "optimizer.betas", "betas of (0.9, 1.0); needed are numbers from 0"),
+        (
+            {"optimizer": OptimizerConfig(betas=(0.9, 1.0))},
+            "optimizer.betas",
+            "betas of (0.9, 1.0); needed are numbers from 0",
+        ),
         ({"optimizer": OptimizerConfig("sgd", momentum=1.0)}, "optimizer.momentum", "a momentum of 1.0"),
         (
             {"optimizer": OptimizerConfig("adamw", momentum=0.9)},
             "optimizer.momentum",
             "momentum = 0.9 with adamw, which has none",
         ),
-        ({"optimizer": OptimizerConfig(weight_decay=-0.1)}, "optimizer.weight_decay", "a weight decay of -0.1"),
+        (
+            {"optimizer": OptimizerConfig(weight_decay=-0.1)},
+            "optimizer.weight_decay",
+            "a weight decay of -0.1",
+        ),
         ({"optimizer": OptimizerConfig(eps=-1.0)}, "optimizer.eps", "an eps of -1.0"),
         (
             {"optimizer": OptimizerConfig(groups=(ParamGroupConfig("*.bias", lr_factor=-1.0),))},
@@ -65,8 +77,16 @@ def test_a_job_with_a_model_and_data_is_accepted():
             "schedule",
             "60 warm-up and 41 decay steps do not fit into 100",
         ),
-        ({"schedule": ScheduleConfig("cosine", floor=1.5)}, "schedule.floor", "a floor of 1.5; it is a share of optimizer.lr"),
-        ({"schedule": ScheduleConfig("cosine", decay=3)}, "schedule.decay", "decay = 3 with the cosine schedule, which has none"),
+        (
+            {"schedule": ScheduleConfig("cosine", floor=1.5)},
+            "schedule.floor",
+            "a floor of 1.5; it is a share of optimizer.lr",
+        ),
+        (
+            {"schedule": ScheduleConfig("cosine", decay=3)},
+            "schedule.decay",
+            "decay = 3 with the cosine schedule, which has none",
+        ),
         (
             {"optimizer": OptimizerConfig(groups=(ParamGroupConfig("*.bias", name="adamw", momentum=0.9),))},
             "optimizer.groups '*.bias'",
@@ -82,10 +102,26 @@ def test_a_job_with_a_model_and_data_is_accepted():
         ({"evaluate": EvalConfig("val.txt", samples=-1)}, "evaluate.samples", "samples = -1"),
         ({"evaluate": EvalConfig("val.txt", patience=-1)}, "evaluate.patience", "patience = -1"),
         ({"evaluate": EvalConfig("val.txt", min_delta=nan)}, "evaluate.min_delta", "a min_delta of nan"),
-        ({"evaluate": EvalConfig("val.txt", hold_out=3)}, "evaluate", "the samples of 'val.txt' and the last 3 of the training"),
-        ({"evaluate": EvalConfig(split="dev", hold_out=3)}, "evaluate", "the samples of the split 'dev' and the last 3"),
-        ({"evaluate": EvalConfig(patience=3)}, "evaluate", "patience = 3, samples = 0, and nothing to evaluate on"),
-        ({"evaluate": EvalConfig(samples=4)}, "evaluate", "patience = 0, samples = 4, and nothing to evaluate on"),
+        (
+            {"evaluate": EvalConfig("val.txt", hold_out=3)},
+            "evaluate",
+            "the samples of 'val.txt' and the last 3 of the training",
+        ),
+        (
+            {"evaluate": EvalConfig(split="dev", hold_out=3)},
+            "evaluate",
+            "the samples of the split 'dev' and the last 3",
+        ),
+        (
+            {"evaluate": EvalConfig(patience=3)},
+            "evaluate",
+            "patience = 3, samples = 0, and nothing to evaluate on",
+        ),
+        (
+            {"evaluate": EvalConfig(samples=4)},
+            "evaluate",
+            "patience = 0, samples = 4, and nothing to evaluate on",
+        ),
         ({"guard": LossGuard(factor=1.0)}, "guard.factor", "a factor of 1.0 on the median"),
         ({"guard": LossGuard(factor=nan)}, "guard.factor", "a factor of nan"),
         ({"guard": LossGuard(window=1)}, "guard.window", "a window of 1 steps"),
@@ -99,8 +135,16 @@ def test_a_job_with_a_model_and_data_is_accepted():
             "precision.compute",
             "compute in float8; there are no float8 products here",
         ),
-        ({"precision": PrecisionConfig("float16", "bfloat16", master="float32")}, "precision.compute", "float16 parameters with"),
-        ({"precision": PrecisionConfig(master="bfloat16")}, "precision.master", "a bfloat16 master of float32 parameters"),
+        (
+            {"precision": PrecisionConfig("float16", "bfloat16", master="float32")},
+            "precision.compute",
+            "float16 parameters with",
+        ),
+        (
+            {"precision": PrecisionConfig(master="bfloat16")},
+            "precision.master",
+            "a bfloat16 master of float32 parameters",
+        ),
         (
             {"precision": PrecisionConfig("bfloat16", "bfloat16", master="float64")},
             "precision.master",
@@ -111,9 +155,21 @@ def test_a_job_with_a_model_and_data_is_accepted():
             "precision.master",
             "a bfloat16 master of float16",
         ),
-        ({"precision": PrecisionConfig(gradients="float64")}, "precision.gradients", "float64 gradients of float32 parameters"),
-        ({"precision": PrecisionConfig(gradients="float16")}, "precision.gradients", "gradients in float16, and the loss is not"),
-        ({"precision": PrecisionConfig(reduce="float16")}, "precision.reduce", "reduce in float16, and the loss is not scaled"),
+        (
+            {"precision": PrecisionConfig(gradients="float64")},
+            "precision.gradients",
+            "float64 gradients of float32 parameters",
+        ),
+        (
+            {"precision": PrecisionConfig(gradients="float16")},
+            "precision.gradients",
+            "gradients in float16, and the loss is not",
+        ),
+        (
+            {"precision": PrecisionConfig(reduce="float16")},
+            "precision.reduce",
+            "reduce in float16, and the loss is not scaled",
+        ),
         (
             {"precision": PrecisionConfig(optimizer_states="bfloat16")},
             "precision.moments",
@@ -139,9 +195,21 @@ def test_a_job_with_a_model_and_data_is_accepted():
             "precision.loss_scale",
             "a loss scale, and nothing is computed in float16, but in bfloat16",
         ),
-        ({"precision": PrecisionConfig("bfloat16", "float32")}, "precision.compute", "bfloat16 parameters with float32 compute"),
-        ({"precision": PrecisionConfig("float64", "float32")}, "precision.compute", "float64 parameters with float32 compute"),
-        ({"precision": PrecisionConfig("float32", "float64")}, "precision.parameters", "float64 compute with float32 parameters"),
+        (
+            {"precision": PrecisionConfig("bfloat16", "float32")},
+            "precision.compute",
+            "bfloat16 parameters with float32 compute",
+        ),
+        (
+            {"precision": PrecisionConfig("float64", "float32")},
+            "precision.compute",
+            "float64 parameters with float32 compute",
+        ),
+        (
+            {"precision": PrecisionConfig("float32", "float64")},
+            "precision.parameters",
+            "float64 compute with float32 parameters",
+        ),
     ],
 )
 def test_a_faulty_part_is_refused_once_and_by_its_key(part: dict[str, object], where: str, said: str):
@@ -182,10 +250,22 @@ def test_faults_of_all_parts_are_reported_together():
     [
         (PrecisionConfig(), "float32 float32 float32 float32 float32 float32"),
         (PrecisionConfig(compute="bfloat16"), "float32 float32 bfloat16 float32 float32 float32"),
-        (PrecisionConfig("bfloat16", "bfloat16", "bfloat16"), "bfloat16 bfloat16 bfloat16 bfloat16 bfloat16 bfloat16"),
-        (PrecisionConfig("bfloat16", "bfloat16", "float32", "float32"), "bfloat16 float32 bfloat16 bfloat16 float32 float32"),
-        (PrecisionConfig("bfloat16", "bfloat16", "bfloat16", "float32", "float32"), " ".join(["bfloat16 float32"] * 3)),
-        (PrecisionConfig("float16", "float16", "float16", "float32"), "float16 float32 float16 float16 float16 float32"),
+        (
+            PrecisionConfig("bfloat16", "bfloat16", "bfloat16"),
+            "bfloat16 bfloat16 bfloat16 bfloat16 bfloat16 bfloat16",
+        ),
+        (
+            PrecisionConfig("bfloat16", "bfloat16", "float32", "float32"),
+            "bfloat16 float32 bfloat16 bfloat16 float32 float32",
+        ),
+        (
+            PrecisionConfig("bfloat16", "bfloat16", "bfloat16", "float32", "float32"),
+            " ".join(["bfloat16 float32"] * 3),
+        ),
+        (
+            PrecisionConfig("float16", "float16", "float16", "float32"),
+            "float16 float32 float16 float16 float16 float32",
+        ),
         (
             PrecisionConfig("float64", "float64", "float64", optimizer_states="float64"),
             "float64 float64 float64 float64 float64 float64",

@@ -14,7 +14,12 @@ from meshwright.plan.model_spec.dim_split import DimRanges, DimSplit
 )
 def test_every_element_goes_to_one_rank_and_units_stay_whole(units: int, widths: list[int], ranks: int):
     cut = DimSplit(0, units, tuple(units * width for width in widths))
-    dealt = [element for index in range(ranks) for first, end in cut.ranges(index, ranks) for element in range(first, end)]
+    dealt = [
+        element
+        for index in range(ranks)
+        for first, end in cut.ranges(index, ranks)
+        for element in range(first, end)
+    ]
     assert sorted(dealt) == list(range(sum(cut.sections)))
     for index in range(ranks):
         first, end = cut.units_of(index, ranks)
@@ -38,13 +43,17 @@ def test_packed_sections_are_cut_each_by_itself():
 
 @given(data=st.data(), lengths=st.lists(st.integers(0, 4), min_size=1, max_size=4))
 def test_a_stretch_of_a_slice_is_found_in_the_whole(data: st.DataObject, lengths: list[int]):
-    ends = [sum(lengths[: i + 1]) + 3 * i for i in range(len(lengths))]  # three elements of others between the ranges
+    ends = [
+        sum(lengths[: i + 1]) + 3 * i for i in range(len(lengths))
+    ]  # three elements of others between the ranges
     span = DimRanges(0, tuple((end - length, end) for length, end in zip(lengths, ends, strict=True)))
     mine = [element for first, end in span.ranges for element in range(first, end)]
     assert span.size == len(mine)
     first = data.draw(st.integers(0, len(mine)))
     length = data.draw(st.integers(0, len(mine) - first))
-    assert [e for begin, end in span.global_ranges(first, length) for e in range(begin, end)] == mine[first : first + length]
+    assert [e for begin, end in span.global_ranges(first, length) for e in range(begin, end)] == mine[
+        first : first + length
+    ]
 
 
 @pytest.mark.parametrize("index", [0, 4])
@@ -61,11 +70,20 @@ def test_single_heads_are_dealt_out_where_groups_are_too_few(groups: int, each: 
     key = DimSplit(0, groups, (groups * width,), num_heads=heads, per_head_numel=(0,))
     assert (query.max_ranks, query.overlaps(ranks)) == (heads, False)
     assert key.overlaps(ranks) == (ranks > groups)
-    dealt = [place for index in range(ranks) for first, end in query.ranges(index, ranks) for place in range(first, end)]
+    dealt = [
+        place
+        for index in range(ranks)
+        for first, end in query.ranges(index, ranks)
+        for place in range(first, end)
+    ]
     assert dealt == list(range(heads * width))
     for index in range(min(ranks, heads)):
-        mine = [place // width for first, end in query.ranges(index, ranks) for place in range(first, end)][::width]
-        keys = [place // width for first, end in key.ranges(index, ranks) for place in range(first, end)][::width]
+        mine = [place // width for first, end in query.ranges(index, ranks) for place in range(first, end)][
+            ::width
+        ]
+        keys = [place // width for first, end in key.ranges(index, ranks) for place in range(first, end)][
+            ::width
+        ]
         wanted = [head // each for head in mine]
         assert keys in (wanted, list(dict.fromkeys(wanted)))  # with every head, or once for all of them
         assert len(mine) % len(keys) == 0

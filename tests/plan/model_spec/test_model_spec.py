@@ -29,7 +29,13 @@ def test_a_tied_parameter_belongs_to_both_its_visits():
 
 @pytest.mark.parametrize(
     ("weights", "last"),
-    [([MIDDLE], "layer"), ([TIED], "embed"), ([MIDDLE, TIED], "embed"), ([GLUE], None), ([MIDDLE, GLUE], None)],
+    [
+        ([MIDDLE], "layer"),
+        ([TIED], "embed"),
+        ([MIDDLE, TIED], "embed"),
+        ([GLUE], None),
+        ([MIDDLE, GLUE], None),
+    ],
 )
 def test_the_earliest_user_in_the_forward_completes_the_gradient(weights: list[ParamSpec], last: str | None):
     assert MODEL.last_backward(weights) == last
@@ -46,7 +52,9 @@ def test_a_tied_parameter_is_held_by_the_modules_of_all_its_names():
 
 
 HEADS = DimSplit(0, 2, (2,))
-NUMBERS = tuple(SizeAttribute(module, "heads", HEADS) for module in ("one.attention", "two", "twofold", "positions"))
+NUMBERS = tuple(
+    SizeAttribute(module, "heads", HEADS) for module in ("one.attention", "two", "twofold", "positions")
+)
 DIVIDED = ModelSpec(
     *("model", ("one", "two", "twofold"), (), (1,) * 3, (1,) * 3),
     size_attributes=NUMBERS,

@@ -2,7 +2,15 @@
 
 import pytest
 
-from meshwright.plan.model_spec.op_costs import AttentionOp, BlockOps, LinearInSamples, MatmulOp, MemoryOp, ModelOps, OpCounts
+from meshwright.plan.model_spec.op_costs import (
+    AttentionOp,
+    BlockOps,
+    LinearInSamples,
+    MatmulOp,
+    MemoryOp,
+    ModelOps,
+    OpCounts,
+)
 
 TOKENS = LinearInSamples(0, 5)
 
@@ -27,14 +35,24 @@ def test_the_gradient_of_a_weight_is_what_sums_over_rows(product: MatmulOp, lear
 
 
 def test_attention_has_two_products_forward_and_five_backward():
-    forward = AttentionOp(LinearInSamples(0, 1), num_heads=2, query_len=5, key_len=6, head_dim=3, dtype="float32")
+    forward = AttentionOp(
+        LinearInSamples(0, 1), num_heads=2, query_len=5, key_len=6, head_dim=3, dtype="float32"
+    )
     assert forward.flops(4) == 2 * 2 * (4 * 2 * 5 * 6 * 3)
-    assert AttentionOp(LinearInSamples(0, 1), 2, 5, 6, 3, "float32", backward=True).flops(4) == 2.5 * forward.flops(4)
+    assert AttentionOp(LinearInSamples(0, 1), 2, 5, 6, 3, "float32", backward=True).flops(
+        4
+    ) == 2.5 * forward.flops(4)
 
 
 def test_work_counts_its_calls_its_operations_and_its_bytes():
-    work = OpCounts((FORWARD, LEARNING), (), (MemoryOp(LinearInSamples(8, 4), 3), MemoryOp(LinearInSamples(), 2)))
-    assert (work.num_ops, work.flops(2), work.memory_op_nbytes(2)) == (8, FORWARD.flops(2) + LEARNING.flops(2), 3 * 16)
+    work = OpCounts(
+        (FORWARD, LEARNING), (), (MemoryOp(LinearInSamples(8, 4), 3), MemoryOp(LinearInSamples(), 2))
+    )
+    assert (work.num_ops, work.flops(2), work.memory_op_nbytes(2)) == (
+        8,
+        FORWARD.flops(2) + LEARNING.flops(2),
+        3 * 16,
+    )
 
 
 def test_what_a_visit_does_is_found_by_its_name():

@@ -27,7 +27,9 @@ def test_every_token_is_on_one_rank(deal: SequenceSharding, length: int):
     dealt = [positions(deal.token_ranges(length, index)) for index in range(deal.num_ranks)]
     assert sorted(position for mine in dealt for position in mine) == list(range(length))
     assert all(mine == sorted(mine) for mine in dealt)
-    assert [len(mine) for mine in dealt] == [deal.num_tokens(length, index) for index in range(deal.num_ranks)]
+    assert [len(mine) for mine in dealt] == [
+        deal.num_tokens(length, index) for index in range(deal.num_ranks)
+    ]
 
 
 @pytest.mark.parametrize("deal", DEALS, ids=str)
@@ -38,13 +40,20 @@ def test_a_length_that_divides_is_dealt_evenly(deal: SequenceSharding):
 def test_neighbouring_ranks_have_a_stretch_together():
     deal = SequenceSharding(6, num_inner_ranks=3)
     for first in (0, 3):
-        together = [position for index in range(first, first + 3) for position in positions(deal.token_ranges(13, index))]
+        together = [
+            position
+            for index in range(first, first + 3)
+            for position in positions(deal.token_ranges(13, index))
+        ]
         assert together == positions(deal.inner_group_ranges(13, first))
 
 
 def pairs(deal: SequenceSharding, length: int) -> list[int]:
     """How many tokens the queries of each rank look at, in all, under a causal mask."""
-    return [sum(position + 1 for position in positions(deal.token_ranges(length, index))) for index in range(deal.num_ranks)]
+    return [
+        sum(position + 1 for position in positions(deal.token_ranges(length, index)))
+        for index in range(deal.num_ranks)
+    ]
 
 
 def test_folded_every_rank_looks_at_as_many_tokens_and_straight_the_last_at_most():
@@ -54,11 +63,16 @@ def test_folded_every_rank_looks_at_as_many_tokens_and_straight_the_last_at_most
     assert max(straight) / (sum(straight) / 4) == pytest.approx(1.75, abs=0.001)
 
 
-@pytest.mark.parametrize("deal", [SequenceSharding(4, striped=True), SequenceSharding(8, 2, striped=True)], ids=str)
+@pytest.mark.parametrize(
+    "deal", [SequenceSharding(4, striped=True), SequenceSharding(8, 2, striped=True)], ids=str
+)
 def test_striped_every_rank_has_its_share_of_each_stretch(deal: SequenceSharding):
     firsts = range(0, deal.num_ranks, deal.num_inner_ranks)
     for begin, end in ((0, 100), (37, 41), (300, 512)):
-        shares = [sum(begin <= at < end for at in positions(deal.inner_group_ranges(512, first))) for first in firsts]
+        shares = [
+            sum(begin <= at < end for at in positions(deal.inner_group_ranges(512, first)))
+            for first in firsts
+        ]
         assert max(shares) - min(shares) <= 1
 
 

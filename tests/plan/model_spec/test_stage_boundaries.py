@@ -8,7 +8,9 @@ from meshwright.plan.model_spec.stage_boundaries import ClosedBoundary, StageBou
 VISITS = ("embed", "layer.0", "layer.1", "layer.2", "head")
 X = StageValue("embed", "embed", ("layer.0", "layer.2"), ((0, 1), (8, 0)), "float32")
 Y = StageValue("layer.0", "layer.0", ("layer.1",), ((0, 1), (8, 0)), "bfloat16")
-Z = StageValue("layer.1+0", "layer.1", ("layer.2", "head"), ((0, 2), (0, 1)), "int64", False, "argmax", "model.py:7")
+Z = StageValue(
+    "layer.1+0", "layer.1", ("layer.2", "head"), ((0, 2), (0, 1)), "int64", False, "argmax", "model.py:7"
+)
 BORDERS = StageBoundaries(VISITS, (X, Y, Z), (ClosedBoundary("head", "it reads a number", "do not"),))
 
 
@@ -51,8 +53,12 @@ def test_faults_name_the_border_and_those_that_would_do():
     text = "no part can begin with 'head', behind 'layer.2': it reads a number\n  repair: begin it with 'layer.2'; or do not"
     with pytest.raises(PlanError, match=text):
         BORDERS.stages(["head"])
-    with pytest.raises(PlanError, match=r"'layer\.9' is no visit of a block\n  repair: did you mean 'layer\.[0-2]'\?"):
+    with pytest.raises(
+        PlanError, match=r"'layer\.9' is no visit of a block\n  repair: did you mean 'layer\.[0-2]'\?"
+    ):
         BORDERS.stages(["layer.9"])
     for borders in (["layer.2", "layer.1"], ["layer.1", "layer.1"], ["embed"]):
-        with pytest.raises(PlanError, match="are not in the order of the forward, each once and behind its first visit"):
+        with pytest.raises(
+            PlanError, match="are not in the order of the forward, each once and behind its first visit"
+        ):
             BORDERS.stages(borders)

@@ -16,7 +16,9 @@ def weights_of(shapes: list[tuple[int, ...]]) -> list[ParamSpec]:
 
 
 @given(shapes=SHAPES, ranks=st.integers(1, 9), grain=st.sampled_from(GRAINS))
-def test_every_element_lies_in_one_shard_and_pieces_do_not_overlap(shapes: list[tuple[int, ...]], ranks: int, grain: str):
+def test_every_element_lies_in_one_shard_and_pieces_do_not_overlap(
+    shapes: list[tuple[int, ...]], ranks: int, grain: str
+):
     weights = weights_of(shapes)
     arena = FlatParamSpec.build("v", weights, ("dp_shard",), ranks, grain)
     held: dict[str, list[tuple[int, int]]] = {}
@@ -52,5 +54,8 @@ def test_shards_by_element_pad_less_than_one_element_per_rank(numel: int, ranks:
 
 def test_whole_matrices_go_to_the_rank_with_the_least():
     arena = FlatParamSpec.build("v", weights_of([(3,), (10,), (4,), (4,)]), ("dp_shard",), 2, "matrix")
-    assert [[piece.name for piece in arena.param_shards(index)] for index in (0, 1)] == [["w1"], ["w0", "w2", "w3"]]
+    assert [[piece.name for piece in arena.param_shards(index)] for index in (0, 1)] == [
+        ["w1"],
+        ["w0", "w2", "w3"],
+    ]
     assert arena.shard_numel == 11

@@ -18,7 +18,9 @@ def test_ranks_and_coordinates_are_one_to_one(mesh: Mesh):
     coordinates = [mesh.coordinate(rank) for rank in range(mesh.world_size)]
     assert [mesh.rank(coordinate) for coordinate in coordinates] == list(range(mesh.world_size))
     assert len({tuple(coordinate.items()) for coordinate in coordinates}) == mesh.world_size
-    assert all(0 <= index < mesh.size(axis) for coordinate in coordinates for axis, index in coordinate.items())
+    assert all(
+        0 <= index < mesh.size(axis) for coordinate in coordinates for axis, index in coordinate.items()
+    )
 
 
 @settings(deadline=None)
@@ -57,12 +59,17 @@ def test_a_mesh_of_a_million_ranks_is_arithmetic():
         assert MILLION.rank(MILLION.coordinate(rank)) == rank
     assert len(MILLION.peers(777_777, ["dp_shard", "tp"])) == 400
     assert sum(map(len, Mesh(dp_replicate=12_500, tp=8).groups(["tp"]))) == 100_000
-    assert [len(group) for group in Mesh(dp_replicate=50_000, tp=2).groups(["dp_replicate"])] == [50_000, 50_000]
+    assert [len(group) for group in Mesh(dp_replicate=50_000, tp=2).groups(["dp_replicate"])] == [
+        50_000,
+        50_000,
+    ]
 
 
 @pytest.mark.parametrize("rank", [-1, 6, 7])
 def test_a_rank_outside_the_mesh_is_refused(rank: int):
-    with pytest.raises(ValueError, match=rf"no rank {rank} in dp_replicate 2 x tp 3: it has 6. Count ranks from 0 to 5"):
+    with pytest.raises(
+        ValueError, match=rf"no rank {rank} in dp_replicate 2 x tp 3: it has 6. Count ranks from 0 to 5"
+    ):
         Mesh(dp_replicate=2, tp=3).coordinate(rank)
 
 
@@ -78,13 +85,33 @@ def test_an_axis_of_minus_one_becomes_what_fits_the_world(mesh: Mesh, axis: str)
 @pytest.mark.parametrize(
     ("sizes", "world", "said"),
     [
-        ({"dp_replica": 2}, None, "mesh.dp_replica: there is no axis 'dp_replica'\n  repair: did you mean 'dp_replicate'?"),
-        ({"dp_replicate": -1, "tp": -1}, 8, "mesh: dp_replicate and tp are both -1; only one axis can be inferred"),
+        (
+            {"dp_replica": 2},
+            None,
+            "mesh.dp_replica: there is no axis 'dp_replica'\n  repair: did you mean 'dp_replicate'?",
+        ),
+        (
+            {"dp_replicate": -1, "tp": -1},
+            8,
+            "mesh: dp_replicate and tp are both -1; only one axis can be inferred",
+        ),
         ({"tp": 0}, None, "mesh.tp: the size is 0; needed is a number of at least 1, or -1 to infer it"),
         ({"tp": -2}, None, "mesh.tp: the size is -2"),
-        ({"tp": -1}, None, "mesh: tp is -1 and the number of ranks is not known\n  repair: say how many: --world N"),
-        ({"dp_shard": -1, "tp": 3}, 8, "mesh.dp_shard: 8 ranks do not divide by 3, the product of the other axes"),
-        ({"dp_replicate": 2}, 3, "mesh: the mesh dp_replicate 2 has 2 ranks and 3 were started\n  repair: start 2 ranks"),
+        (
+            {"tp": -1},
+            None,
+            "mesh: tp is -1 and the number of ranks is not known\n  repair: say how many: --world N",
+        ),
+        (
+            {"dp_shard": -1, "tp": 3},
+            8,
+            "mesh.dp_shard: 8 ranks do not divide by 3, the product of the other axes",
+        ),
+        (
+            {"dp_replicate": 2},
+            3,
+            "mesh: the mesh dp_replicate 2 has 2 ranks and 3 were started\n  repair: start 2 ranks",
+        ),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(sizes: dict[str, int], world: int | None, said: str):
@@ -101,7 +128,9 @@ def test_all_faults_of_the_sizes_are_reported_at_once():
 
 @pytest.mark.parametrize("size", [0, -1, 2.0])
 def test_a_mesh_made_by_hand_is_checked_too(size: float):
-    with pytest.raises(PlanError, match=rf"mesh.cp: the axis has {size} ranks; needed is a whole number of at least 1"):
+    with pytest.raises(
+        PlanError, match=rf"mesh.cp: the axis has {size} ranks; needed is a whole number of at least 1"
+    ):
         Mesh(cp=size)
 
 

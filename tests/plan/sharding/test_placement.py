@@ -7,7 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.plan.sharding.mesh import AXES
-from meshwright.plan.sharding.placement import COLLECTIVES, REDISTRIBUTIONS, I, Layout, P, Placement, R, S, redistribution_name
+from meshwright.plan.sharding.placement import (
+    COLLECTIVES,
+    REDISTRIBUTIONS,
+    I,
+    Layout,
+    P,
+    Placement,
+    R,
+    S,
+    redistribution_name,
+)
 
 PLACES = st.sampled_from([R, I, P, S(0), S(1)])
 TABLES = st.dictionaries(st.sampled_from(AXES), PLACES)
@@ -28,8 +38,14 @@ def test_the_backward_of_the_backward_of_a_move_is_the_move(src: Placement, dst:
 
 
 def test_the_backward_of_a_gather_is_a_scatter_of_sums_and_the_other_way_round():
-    assert (redistribution_name(S(0), R), redistribution_name(R.adjoint, S(0).adjoint)) == ("all_gather", "reduce_scatter")
-    assert (redistribution_name(P, S(0)), redistribution_name(S(0).adjoint, P.adjoint)) == ("reduce_scatter", "all_gather")
+    assert (redistribution_name(S(0), R), redistribution_name(R.adjoint, S(0).adjoint)) == (
+        "all_gather",
+        "reduce_scatter",
+    )
+    assert (redistribution_name(P, S(0)), redistribution_name(S(0).adjoint, P.adjoint)) == (
+        "reduce_scatter",
+        "all_gather",
+    )
 
 
 def test_the_gradient_of_a_weight_that_ranks_use_apart_is_summed():
@@ -54,7 +70,9 @@ def test_only_a_pending_sum_or_a_shard_needs_the_wire():
 
 @pytest.mark.parametrize(("letter", "dim"), [("S", None), ("R", 0), ("P", 1), ("I", 0)])
 def test_a_place_with_a_wrong_dim_is_refused(letter: str, dim: int | None):
-    with pytest.raises(ValueError, match=rf"{letter} came with dim {dim}; S needs a dim, the others have none"):
+    with pytest.raises(
+        ValueError, match=rf"{letter} came with dim {dim}; S needs a dim, the others have none"
+    ):
         Placement(letter, dim)
 
 
@@ -77,7 +95,9 @@ def test_a_layout_gives_back_its_places(table: dict[str, Placement]):
 
 @settings(deadline=None)
 @given(TABLES, st.sampled_from(AXES), PLACES)
-def test_with_place_changes_one_axis_and_no_other_layout(table: dict[str, Placement], axis: str, place: Placement):
+def test_with_place_changes_one_axis_and_no_other_layout(
+    table: dict[str, Placement], axis: str, place: Placement
+):
     before = Layout.from_dict(table)
     after = before.with_placement(axis, place)
     assert after.placement(axis) == place

@@ -7,7 +7,12 @@ from meshwright.parallel.context.ring import RingAttention
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.model_spec.sequence_info import BlockSequenceInfo, SequenceInfo, SequenceSharding
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.rank_share import local_fraction, local_fractions_by_length, local_token_fraction, unpadded_fraction
+from meshwright.plan.sharding.rank_share import (
+    local_fraction,
+    local_fractions_by_length,
+    local_token_fraction,
+    unpadded_fraction,
+)
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 
 VISITS = (
@@ -28,7 +33,9 @@ TOKENS = SequenceInfo(13, ("ids",), (), VISITS)
 
 def space(rank: int, tokens: SequenceInfo | None = TOKENS) -> ShardingPlan:
     names = tuple(each.block_call for each in VISITS)
-    whole = ShardingPlan.one_device(Mesh(cp=2), ModelSpec("tiny", names, (), (1,) * 4, (1,) * 4, sequence_info=tokens))
+    whole = ShardingPlan.one_device(
+        Mesh(cp=2), ModelSpec("tiny", names, (), (1,) * 4, (1,) * 4, sequence_info=tokens)
+    )
     return RingAttention().place(whole).at_coordinate({**whole.mesh.coordinate(rank)})
 
 
@@ -37,7 +44,10 @@ def test_shares_follow_what_goes_through_a_visit_and_a_module_of_it():
     for rank in range(2):
         here = space(rank)
         most, few = (Fraction(deal.num_tokens(length, rank), length) for length in (13, 9))
-        assert (local_token_fraction(here), local_fractions_by_length(here)) == (most, ((most, most), (few, few)))
+        assert (local_token_fraction(here), local_fractions_by_length(here)) == (
+            most,
+            ((most, most), (few, few)),
+        )
         found = [local_fraction(here, each.block_call) for each in VISITS]
         assert found == [1, most, few, 1]
         assert local_fraction(here, "decoder", "decoder.keys") == most

@@ -18,11 +18,19 @@ CALLS = (
     LayerCall("up", "layer", "columns", 1, 4, 3, flops=30, saved_numel=9),
     LayerCall("head", "head", "head", 2, 4, 8, flops=80),
 )
-MODEL = ModelSpec("model", ("layer", "head"), (UP, HEAD), (20, 8), (50, 80), saved_numel=(25, 4), layer_calls=CALLS)
+MODEL = ModelSpec(
+    "model", ("layer", "head"), (UP, HEAD), (20, 8), (50, 80), saved_numel=(25, 4), layer_calls=CALLS
+)
 
 
-def seen(rank: int, *, stream: bool = False, logits: bool = False, through: tuple[str, ...] = ()) -> dict[str, BlockShare]:
-    space = ShardingPlan(Mesh(tp=2), MODEL, tuple(ParamSharding(weight, Layout.from_dict({"tp": S(0)})) for weight in (UP, HEAD)))
+def seen(
+    rank: int, *, stream: bool = False, logits: bool = False, through: tuple[str, ...] = ()
+) -> dict[str, BlockShare]:
+    space = ShardingPlan(
+        Mesh(tp=2),
+        MODEL,
+        tuple(ParamSharding(weight, Layout.from_dict({"tp": S(0)})) for weight in (UP, HEAD)),
+    )
     space = space.with_residual_placement("tp", S(1), through) if stream else space
     if logits:
         space = replace(
@@ -34,10 +42,18 @@ def seen(rank: int, *, stream: bool = False, logits: bool = False, through: tupl
 def test_divided_parts_go_by_the_ranks_own_share():
     first, second = seen(0)["layer"], seen(1)["layer"]
     assert first == BlockShare(
-        flops=20 + 30 * 2 // 3, saved_numel=16 + 6, output_numel=20, deferred_grad_numel=20, weight_grad_flops=40
+        flops=20 + 30 * 2 // 3,
+        saved_numel=16 + 6,
+        output_numel=20,
+        deferred_grad_numel=20,
+        weight_grad_flops=40,
     )
     assert second == BlockShare(
-        flops=20 + 30 * 1 // 3, saved_numel=16 + 3, output_numel=20, deferred_grad_numel=20, weight_grad_flops=30
+        flops=20 + 30 * 1 // 3,
+        saved_numel=16 + 3,
+        output_numel=20,
+        deferred_grad_numel=20,
+        weight_grad_flops=30,
     )
     assert seen(0)["head"] == BlockShare(
         flops=40, saved_numel=4, output_numel=8, deferred_grad_numel=8, weight_grad_flops=40
@@ -64,11 +80,16 @@ def test_one_device_has_all():
 
 def test_gradients_that_weights_need_are_those_of_what_layers_give_out():
     wide = replace(MODEL, layer_calls=(*CALLS, LayerCall("out", "layer", "rows", 3, 3, 40)))
-    space = ShardingPlan(Mesh(tp=2), wide, tuple(ParamSharding(weight, Layout.from_dict({"tp": S(0)})) for weight in (UP, HEAD)))
+    space = ShardingPlan(
+        Mesh(tp=2),
+        wide,
+        tuple(ParamSharding(weight, Layout.from_dict({"tp": S(0)})) for weight in (UP, HEAD)),
+    )
     space = space.at_coordinate({"tp": 0, "pp": 0, "dp_replicate": 0, "dp_shard": 0, "cp": 0})
     assert block_shares(space)["layer"].deferred_grad_numel == 4 + 2 + 40
     assert (
-        block_shares(replace(space, model_spec=replace(wide, layer_calls=())))["layer"].deferred_grad_numel == 25
+        block_shares(replace(space, model_spec=replace(wide, layer_calls=())))["layer"].deferred_grad_numel
+        == 25
     )  # nothing is known of them: as much as kept
 
 

@@ -44,9 +44,13 @@ def test_a_gradient_wanted_in_shards_is_scattered():
 
 def test_a_gradient_left_as_a_sum_is_named_but_not_that_of_a_frozen_weight():
     apart = SPACE.map_param_shardings(
-        lambda home: ParamSharding(home.param, home.layout, home.grad_layout.with_placement("dp_replicate", P))
+        lambda home: ParamSharding(
+            home.param, home.layout, home.grad_layout.with_placement("dp_replicate", P)
+        )
     )
-    assert [home.param.name for home in apart.unreduced_params()] == [weight.name for weight in MODEL.trainable]
+    assert [home.param.name for home in apart.unreduced_params()] == [
+        weight.name for weight in MODEL.trainable
+    ]
 
 
 def test_bundles_come_in_the_order_in_which_backward_completes_them():
@@ -65,24 +69,38 @@ def test_slices_of_unlike_sizes_lie_apart_so_that_what_is_whole_lies_alike_on_al
         sliced = Layout.from_dict({"tp": S(0)} if home.param.name == "one.weight" else {})
         return replace(home, layout=sliced, grad_layout=sliced.with_placement("dp_shard", S(FLAT)))
 
-    for tp, names in ((2, ["two", "one", "embed+head", ROOT]), (3, ["two", "one", "one in uneven slices", "embed+head", ROOT])):
+    for tp, names in (
+        (2, ["two", "one", "embed+head", ROOT]),
+        (3, ["two", "one", "one in uneven slices", "embed+head", ROOT]),
+    ):
         space = ShardingPlan.one_device(Mesh(dp_shard=2, tp=tp), MODEL).map_param_shardings(shard)
-        assert sorted(bundle.name.replace(" over dp_shard", "") for bundle in space.param_groups()) == sorted(names)
+        assert sorted(bundle.name.replace(" over dp_shard", "") for bundle in space.param_groups()) == sorted(
+            names
+        )
 
 
 def test_weights_that_are_summed_over_other_axes_travel_apart():
     def split(home: ParamSharding) -> ParamSharding:
-        return ParamSharding(home.param, home.layout.with_placement("tp", R), I_ON_TP) if home.param.name == "one.bias" else home
+        return (
+            ParamSharding(home.param, home.layout.with_placement("tp", R), I_ON_TP)
+            if home.param.name == "one.bias"
+            else home
+        )
 
     I_ON_TP = Layout.from_dict({"tp": I})
-    names = [[weight.name for weight in bundle.params] for bundle in SPACE.map_param_shardings(split).param_groups()]
+    names = [
+        [weight.name for weight in bundle.params]
+        for bundle in SPACE.map_param_shardings(split).param_groups()
+    ]
     assert ["one.bias"] in names
     assert ["one.weight"] in names
 
 
 def test_data_axes_are_outermost_first_whatever_the_order_in_which_they_were_split():
     space = (
-        SPACE.with_batch_placement("dp_shard", S(0)).with_batch_placement("dp_replicate", S(0)).with_batch_placement("cp", S(1))
+        SPACE.with_batch_placement("dp_shard", S(0))
+        .with_batch_placement("dp_replicate", S(0))
+        .with_batch_placement("cp", S(1))
     )
     assert space.data_axes == ("dp_replicate", "dp_shard")
     assert space.token_axes == ("cp",)
@@ -96,7 +114,9 @@ def test_data_axes_are_outermost_first_whatever_the_order_in_which_they_were_spl
     st.tuples(st.integers(0, 7), st.integers(0, 7)),
     st.dictionaries(st.sampled_from(AXES), st.sampled_from([R, I, P, S(0), S(1)])),
 )
-def test_shards_cover_a_tensor_once_and_as_evenly_as_can_be(mesh: Mesh, shape: tuple[int, int], places: dict[str, object]):
+def test_shards_cover_a_tensor_once_and_as_evenly_as_can_be(
+    mesh: Mesh, shape: tuple[int, int], places: dict[str, object]
+):
     space, layout = ShardingPlan.one_device(mesh, MODEL), Layout.from_dict(places)
     split = layout.axes_with("S")
     parts = []
@@ -111,7 +131,10 @@ def test_shards_cover_a_tensor_once_and_as_evenly_as_can_be(mesh: Mesh, shape: t
 
 def test_the_first_ranks_hold_the_larger_shards():
     space, layout = ShardingPlan.one_device(Mesh(tp=3), MODEL), Layout.from_dict({"tp": S(0)})
-    assert [space.local_shape((7, 2), layout, {axis: i if axis == "tp" else 0 for axis in AXES})[0] for i in range(3)] == [
+    assert [
+        space.local_shape((7, 2), layout, {axis: i if axis == "tp" else 0 for axis in AXES})[0]
+        for i in range(3)
+    ] == [
         3,
         2,
         2,
@@ -119,11 +142,21 @@ def test_the_first_ranks_hold_the_larger_shards():
 
 
 def test_a_dim_cut_along_two_axes_is_dealt_to_all_their_ranks_the_last_innermost():
-    weight = ParamSpec("w", (12, 7), ("a",), dim_splits=(DimSplit(0, 6, (12,), "out"), DimSplit(1, 7, (7,), "in")))
+    weight = ParamSpec(
+        "w", (12, 7), ("a",), dim_splits=(DimSplit(0, 6, (12,), "out"), DimSplit(1, 7, (7,), "in"))
+    )
     home = ParamSharding(weight, Layout.from_dict({"tp": S(0), "tp_depth": S(0), "cp": S(1)}))
-    space = replace(ShardingPlan.one_device(Mesh(cp=3, tp_depth=2, tp=3), SPACE.model_spec), param_shardings=(home,))
-    found = [space.at_coordinate({**dict.fromkeys(AXES, 0), "cp": 1, "tp_depth": d, "tp": t}) for d in range(2) for t in range(3)]
+    space = replace(
+        ShardingPlan.one_device(Mesh(cp=3, tp_depth=2, tp=3), SPACE.model_spec), param_shardings=(home,)
+    )
+    found = [
+        space.at_coordinate({**dict.fromkeys(AXES, 0), "cp": 1, "tp_depth": d, "tp": t})
+        for d in range(2)
+        for t in range(3)
+    ]
     assert {each.param_shardings[0].param.shape for each in found} == {(2, 2)}
     sides = [space.dim_shards(home, dict(each.coordinate)) for each in found]
-    assert [side.dim_ranges.ranges for _, side in sides] == [((first, first + 2),) for first in range(0, 12, 2)]
+    assert [side.dim_ranges.ranges for _, side in sides] == [
+        ((first, first + 2),) for first in range(0, 12, 2)
+    ]
     assert [(side.axes, side.num_ranks) for side in sides[0]] == [(("cp",), 3), (("tp_depth", "tp"), 6)]

@@ -1,13 +1,25 @@
 """Actions and programs: names, edits, and how a rank finds its list."""
 
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.action import Action, Program, Transfer, drop_single_rank_transfers, index_of_last, with_waits
+from meshwright.plan.step.action import (
+    Action,
+    Program,
+    Transfer,
+    drop_single_rank_transfers,
+    index_of_last,
+    with_waits,
+)
 
 ACTIONS = (Action("F", "a", 0), Action("F", "b", 0), Action("B", "b", 0), Action("B", "a", 0), Action("STEP"))
 
 
 def test_an_action_is_named_by_its_kind_subject_and_micro_batch():
-    names = [Action("STEP").name, Action("LOSS", microbatch=2).name, Action("REDUCE", "0").name, Action("F", "a", 0).name]
+    names = [
+        Action("STEP").name,
+        Action("LOSS", microbatch=2).name,
+        Action("REDUCE", "0").name,
+        Action("F", "a", 0).name,
+    ]
     assert names == ["STEP()", "LOSS(2)", "REDUCE(0)", "F(a, 0)"]
 
 

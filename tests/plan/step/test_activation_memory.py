@@ -17,23 +17,43 @@ from meshwright.plan.step.activation_memory import ActivationMemory, activation_
 from meshwright.plan.step.single_device import SCRATCH, sequential_stage_calls, single_device_program
 
 BODY, HEAD = ParamSpec("body.weight", (3, 2), ("body",)), ParamSpec("head.weight", (5, 2), ("head",))
-PLAIN = ModelSpec("model", ("body", "head"), (BODY, HEAD), (20, 8), (50, 80), saved_numel=(25, 4), loss_saved_numel=8)
+PLAIN = ModelSpec(
+    "model", ("body", "head"), (BODY, HEAD), (20, 8), (50, 80), saved_numel=(25, 4), loss_saved_numel=8
+)
 LOADS = (
-    BlockMemory("body", LinearInSamples(0, 80), LinearInSamples(12, 100), LinearInSamples(0, 200), LinearInSamples(0, 210)),
-    BlockMemory("head", LinearInSamples(0, 32), LinearInSamples(0, 16), LinearInSamples(0, 0), LinearInSamples(0, 0)),
+    BlockMemory(
+        "body",
+        LinearInSamples(0, 80),
+        LinearInSamples(12, 100),
+        LinearInSamples(0, 200),
+        LinearInSamples(0, 210),
+    ),
+    BlockMemory(
+        "head", LinearInSamples(0, 32), LinearInSamples(0, 16), LinearInSamples(0, 0), LinearInSamples(0, 0)
+    ),
 )
 WEIGHED = replace(PLAIN, memory=ModelMemory(LOADS, glue=LinearInSamples(7, 1), loss=LinearInSamples(0, 64)))
 
 
 def test_bytes_that_are_there_once_and_those_of_each_row_add_up_and_go_nowhere_below_zero():
     line = LinearInSamples(10, 10)
-    assert (line.total(1), line.total(10), (line + line).total(1), (line - LinearInSamples(3, 1)).total(2)) == (20, 110, 40, 25)
+    assert (
+        line.total(1),
+        line.total(10),
+        (line + line).total(1),
+        (line - LinearInSamples(3, 1)).total(2),
+    ) == (20, 110, 40, 25)
     assert LinearInSamples(-5, 1).total(2) == 0
 
 
 def test_without_weighing_a_visit_takes_its_elements_in_the_dtype_of_compute():
-    found = activation_memory(ShardingPlan.one_device(Mesh(), PLAIN), Job(precision=PrecisionConfig("float32", "bfloat16")), 3)
-    assert found == {"body": ActivationMemory(20 * 3 * 2, 25 * 3 * 2), "head": ActivationMemory(8 * 3 * 2, 4 * 3 * 2)}
+    found = activation_memory(
+        ShardingPlan.one_device(Mesh(), PLAIN), Job(precision=PrecisionConfig("float32", "bfloat16")), 3
+    )
+    assert found == {
+        "body": ActivationMemory(20 * 3 * 2, 25 * 3 * 2),
+        "head": ActivationMemory(8 * 3 * 2, 4 * 3 * 2),
+    }
 
 
 def test_what_was_weighed_counts_instead_and_glue_is_there_from_the_first_visit_to_its_backward():
@@ -44,20 +64,43 @@ def test_what_was_weighed_counts_instead_and_glue_is_there_from_the_first_visit_
 @pytest.mark.parametrize(
     ("added", "new", "scratch"),
     [(0, 0, 600), (700, 0, 700), (0, 24, 606), (0, 1000, 0), (50, 1000, 50)],
-    ids=["nothing", "a larger gradient is added", "gradients are made", "as many as there is room", "and one is added"],
+    ids=[
+        "nothing",
+        "a larger gradient is added",
+        "gradients are made",
+        "as many as there is room",
+        "and one is added",
+    ],
 )
-def test_a_backward_has_for_itself_what_was_weighed_less_the_gradients_that_it_leaves(added: int, new: int, scratch: int):
-    assert ActivationMemory(0, 0, backward_nbytes=600, backward_with_grads_nbytes=630).scratch_nbytes(added, new) == scratch
+def test_a_backward_has_for_itself_what_was_weighed_less_the_gradients_that_it_leaves(
+    added: int, new: int, scratch: int
+):
+    assert (
+        ActivationMemory(0, 0, backward_nbytes=600, backward_with_grads_nbytes=630).scratch_nbytes(added, new)
+        == scratch
+    )
 
 
 def test_what_is_as_large_as_weights_is_divided_as_they_are_whatever_becomes_of_the_rest():
     head = replace(HEAD, dim_splits=(DimSplit(0, 5, (5,)),))
     load = BlockMemory(
-        "head", LinearInSamples(0, 32), LinearInSamples(0, 16, 40), LinearInSamples(0, 4, 40), LinearInSamples(1, 4, 80)
+        "head",
+        LinearInSamples(0, 32),
+        LinearInSamples(0, 16, 40),
+        LinearInSamples(0, 4, 40),
+        LinearInSamples(1, 4, 80),
     )
-    known = replace(WEIGHED, params=(BODY, head), memory=ModelMemory((LOADS[0], load), LinearInSamples(), LinearInSamples()))
-    space = ShardingPlan(Mesh(tp=2), known, (ParamSharding(BODY), ParamSharding(head, Layout.from_dict({"tp": S(0)}))))
-    first, second = (activation_memory(space.at_coordinate(space.mesh.coordinate(rank)), Job(), 3) for rank in (0, 1))
+    known = replace(
+        WEIGHED,
+        params=(BODY, head),
+        memory=ModelMemory((LOADS[0], load), LinearInSamples(), LinearInSamples()),
+    )
+    space = ShardingPlan(
+        Mesh(tp=2), known, (ParamSharding(BODY), ParamSharding(head, Layout.from_dict({"tp": S(0)})))
+    )
+    first, second = (
+        activation_memory(space.at_coordinate(space.mesh.coordinate(rank)), Job(), 3) for rank in (0, 1)
+    )
     assert first["body"] == second["body"] == ActivationMemory(240, 312, 600, 630)
     assert first["head"] == ActivationMemory(96, 48 + 24, 12 + 24, 13 + 48)  # three of five words
     assert second["head"] == ActivationMemory(96, 48 + 16, 12 + 16, 13 + 32)

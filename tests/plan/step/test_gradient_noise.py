@@ -35,7 +35,9 @@ def actions(plan: Plan) -> list[Action]:
 
 @pytest.mark.parametrize("strategies", STORED)
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(3, 2), (1, 3)])
-def test_without_it_the_program_has_no_such_action_and_with_it_nothing_else_changes(strategies, ranks: int, micro_batch: int):
+def test_without_it_the_program_has_no_such_action_and_with_it_nothing_else_changes(
+    strategies, ranks: int, micro_batch: int
+):
     plain = plan_of(READING, ranks, strategies, micro_batch)
     plan = plan_of(READING, ranks, strategies, micro_batch, noisy())
     assert not any(action.kind in KINDS for action in actions(plain))
@@ -73,13 +75,17 @@ def test_one_batch_size_alone_is_refused():
         with pytest.raises(PlanError) as caught:
             plan_of(READING, 1, micro_batch=micro_batch, job=noisy())
         said = str(caught.value)
-        assert "one data rank plays the 12 samples of a step as one micro-batch: there is no smaller batch" in said
+        assert (
+            "one data rank plays the 12 samples of a step as one micro-batch: there is no smaller batch"
+            in said
+        )
         assert "set micro_batch to a divisor of train.batch below it, raise mesh.dp_replicate, or set" in said
 
 
 def test_a_rank_that_steps_for_others_is_refused():
     with pytest.raises(
-        PlanError, match=r'train\.noise_scale(?s:.*)use the strategy "replicate", or set train\.noise_scale = false'
+        PlanError,
+        match=r'train\.noise_scale(?s:.*)use the strategy "replicate", or set train\.noise_scale = false',
     ):
         plan_of(READING, 3, (BatchSplit(), DataParallelMaster()), job=noisy())
 
@@ -92,7 +98,8 @@ def test_a_loss_of_the_whole_batch_is_refused():
 def test_ranks_with_some_of_the_tokens_of_a_sample_are_refused():
     strategies = (BatchSplit(), Dealt(), DDP())
     with pytest.raises(
-        PlanError, match=r"ranks along cp have some of the tokens.*: no rank has the gradient of a part of the batch"
+        PlanError,
+        match=r"ranks along cp have some of the tokens.*: no rank has the gradient of a part of the batch",
     ):
         make_plan(READING, noisy(), Mesh(dp_replicate=2, cp=2), strategies)
     make_plan(READING, noisy(), Mesh(dp_replicate=2), strategies)

@@ -15,21 +15,27 @@ from tests.tiny_model import tiny_job
 
 VISITS = ("first", "second")
 SIZES = {"a": (7, 4), "b": (9, 3), "c": (5, 5), "d": (10, 2)}
-WEIGHTS = tuple(ParamSpec(f"{visit}.{name}", shape, (visit,)) for visit in VISITS for name, shape in SIZES.items())
+WEIGHTS = tuple(
+    ParamSpec(f"{visit}.{name}", shape, (visit,)) for visit in VISITS for name, shape in SIZES.items()
+)
 ANATOMY = ModelSpec("paper", VISITS, WEIGHTS, (4, 4), (8, 8))
 SHARDS = (Rows(), BatchSplit(axis="dp_shard"), ZeRO(stage=2))
 
 
 def plan_of(rule: str = "adafactor", mesh: Mesh | None = None, anatomy: ModelSpec = ANATOMY) -> Plan:
     mesh = mesh or Mesh(tp=3)
-    return Plan.make(tiny_job(optimizer=OptimizerConfig(rule)), mesh, anatomy, SHARDS if mesh.dp_shard > 1 else (Rows(),))
+    return Plan.make(
+        tiny_job(optimizer=OptimizerConfig(rule)), mesh, anatomy, SHARDS if mesh.dp_shard > 1 else (Rows(),)
+    )
 
 
 def test_every_weight_has_one_owner_and_the_largest_load_is_small():
     for mesh in (Mesh(tp=3), Mesh(dp_shard=2, tp=3)):
         plan = plan_of(mesh=mesh)
         owned = [list(owned_params(plan.sharding, rank)) for rank in range(mesh.world_size)]
-        assert sorted(weight.name for mine in owned for _, weight in mine) == sorted(weight.name for weight in WEIGHTS)
+        assert sorted(weight.name for mine in owned for _, weight in mine) == sorted(
+            weight.name for weight in WEIGHTS
+        )
         loads = [sum(weight.numel for _, weight in mine) for mine in owned]
         assert max(loads) <= sum(loads) / mesh.world_size + max(weight.numel for weight in WEIGHTS)
 
@@ -55,11 +61,18 @@ def test_a_parcel_is_as_long_as_the_largest_ranks_slices():
 
 def test_slices_come_before_the_clip_and_go_behind_the_step():
     names = [action.name for action in plan_of().program.actions(FIRST_ROLE)]
-    brings, hands = ([name for name in names if name.startswith(kind)] for kind in ("GATHER_GRAD", "SCATTER_PARAM"))
+    brings, hands = (
+        [name for name in names if name.startswith(kind)] for kind in ("GATHER_GRAD", "SCATTER_PARAM")
+    )
     assert brings == ["GATHER_GRAD(second)", "GATHER_GRAD(first)"]
     assert len(hands) == 2
     assert names.index("GLOBAL_NORM(norm)") < min(map(names.index, brings))
-    assert max(map(names.index, brings)) < names.index("CLIP()") < names.index("STEP()") < min(map(names.index, hands))
+    assert (
+        max(map(names.index, brings))
+        < names.index("CLIP()")
+        < names.index("STEP()")
+        < min(map(names.index, hands))
+    )
 
 
 def test_rules_of_single_elements_and_uncut_weights_have_no_owners():
@@ -77,4 +90,11 @@ def test_owned_copies_and_their_moments_are_in_the_plans_bytes():
 def test_coordinates_are_counted_as_groups_are():
     space = ShardingPlan.one_device(Mesh(dp_shard=2, tp=3), ANATOMY)
     found = [owner_coordinate(space, ("tp", "dp_shard"), index) for index in range(6)]
-    assert [(each["dp_shard"], each["tp"]) for each in found] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert [(each["dp_shard"], each["tp"]) for each in found] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (1, 0),
+        (1, 1),
+        (1, 2),
+    ]

@@ -14,7 +14,9 @@ def wire(name: str, *waits: str) -> Action:
     return Action(name, stream="wire", waits=waits)
 
 
-def times(roles: dict[str, list[Action]], durations: dict[str, float] | None = None) -> dict[str, tuple[float, float]]:
+def times(
+    roles: dict[str, list[Action]], durations: dict[str, float] | None = None
+) -> dict[str, tuple[float, float]]:
     """Start and end per `role/kind`; an action lasts 1 unless `durations` says otherwise."""
     given = durations or {}
     ticks = simulate(Program.from_dict(roles), lambda action: given.get(action.kind, 1.0))
@@ -28,7 +30,11 @@ def stuck(roles: dict[str, list[Action]]) -> list[str]:
 
 
 def test_a_lane_runs_its_actions_in_list_order():
-    assert times({"r": [compute("A"), compute("B"), compute("C")]}) == {"r/A": (0, 1), "r/B": (1, 2), "r/C": (2, 3)}
+    assert times({"r": [compute("A"), compute("B"), compute("C")]}) == {
+        "r/A": (0, 1),
+        "r/B": (1, 2),
+        "r/C": (2, 3),
+    }
 
 
 def test_the_timeline_is_in_order_of_start():
@@ -77,14 +83,19 @@ def test_a_main_thread_does_not_stand_still_for_a_message_on_the_wire():
 
 
 def test_a_pipeline_of_three_roles_takes_its_turns():
-    roles = {f"stage{i}": [Action("F", str(m), waits=(f"stage{i - 1}/F({m})",) if i else ()) for m in range(2)] for i in range(3)}
+    roles = {
+        f"stage{i}": [Action("F", str(m), waits=(f"stage{i - 1}/F({m})",) if i else ()) for m in range(2)]
+        for i in range(3)
+    }
     ends = {(tick.role, tick.action.subject): tick.end for tick in simulate(Program.from_dict(roles))}
     assert ends["stage2", "0"] == 3
     assert ends["stage2", "1"] == 4
 
 
 def test_a_cycle_is_shown_with_an_arrow_at_every_role():
-    lines = stuck({"r": [compute("X"), compute("A", "s/B()")], "s": [compute("B", "r/A()")], "t": [compute("C")]})
+    lines = stuck(
+        {"r": [compute("X"), compute("A", "s/B()")], "s": [compute("B", "r/A()")], "t": [compute("C")]}
+    )
     assert lines == [
         "nobody can go on:",
         "  r: action 1 of 2, A()  <-- waits for s/B()",
@@ -100,7 +111,10 @@ def test_only_what_is_missing_is_named():
 
 def test_the_wire_and_the_main_thread_are_both_shown():
     lines = stuck({"r": [wire("W", "s/NONE()"), compute("A", "W()")], "s": []})
-    assert lines[1:3] == ["  r: action 0 of 2, W()  <-- waits for s/NONE()", "  r: action 1 of 2, A()  <-- waits for W()"]
+    assert lines[1:3] == [
+        "  r: action 0 of 2, W()  <-- waits for s/NONE()",
+        "  r: action 1 of 2, A()  <-- waits for W()",
+    ]
 
 
 @pytest.mark.parametrize("first", [compute("A", "B()"), wire("A", "B()")])

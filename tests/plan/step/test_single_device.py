@@ -12,7 +12,12 @@ from meshwright.plan.sharding.placement import S
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.simulator import simulate
-from meshwright.plan.step.single_device import FIRST_ROLE, samples_per_microbatch, sequential_stage_calls, single_device_program
+from meshwright.plan.step.single_device import (
+    FIRST_ROLE,
+    samples_per_microbatch,
+    sequential_stage_calls,
+    single_device_program,
+)
 
 WEIGHTS = (
     ParamSpec("a.weight", (6,), ("a", "c"), aliases=("c.weight",)),
@@ -24,7 +29,10 @@ MODEL = ModelSpec("model", ("a", "b", "c"), WEIGHTS, (10, 20, 30), (100, 200, 30
 
 def listed(num_micro: int = 2, micro_batch: int = 3, job: Job | None = None) -> tuple[Action, ...]:
     return single_device_program(
-        ShardingPlan.one_device(Mesh(), MODEL), job or Job(), micro_batch, sequential_stage_calls(MODEL.block_calls, num_micro)
+        ShardingPlan.one_device(Mesh(), MODEL),
+        job or Job(),
+        micro_batch,
+        sequential_stage_calls(MODEL.block_calls, num_micro),
     ).actions(FIRST_ROLE)
 
 
@@ -60,7 +68,9 @@ def test_every_micro_batch_visits_every_block_there_and_back(num_micro: int):
 def test_nobody_waits_for_ever():
     assert len(
         simulate(
-            single_device_program(ShardingPlan.one_device(Mesh(), MODEL), Job(), 1, sequential_stage_calls(MODEL.block_calls, 3))
+            single_device_program(
+                ShardingPlan.one_device(Mesh(), MODEL), Job(), 1, sequential_stage_calls(MODEL.block_calls, 3)
+            )
         )
     ) == len(listed(3))
 
@@ -82,7 +92,11 @@ def test_a_gradient_is_held_from_the_first_backward_that_adds_to_it():
 
 
 def test_activations_are_counted_in_the_dtype_of_compute_and_gradients_in_that_of_parameters():
-    taken = {h.name: h.nbytes for a in listed(1, 3, Job(precision=PrecisionConfig("float32", "bfloat16"))) for h in a.allocations}
+    taken = {
+        h.name: h.nbytes
+        for a in listed(1, 3, Job(precision=PrecisionConfig("float32", "bfloat16")))
+        for h in a.allocations
+    }
     assert taken["stream(b, 0)"] == 20 * 3 * 2
     assert taken["gradient(b)"] == 4 * 4
 
@@ -92,7 +106,9 @@ def test_what_a_visit_computes_within_is_held_from_its_forward_to_its_backward()
     actions = single_device_program(
         ShardingPlan.one_device(Mesh(), model), Job(), 2, sequential_stage_calls(model.block_calls, 1)
     ).actions(FIRST_ROLE)
-    assert {h.name: h.nbytes for a in actions if a.kind == "F" for h in a.allocations}["inside(b, 0)"] == 7 * 2 * 4
+    assert {h.name: h.nbytes for a in actions if a.kind == "F" for h in a.allocations}[
+        "inside(b, 0)"
+    ] == 7 * 2 * 4
     assert held_after(actions)[-1] == {}
 
 

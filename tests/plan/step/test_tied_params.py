@@ -24,7 +24,12 @@ WIDE = PrecisionConfig("bfloat16", "bfloat16", "float32", master="float32")
 
 
 def plan_of(mesh: Mesh, *strategies: Strategy, precision: PrecisionConfig | None = None) -> Plan:
-    job = Job(ModelConfig("tied"), DataConfig("random", sequence=TOKENS), TrainConfig(batch=12), OptimizerConfig(lr=0.1))
+    job = Job(
+        ModelConfig("tied"),
+        DataConfig("random", sequence=TOKENS),
+        TrainConfig(batch=12),
+        OptimizerConfig(lr=0.1),
+    )
     job = job if precision is None else replace(job, precision=precision)
     return make_plan(reading_of(tied=True), job, mesh, (Pipeline(), *strategies), 2)
 
@@ -36,7 +41,11 @@ def end(plan: Plan, role: str = "stage0") -> list[str]:
 
 
 def of_kind(plan: Plan, kind: str, role: str = "stage0") -> Action:
-    (found,) = (action for action in plan.program.actions(role) if action.kind == kind and action.subject.startswith(NAME))
+    (found,) = (
+        action
+        for action in plan.program.actions(role)
+        if action.kind == kind and action.subject.startswith(NAME)
+    )
     return found
 
 
@@ -53,11 +62,21 @@ def test_it_stands_behind_everything_else_that_is_sent_and_before_what_looks_at_
     ]
     assert end(plan) == tail
     assert end(plan, "stage2")[1:] == tail  # behind what it sends back
-    assert end(plan, "stage1")[1:] == ["LOSS_SUM()", "LOCAL_NORM(norm)", "GLOBAL_NORM(norm)", "CLIP()", "STEP()"]
+    assert end(plan, "stage1")[1:] == [
+        "LOSS_SUM()",
+        "LOCAL_NORM(norm)",
+        "GLOBAL_NORM(norm)",
+        "CLIP()",
+        "STEP()",
+    ]
     tie = of_kind(plan, "REDUCE_TIED")
     assert tie.waits == (f"WAIT({NAME}, tied)", f"stage2/WAIT({NAME}, tied)")
     assert tie.transfer is not None
-    assert (tie.transfer.collective, tie.transfer.axes, tie.transfer.member_indices) == ("all_reduce", ("pp",), (0, 2))
+    assert (tie.transfer.collective, tie.transfer.axes, tie.transfer.member_indices) == (
+        "all_reduce",
+        ("pp",),
+        (0, 2),
+    )
     readers = [action for action in plan.program.actions("stage0") if action.kind in ("LOCAL_NORM", "CLIP")]
     assert all(tie.name in action.waits for action in readers)
 
@@ -92,13 +111,17 @@ def test_of_a_bundle_in_shards_a_shard_travels_in_the_dtype_of_gradients():
     assert arena == plan.sharding.at_pp_rank(2).flat_param_specs()[NAME]  # cut at the same places
 
 
-@pytest.mark.parametrize(("mesh", "store"), [(Mesh(pp=3), ()), (Mesh(pp=3, dp_replicate=2), (BatchSplit(), DDP()))])
+@pytest.mark.parametrize(
+    ("mesh", "store"), [(Mesh(pp=3), ()), (Mesh(pp=3, dp_replicate=2), (BatchSplit(), DDP()))]
+)
 def test_of_narrow_gradients_it_is_the_wider_buffer_that_is_summed(mesh: Mesh, store: tuple[Strategy, ...]):
     plan = plan_of(mesh, *store, precision=WIDE)
     tie, actions = of_kind(plan, "REDUCE_TIED"), plan.program.actions("stage0")
     assert tie.transfer is not None
     assert tie.transfer.dtype == "float32"
-    unpacks = [action for action in actions if action.kind == "UNPACK" and set(tie.tensors) & set(action.tensors)]
+    unpacks = [
+        action for action in actions if action.kind == "UNPACK" and set(tie.tensors) & set(action.tensors)
+    ]
     assert [tie.name in action.waits for action in unpacks] == [True]
 
 

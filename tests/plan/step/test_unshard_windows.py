@@ -14,37 +14,63 @@ def spans(found: list[UnshardWindow]) -> list[tuple[str, int, int]]:
 
 
 def test_uses_that_follow_each_other_are_one_stay():
-    assert spans(unshard_windows(CHAIN, ONES)) == [("a", 0, 0), ("b", 1, 1), ("c", 2, 3), ("b", 4, 4), ("a", 5, 5)]
+    assert spans(unshard_windows(CHAIN, ONES)) == [
+        ("a", 0, 0),
+        ("b", 1, 1),
+        ("c", 2, 3),
+        ("b", 4, 4),
+        ("a", 5, 5),
+    ]
 
 
 def test_a_micro_batch_or_a_step_is_one_stay_where_asked_for():
     twice = CHAIN + [ParamUse(use.param_groups, 1) for use in CHAIN]
-    assert spans(unshard_windows(twice, ONES, "micro")) == [("a", 0, 11), ("b", 1, 4), ("c", 2, 3), ("b", 7, 10), ("c", 8, 9)]
+    assert spans(unshard_windows(twice, ONES, "micro")) == [
+        ("a", 0, 11),
+        ("b", 1, 4),
+        ("c", 2, 3),
+        ("b", 7, 10),
+        ("c", 8, 9),
+    ]
     assert spans(unshard_windows(twice, ONES, "step")) == [("a", 0, 11), ("b", 1, 10), ("c", 2, 9)]
 
 
 def test_a_budget_joins_the_shortest_gaps_first():
-    assert spans(unshard_windows(CHAIN, ONES, budget=1)) == [("a", 0, 0), ("b", 1, 4), ("c", 2, 3), ("a", 5, 5)]
+    assert spans(unshard_windows(CHAIN, ONES, budget=1)) == [
+        ("a", 0, 0),
+        ("b", 1, 4),
+        ("c", 2, 3),
+        ("a", 5, 5),
+    ]
     assert spans(unshard_windows(CHAIN, ONES, budget=2)) == [("a", 0, 5), ("b", 1, 4), ("c", 2, 3)]
 
 
 def test_nothing_is_fetched_before_it_has_been_let_go_of():
-    found = {(stay.param_group, stay.first_use): stay.fetch_use for stay in unshard_windows(CHAIN, ONES, prefetch=9)}
+    found = {
+        (stay.param_group, stay.first_use): stay.fetch_use
+        for stay in unshard_windows(CHAIN, ONES, prefetch=9)
+    }
     assert found == {("a", 0): 0, ("b", 1): 0, ("c", 2): 0, ("b", 4): 2, ("a", 5): 1}
 
 
 @given(
-    names=st.lists(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=2, unique=True), min_size=1, max_size=30),
+    names=st.lists(
+        st.lists(st.sampled_from("abcdef"), min_size=1, max_size=2, unique=True), min_size=1, max_size=30
+    ),
     ahead=st.integers(0, 4),
     budget=st.integers(0, 20),
 )
-def test_every_use_finds_its_bundles_and_no_two_share_a_buffer(names: list[list[str]], ahead: int, budget: int):
+def test_every_use_finds_its_bundles_and_no_two_share_a_buffer(
+    names: list[list[str]], ahead: int, budget: int
+):
     nbytes = {name: 1 + index for index, name in enumerate("abcdef")}
     uses = [ParamUse(tuple(each), 0) for each in names]
     found = unshard_windows(uses, nbytes, budget=budget, prefetch=ahead)
     for at, use in enumerate(uses):
         for bundle in use.param_groups:
-            assert [stay for stay in found if stay.param_group == bundle and stay.first_use <= at <= stay.last_use]
+            assert [
+                stay for stay in found if stay.param_group == bundle and stay.first_use <= at <= stay.last_use
+            ]
     number, sizes = assign_buffers(found, nbytes)
     for one in found:
         assert sizes[number[one.param_group]] >= nbytes[one.param_group]

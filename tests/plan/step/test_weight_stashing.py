@@ -52,17 +52,22 @@ def test_one_step_with_all_micro_batches_is_none_of_their_own():
 def test_a_backward_that_meets_other_weights_than_its_forward_is_told():
     actions = [action for action in RIGHT if action.kind not in ("LOAD_STASHED", "LOAD_LATEST")]
     said = list(version_conflicts(actions))
-    assert said[0] == "B(x, 1) meets the weights after 1 steps, and the forward of its micro-batch those after 0"
+    assert (
+        said[0] == "B(x, 1) meets the weights after 1 steps, and the forward of its micro-batch those after 0"
+    )
     assert len(said) == 2
 
 
 def test_weights_that_nobody_has_kept_are_told():
     actions = [action for action in RIGHT if action.kind != "STASH"]
-    assert f"LOAD_STASHED({ROOM}, 1) asks for weights that no STASH has kept" in list(version_conflicts(actions))
+    assert f"LOAD_STASHED({ROOM}, 1) asks for weights that no STASH has kept" in list(
+        version_conflicts(actions)
+    )
 
 
 def test_a_step_of_old_weights_is_told():
     actions = [action for action in RIGHT if action.kind != "LOAD_LATEST"]
-    assert f"STEP(1) finds the weights of LOAD_STASHED({ROOM}, 1) in the model, and not the newest ones" in list(
-        version_conflicts(actions)
+    assert (
+        f"STEP(1) finds the weights of LOAD_STASHED({ROOM}, 1) in the model, and not the newest ones"
+        in list(version_conflicts(actions))
     )

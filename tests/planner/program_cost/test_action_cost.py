@@ -21,7 +21,13 @@ from tests.planner.simple_machine import ground
 
 ROWS, TOKENS = 6, 9
 ALONE = Mesh()
-SIZES = {"hidden_size": 48, "intermediate_size": 52, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 68}
+SIZES = {
+    "hidden_size": 48,
+    "intermediate_size": 52,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "vocab_size": 68,
+}
 KEYS = 48 // 6 * 3
 LAYER = 2 * TOKENS * (48 * 48 * 2 + 48 * KEYS * 2 + 48 * 52 * 3)  # FLOP of its products, per row
 PAIRS = 4 * 6 * TOKENS * TOKENS * 8 / 2  # of attention, half of whose pairs the kernel leaves out
@@ -64,7 +70,10 @@ def test_ranks_that_divide_matrices_do_together_what_one_device_does(ranks: int)
 
 
 def test_a_kernel_leaves_out_whole_blocks_of_keys_alone():
-    plain, coarse = (priced(plan_of(), replace(ground(flops=1.0), block=block))["F(model.layers.0, 0)"] for block in (0, 512))
+    plain, coarse = (
+        priced(plan_of(), replace(ground(flops=1.0), block=block))["F(model.layers.0, 0)"]
+        for block in (0, 512)
+    )
     assert coarse - plain == pytest.approx(ROWS * PAIRS)  # rows shorter than a block are computed whole
 
 
@@ -73,7 +82,9 @@ def test_what_lies_between_products_passes_through_memory():
     done = plan.model_spec.memory.ops.by_block_call["model.layers.0"]
     found = priced(plan, ground(moved=1e9))
     assert found["F(model.layers.0, 0)"] == pytest.approx(done.forward.moved(ROWS) / 1e9, rel=1e-3)
-    states = 28 * sum(weight.numel for weight in plan.model_spec.trainable)  # gradient; weights and two moments, read and written
+    states = 28 * sum(
+        weight.numel for weight in plan.model_spec.trainable
+    )  # gradient; weights and two moments, read and written
     assert found["STEP()"] == pytest.approx(states / 1e9, rel=0.01)
 
 
@@ -89,21 +100,34 @@ def test_what_computes_much_is_told_apart():
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_loss_of_divided_words_looks_at_those_that_are_here(ranks: int):
     """engine/logits.py: two exp of each logit, whose 4 bytes are read or written 18 times, those of the exp among them."""
-    plan = planned(known(**SIZES), Mesh(tp=ranks), rows=ROWS, strategies=(TensorParallel(), VocabParallel()))[1]
+    plan = planned(known(**SIZES), Mesh(tp=ranks), rows=ROWS, strategies=(TensorParallel(), VocabParallel()))[
+        1
+    ]
     each = [priced(plan, ground(moved=1e9), rank)["LOSS"] for rank in range(ranks)]
-    told = ranks * 2 * (ranks * 2 * ROWS * TOKENS * 4)  # what each rank gathers, two numbers per token, is read and written once
+    told = (
+        ranks * 2 * (ranks * 2 * ROWS * TOKENS * 4)
+    )  # what each rank gathers, two numbers per token, is read and written once
     assert sum(each) == pytest.approx((18 * 4 * ROWS * TOKENS * 68 + told) / 1e9)
     rich = [priced(plan, ground(rich=1e-9), rank)["LOSS"] for rank in range(ranks)]
     assert sum(rich) == pytest.approx(2 * ROWS * TOKENS * 68 * 1e-9)
     assert priced(plan, ground(call_s=1.0))["LOSS"] == pytest.approx(action_cost.CALLS)
-    tiled = planned(known(**SIZES), Mesh(tp=ranks), rows=ROWS, strategies=(TensorParallel(), VocabParallel(), ChunkedLoss(2)))[1]
-    assert sum(priced(tiled, ground(rich=1e-9), rank)["LOSS"] for rank in range(ranks)) == pytest.approx(sum(rich))
+    tiled = planned(
+        known(**SIZES),
+        Mesh(tp=ranks),
+        rows=ROWS,
+        strategies=(TensorParallel(), VocabParallel(), ChunkedLoss(2)),
+    )[1]
+    assert sum(priced(tiled, ground(rich=1e-9), rank)["LOSS"] for rank in range(ranks)) == pytest.approx(
+        sum(rich)
+    )
 
 
 def test_what_is_exchanged_within_a_block_is_put_in_order_before_and_after(monkeypatch: pytest.MonkeyPatch):
     strategies = (Ulysses(), DDP(axis="cp"))
     plan = planned(known(**SIZES), Mesh(cp=3), rows=ROWS, strategies=strategies)[1]
-    inner = next(action for action in plan.for_rank(0).actions if action.name == "F(model.layers.0, 0)").inner_transfers
+    inner = next(
+        action for action in plan.for_rank(0).actions if action.name == "F(model.layers.0, 0)"
+    ).inner_transfers
     assert [move.collective for move in inner] == ["all_to_all"] * 4
     found = priced(plan, ground(moved=1e9))
     monkeypatch.setattr(action_cost, "TURNED", {})
@@ -116,14 +140,20 @@ def test_short_operations_take_a_call_each():
     done = plan.model_spec.memory.ops.by_block_call["model.norm"]
     on = ground(call_s=1e-3)
     assert priced(plan, on)["F(model.norm, 0)"] == pytest.approx(1e-3 * done.forward.calls)
-    assert priced(plan, replace(on, slower=2.0))["F(model.norm, 0)"] == pytest.approx(2e-3 * done.forward.calls)
+    assert priced(plan, replace(on, slower=2.0))["F(model.norm, 0)"] == pytest.approx(
+        2e-3 * done.forward.calls
+    )
 
 
 def test_both_halves_of_a_backward_take_what_the_whole_does():
     whole = priced(plan_of(Mesh(pp=2), 2), ground(flops=1.0))
-    halves = planned(known(**SIZES), Mesh(pp=2), micro=2, rows=ROWS, strategies=(Pipeline(schedule="zb_h1"),))[1]
+    halves = planned(
+        known(**SIZES), Mesh(pp=2), micro=2, rows=ROWS, strategies=(Pipeline(schedule="zb_h1"),)
+    )[1]
     found = priced(halves, ground(flops=1.0))
-    assert found["I(model.layers.0, 0)"] + found["W(model.layers.0, 0)"] == pytest.approx(whole["B(model.layers.0, 0)"])
+    assert found["I(model.layers.0, 0)"] + found["W(model.layers.0, 0)"] == pytest.approx(
+        whole["B(model.layers.0, 0)"]
+    )
     assert found["W(model.layers.0, 0)"] == pytest.approx(2 * LAYER)  # two rows, one product of each layer
 
 
@@ -138,11 +168,18 @@ def test_an_operation_taken_for_another_size_is_noticed():
     weighed = plan.model_spec.memory
     done = weighed.ops.by_block_call["model.layers.0"]
     first, *rest = done.forward.products
-    wrong = replace(done, forward=replace(done.forward, products=(replace(first, n=first.m, m=first.m), *rest)))
-    works = replace(weighed.ops, visits=tuple(wrong if each is done else each for each in weighed.ops.block_calls))
+    wrong = replace(
+        done, forward=replace(done.forward, products=(replace(first, n=first.m, m=first.m), *rest))
+    )
+    works = replace(
+        weighed.ops, visits=tuple(wrong if each is done else each for each in weighed.ops.block_calls)
+    )
     anatomy = replace(plan.model_spec, memory=replace(weighed, ops=works))
     bad = replace(
-        plan, sharding=replace(plan.sharding, model_spec=anatomy, all_ranks=replace(plan.sharding.all_ranks, model_spec=anatomy))
+        plan,
+        sharding=replace(
+            plan.sharding, model_spec=anatomy, all_ranks=replace(plan.sharding.all_ranks, model_spec=anatomy)
+        ),
     )
     assert priced(bad, ground(flops=1.0))["F"] != pytest.approx(priced(plan, ground(flops=1.0))["F"])
 
@@ -151,7 +188,10 @@ def test_without_its_operations_a_block_is_one_square_product():
     plan = plan_of()
     anatomy = replace(plan.model_spec, memory=None)
     bare = replace(
-        plan, sharding=replace(plan.sharding, model_spec=anatomy, all_ranks=replace(plan.sharding.all_ranks, model_spec=anatomy))
+        plan,
+        sharding=replace(
+            plan.sharding, model_spec=anatomy, all_ranks=replace(plan.sharding.all_ranks, model_spec=anatomy)
+        ),
     )
     assert not Prices(bare, 0, ground()).seen
     assert priced(bare, ground(flops=1.0))["F"] == pytest.approx(ROWS * sum(plan.model_spec.flops))

@@ -10,7 +10,9 @@ def compute(name: str, *waits: str) -> Action:
     return Action(name, waits=waits)
 
 
-def ends(program: Program, shared: Shared | None, seconds: dict[str, float] | None = None) -> dict[str, float]:
+def ends(
+    program: Program, shared: Shared | None, seconds: dict[str, float] | None = None
+) -> dict[str, float]:
     lasting = seconds or {}
     ticks = played(program, lambda action: lasting.get(action.kind, 1.0), shared)
     return {f"{tick.role}/{tick.action.kind}": tick.end for tick in ticks}
@@ -49,5 +51,7 @@ def test_messages_alone_are_as_they_were_measured_with_all_that_take_part():
 def test_where_acts_last_longer_messages_start_as_much_later():
     program = Program.from_dict({"x": [compute("A"), Action("W", stream="wire", waits=("A()",))]})
     for cores, times in ((6, 1.0), (2, 3.0)):
-        ticks = played(program, lambda action: float(action.kind == "A"), Shared(cores, {"x": 6}), lambda action: 0.1)
+        ticks = played(
+            program, lambda action: float(action.kind == "A"), Shared(cores, {"x": 6}), lambda action: 0.1
+        )
         assert ticks[-1].start == pytest.approx(1.1 * times, rel=0.01)

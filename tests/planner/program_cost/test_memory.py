@@ -21,7 +21,9 @@ from tests.tiny_model import player_of, reading_of, rows, tiny_job
 
 SHARD = BatchSplit(axis="dp_shard")
 FLOAT = PrecisionConfig()
-MIXED = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32", gradients="bfloat16", optimizer_states="float32")
+MIXED = PrecisionConfig(
+    "bfloat16", "bfloat16", "bfloat16", master="float32", gradients="bfloat16", optimizer_states="float32"
+)
 PRECISIONS = [FLOAT, PrecisionConfig(reduce="bfloat16"), MIXED]
 OPTIMIZERS = [
     OptimizerConfig(),
@@ -31,7 +33,9 @@ OPTIMIZERS = [
 ]
 
 
-def held(options: dict[str, bool], strategies: tuple[Strategy, ...], mesh: Mesh, job: Job, micro_batch: int = 0) -> None:
+def held(
+    options: dict[str, bool], strategies: tuple[Strategy, ...], mesh: Mesh, job: Job, micro_batch: int = 0
+) -> None:
     """Play two steps on threads, and compare what each rank holds with its plan."""
     reading = reading_of(**options)
     plan = make_plan(reading, job, mesh, strategies, micro_batch)
@@ -102,7 +106,9 @@ def test_those_that_are_led_keep_no_moments():
 
 def on_paper(stage: int, ranks: int, precision: PrecisionConfig = MIXED, numel: int = 1200) -> StateBytes:
     job = replace(job_of(precision), train=replace(job_of().train, batch=ranks))
-    plan = Plan.make(job, Mesh(dp_shard=ranks), Paper(layers=5, numel=numel).anatomy, (SHARD, ZeRO(stage=stage)))
+    plan = Plan.make(
+        job, Mesh(dp_shard=ranks), Paper(layers=5, numel=numel).anatomy, (SHARD, ZeRO(stage=stage))
+    )
     return state_bytes(plan, 0)
 
 
@@ -136,7 +142,9 @@ def test_what_passes_is_the_gradients_of_one_block_and_activations():
     whole = Plan.make(job_of(), Mesh(), Paper(layers=5, numel=1200).anatomy)
     assert passing_bytes(whole) == activations * whole.job.train.batch
     later = Plan.make(job_of(), Mesh(), Paper(layers=5, numel=1200).anatomy, (), 1)
-    assert passing_bytes(later) == activations + 1200 * 4  # a second micro-batch's gradient, until it is added
+    assert (
+        passing_bytes(later) == activations + 1200 * 4
+    )  # a second micro-batch's gradient, until it is added
 
 
 def test_the_last_ranks_hold_padding_and_fewer_moments():

@@ -20,9 +20,31 @@ from meshwright.planner.program_cost.memory import peak_bytes
 
 ROWS, WORDS, ALLOWED = 2, 256, 0.05
 ONE_GRAPH = 0.08  # more, of what blocks hand on: where nobody stands between backwards, autograd lets go of what it does not need
-SIZES = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
-GPT2 = {"vocab_size": WORDS, "n_embd": 32, "n_head": 4, "n_layer": 3, "n_positions": 512, "bos_token_id": 1, "eos_token_id": 2}
-T5 = {"vocab_size": WORDS, "d_model": 32, "d_ff": 80, "num_heads": 4, "d_kv": 8, "num_layers": 2, "decoder_start_token_id": 0}
+SIZES = {
+    "vocab_size": WORDS,
+    "hidden_size": 32,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+GPT2 = {
+    "vocab_size": WORDS,
+    "n_embd": 32,
+    "n_head": 4,
+    "n_layer": 3,
+    "n_positions": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+T5 = {
+    "vocab_size": WORDS,
+    "d_model": 32,
+    "d_ff": 80,
+    "num_heads": 4,
+    "d_kv": 8,
+    "num_layers": 2,
+    "decoder_start_token_id": 0,
+}
 STILL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
@@ -45,12 +67,19 @@ def reading_of(family: str, attention: str, tokens: int) -> AnalyzedModel:
     return analyze(lambda: transformers.T5ForConditionalGeneration(config), rows(family, tokens))
 
 
-def off(family: str, attention: str, tokens: int, *strategies: Strategy, micro: int = 0, dtypes: str = "float32") -> float:
+def off(
+    family: str, attention: str, tokens: int, *strategies: Strategy, micro: int = 0, dtypes: str = "float32"
+) -> float:
     """By how much of what lived the plan says more, in a step with moments."""
     reading = reading_of(family, attention, tokens)
     parameters, _, compute = dtypes.partition(" ")
     precision = PrecisionConfig(parameters, compute or parameters)
-    job = Job(ModelConfig(family), DataConfig("random", sequence=tokens), TrainConfig(batch=ROWS), precision=precision)
+    job = Job(
+        ModelConfig(family),
+        DataConfig("random", sequence=tokens),
+        TrainConfig(batch=ROWS),
+        precision=precision,
+    )
     plan = make_plan(reading, job, Mesh(), strategies, micro)
     with PeakLive() as live, parallelize(reading, plan, world=alone(torch.device("cpu"))) as engine:
         for _ in range(2):
@@ -60,8 +89,12 @@ def off(family: str, attention: str, tokens: int, *strategies: Strategy, micro: 
     return peak_bytes(plan, 0) / live.peak - 1
 
 
-@pytest.mark.parametrize("strategies", [(), (ActivationCheckpointing(),), (ChunkedLoss(4),)], ids=["plain", "recompute", "tiles"])
-@pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "sdpa"), ("gpt2", "eager")])
+@pytest.mark.parametrize(
+    "strategies", [(), (ActivationCheckpointing(),), (ChunkedLoss(4),)], ids=["plain", "recompute", "tiles"]
+)
+@pytest.mark.parametrize(
+    ("family", "attention"), [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "sdpa"), ("gpt2", "eager")]
+)
 def test_a_decoder_takes_what_the_plan_says(family: str, attention: str, strategies: tuple[Strategy, ...]):
     assert -ALLOWED < off(family, attention, 256, *strategies) < ALLOWED + (0 if strategies else ONE_GRAPH)
 

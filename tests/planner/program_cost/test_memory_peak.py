@@ -20,7 +20,13 @@ from meshwright.planner.program_cost.memory import peak_bytes
 from meshwright.testing.ranks import on_threads
 from tests.parallel.tensor.odd_llama import batches, known, llama, planned
 
-WORDS = {"vocab_size": 1999, "hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2}
+WORDS = {
+    "vocab_size": 1999,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 TABLES = {**WORDS, "vocab_size": 6007, "num_hidden_layers": 1}
 DEEP = {"num_hidden_layers": 7, "intermediate_size": 301, "tie_word_embeddings": True}
 ALLOWED, HALF = 0.05, PrecisionConfig("float32", "bfloat16")
@@ -68,7 +74,9 @@ def test_tiles_of_divided_logits_are_as_narrow_as_the_plan_says(precision: Preci
         assert peak_bytes(plan, rank) == pytest.approx(peak, rel=ALLOWED), rank
 
 
-@pytest.mark.parametrize("rule", ["sgd", "adamw", "adamw_bf16", "adamw_8bit", "lion", "lion_bf16", "adafactor", "muon"])
+@pytest.mark.parametrize(
+    "rule", ["sgd", "adamw", "adamw_bf16", "adamw_8bit", "lion", "lion_bf16", "adafactor", "muon"]
+)
 def test_what_a_rule_has_while_it_steps_is_in_the_peak(rule: str):
     plan, rank, peak = stepped_with(rule)
     assert peak_bytes(plan, rank) == pytest.approx(peak, rel=0.02)
@@ -82,7 +90,9 @@ def test_gradients_that_are_cast_for_a_master_are_in_the_peak():
 def stepped_with(rule: str, precision: PrecisionConfig | None = None) -> tuple[Plan, int, int]:
     optimizer = OptimizerConfig(rule, lr=1e-3, betas=(0.9, 0.95), momentum=0.95 if rule == "muon" else 0.0)
     reading = known(**TABLES)
-    job = Job(ModelConfig("llama"), DataConfig("random", sequence=9), TrainConfig(batch=1, clip=0.5), optimizer)
+    job = Job(
+        ModelConfig("llama"), DataConfig("random", sequence=9), TrainConfig(batch=1, clip=0.5), optimizer
+    )
     plan = make_plan(reading, replace(job, precision=precision or PrecisionConfig()), Mesh())
     return plan, 0, measured(reading, plan, 1)[0]
 
@@ -90,5 +100,7 @@ def stepped_with(rule: str, precision: PrecisionConfig | None = None) -> tuple[P
 def test_blocks_taken_for_whole_would_be_noticed():
     reading, plan = planned(llama(**DEEP), Mesh(tp=2), rows=8)
     calls = tuple(replace(call, saved_numel=0) for call in reading.model_spec.layer_calls)
-    whole = make_plan(replace(reading, model_spec=replace(reading.model_spec, layer_calls=calls)), plan.job, plan.mesh)
+    whole = make_plan(
+        replace(reading, model_spec=replace(reading.model_spec, layer_calls=calls)), plan.job, plan.mesh
+    )
     assert peak_bytes(whole, 0) > (1 + 2 * ALLOWED) * peak_bytes(plan, 0)

@@ -25,12 +25,17 @@ def two_stages(micros: int) -> Program:
     there = [compute("F", "b", at, f"stage0/SEND(x, {at})") for at in range(micros)]
     last = [compute("B", "b", at) for at in range(micros)]
     return Program.from_dict(
-        {"stage0": [each for pair in zip(first, sends, strict=True) for each in pair] + back, "stage1": there + last}
+        {
+            "stage0": [each for pair in zip(first, sends, strict=True) for each in pair] + back,
+            "stage1": there + last,
+        }
     )
 
 
 def costs(program: Program, seconds: dict[str, Cost]) -> dict[int, Cost]:
-    return {id(action): seconds.get(action.kind, Cost()) for _, actions in program.roles for action in actions}
+    return {
+        id(action): seconds.get(action.kind, Cost()) for _, actions in program.roles for action in actions
+    }
 
 
 def test_two_stages_take_what_a_drawing_of_them_says():
@@ -68,7 +73,8 @@ def test_what_all_roles_sum_starts_when_the_last_of_them_has_come():
     }
     program = meeting(Program.from_dict(lists))
     end, roles = spent(
-        program, costs(program, {"F": Cost(1.0), "B": Cost(5.0), "STEP": Cost(1.0), "GLOBAL_NORM": Cost(0.0, 0.5)})
+        program,
+        costs(program, {"F": Cost(1.0), "B": Cost(5.0), "STEP": Cost(1.0), "GLOBAL_NORM": Cost(0.0, 0.5)}),
     )
     assert end == 5 + 0.5 + 1
     assert roles["stage0"] == Spent(computing=1.0, meeting=0.5, waiting=4.0, stepping=1.0)
@@ -110,4 +116,6 @@ def test_ranks_that_share_cores_wait_for_each_other():
 def test_a_pipeline_whose_ranks_take_turns_needs_one_core():
     program = two_stages(1)
     seconds = costs(program, {"F": Cost(1.0), "B": Cost(2.0)})
-    assert spent(program, seconds, Shared(1, {"stage0": 1, "stage1": 1}))[0] == pytest.approx(spent(program, seconds)[0])
+    assert spent(program, seconds, Shared(1, {"stage0": 1, "stage1": 1}))[0] == pytest.approx(
+        spent(program, seconds)[0]
+    )

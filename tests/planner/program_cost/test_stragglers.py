@@ -73,7 +73,10 @@ def test_what_was_sent_ahead_is_level_only_up_to_where_it_was_sent():
 
 
 def test_a_block_that_meets_within_waits_once_for_each_of_its_collectives():
-    actions = [Action("F", "a", 0, inner_transfers=(WITHIN, WITHIN)), Action("F", "b", 0, inner_transfers=(WITHIN,))]
+    actions = [
+        Action("F", "a", 0, inner_transfers=(WITHIN, WITHIN)),
+        Action("F", "b", 0, inner_transfers=(WITHIN,)),
+    ]
     found = lags(actions, {"F": 2.0})
     assert found["F(a, 0)"] == pytest.approx(2 * LATE * 1.0)
     assert found["F(b, 0)"] == pytest.approx(LATE * 2.0)
@@ -85,7 +88,8 @@ def test_copies_do_not_meet_where_their_tensor_ranks_do_and_all_do_where_all_mee
     assert alone["REDUCE(a)"] == pytest.approx(LATE * 6.0)
     norm = wire("GLOBAL_NORM", "", "B(a, 0)", move=Transfer("all_reduce", ("dp_shard", "tp"), 8))
     found = lags(
-        [*blocks, norm, Action("CLIP", waits=("GLOBAL_NORM()",)), wire("REDUCE", "a")], {"F": 2.0, "B": 4.0, "CLIP": 1.0}
+        [*blocks, norm, Action("CLIP", waits=("GLOBAL_NORM()",)), wire("REDUCE", "a")],
+        {"F": 2.0, "B": 4.0, "CLIP": 1.0},
     )
     assert found["GLOBAL_NORM()"] == pytest.approx(3 * LATE * 6.0)
     assert found["REDUCE(a)"] == pytest.approx(LATE * 1.0)
@@ -114,7 +118,12 @@ def test_two_sums_behind_each_other_wait_once_and_one_that_is_hidden_costs_nothi
     ]
     costs = lagging(Priced({"B": 4.0, "STEP": 1.0}), two)
     assert spent(Program.from_dict({"stage0": two}), costs)[0] == pytest.approx(4.0 + LATE * 4.0 + 1.0)
-    hidden = [Action("B", "a", 0), wire("REDUCE", "a", "B(a, 0)"), Action("B", "b", 0), Action("STEP", waits=("REDUCE(a)",))]
+    hidden = [
+        Action("B", "a", 0),
+        wire("REDUCE", "a", "B(a, 0)"),
+        Action("B", "b", 0),
+        Action("STEP", waits=("REDUCE(a)",)),
+    ]
     costs = lagging(Priced({"B": 4.0, "STEP": 1.0}), hidden)
     for cores in (None, Shared(2, {"stage0": 2})):
         assert spent(Program.from_dict({"stage0": hidden}), costs, cores)[0] == pytest.approx(9.0)
@@ -125,4 +134,8 @@ def test_uneven_devices_take_longer_where_they_meet_and_one_alone_does_not(mesh:
     _, plan = planned(known(), mesh, rows=6)
     even, uneven = (predict(plan, ground(flops=1e9, moved=1e9, late=late)).step_s for late in (0.0, LATE))
     most = (mesh.world_size - 1) * LATE
-    assert uneven == even if mesh.world_size == 1 else (1 + 0.5 * most) * even < uneven < (1 + 1.01 * most) * even
+    assert (
+        uneven == even
+        if mesh.world_size == 1
+        else (1 + 0.5 * most) * even < uneven < (1 + 1.01 * most) * even
+    )

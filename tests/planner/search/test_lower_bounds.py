@@ -19,8 +19,12 @@ SMALL = Shape("small", 7, 1536, 12, kv_heads=4, vocab=32_000, sequence=8192)
 
 
 @pytest.mark.parametrize("sequence", [512, 8192, 131_072])
-@pytest.mark.parametrize(("kind", "start", "latency"), [("A100", 4e-6, 3e-5), ("V100", 1e-3, 0.0), ("H100", 4e-6, 1e-2)])
-def test_no_layout_takes_less_than_is_said_of_its_mesh(sequence: int, kind: str, start: float, latency: float):
+@pytest.mark.parametrize(
+    ("kind", "start", "latency"), [("A100", 4e-6, 3e-5), ("V100", 1e-3, 0.0), ("H100", 4e-6, 1e-2)]
+)
+def test_no_layout_takes_less_than_is_said_of_its_mesh(
+    sequence: int, kind: str, start: float, latency: float
+):
     """Parts that do not come out even, every order, kernels that start slowly, and links that answer late or at once."""
     given = machine(kind, 12, per_host=4)
     given = replace(given, rates=replace(given.rates, start_s=start, latency_s=latency))
@@ -30,7 +34,9 @@ def test_no_layout_takes_less_than_is_said_of_its_mesh(sequence: int, kind: str,
         for sized in batches(asked, mesh):
             true = inf
             for turn in turns(asked, sized):
-                taken = min(step(asked.shape, layout, given).seconds for layout, _ in over(asked, sized, [turn]))
+                taken = min(
+                    step(asked.shape, layout, given).seconds for layout, _ in over(asked, sized, [turn])
+                )
                 assert ground.turn(sized, *turn[1:]) <= taken
                 true = min(true, taken)
             assert ground.floor(mesh) <= true
@@ -46,6 +52,8 @@ def test_a_row_among_many_takes_no_more_than_one_of_few():
         for rows in (1, 16, 256, 1 << 20):
             made = parts(SMALL, replace(mesh, micro_batch=rows), given)
             each = (made.layer + made.met).all / rows
-            assert row.layer <= each <= before * 1.25  # tiles that are not full: not every step downwards is one
+            assert (
+                row.layer <= each <= before * 1.25
+            )  # tiles that are not full: not every step downwards is one
             before = each
         assert row.layer >= 0.999 * EXACT * before

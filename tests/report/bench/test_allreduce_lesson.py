@@ -7,7 +7,15 @@ import pytest
 from rich.console import Console
 
 from meshwright.comm.algorithms import named
-from meshwright.plan.hardware.network_model import VERSION, AllReduceSeries, Cluster, FitError, LinkCost, NetworkModel, SizeBand
+from meshwright.plan.hardware.network_model import (
+    VERSION,
+    AllReduceSeries,
+    Cluster,
+    FitError,
+    LinkCost,
+    NetworkModel,
+    SizeBand,
+)
 from meshwright.report.bench.allreduce_lesson import LARGEST, TAUGHT, counts, lesson_view
 
 SIZES = (1024, 1 << 16, 1 << 22)
@@ -29,7 +37,10 @@ def test_rounds_and_bytes_are_those_of_the_lecture(n: int):
 
 def test_the_lesson_shows_counts_then_times_beside_the_formula_then_what_is_loose():
     times = [
-        AllReduceSeries(name, 3, SIZES, tuple(named(name).seconds(3, s, 1e-4, 1e9) for s in SIZES), (0.0,) * 3) for name in TAUGHT
+        AllReduceSeries(
+            name, 3, SIZES, tuple(named(name).seconds(3, s, 1e-4, 1e9) for s in SIZES), (0.0,) * 3
+        )
+        for name in TAUGHT
     ]
     network = NetworkModel(inter_host=LinkCost((SizeBand(0, 1e-4, 1e9),)))
     cluster = Cluster(

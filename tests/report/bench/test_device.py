@@ -21,13 +21,19 @@ def test_every_point_is_shown_beside_the_law():
     text = shown(profile())
     assert "Abacus 7, 2 threads, torch 2.13" in text
     assert "2 us, 3 us backward" in text
-    rows = [line.split() for line in text.splitlines() if line.split()[:4] == ["float32", "1024", "4096", "2048"]]
+    rows = [
+        line.split() for line in text.splitlines() if line.split()[:4] == ["float32", "1024", "4096", "2048"]
+    ]
     assert len(rows) == 1
     assert abs(int(rows[0][-2])) <= 5
-    assert sum(line.split()[:1] == ["bfloat16"] for line in text.splitlines()) == len(profile().matmuls) / 2 + 8
+    assert (
+        sum(line.split()[:1] == ["bfloat16"] for line in text.splitlines()) == len(profile().matmuls) / 2 + 8
+    )
     assert "doubt" not in text
     assert "meeting" not in text
-    assert [line.split() for line in text.splitlines() if line.startswith("tanh")] == [["tanh", "3", "2", "%"]]
+    assert [line.split() for line in text.splitlines() if line.startswith("tanh")] == [
+        ["tanh", "3", "2", "%"]
+    ]
 
 
 def test_figures_that_scatter_are_doubted_and_several_processes_are_told():

@@ -16,7 +16,9 @@ SURVEY = ModelReport(
     numel=5000,
     blocks=(
         BlockRow("embed", "embed", 1, "Embedding", 1000, 64, 0),
-        BlockRow("layers.0", "layers.3", 4, "Layer", 1024, 64, 2048, calls_attention=True, num_dropout_sites=2),
+        BlockRow(
+            "layers.0", "layers.3", 4, "Layer", 1024, 64, 2048, calls_attention=True, num_dropout_sites=2
+        ),
     ),
     layers=(
         LayerRow("layers.*.up", 4, "linear", (16, 32), 2048, "columns", "declared by the model"),
@@ -28,7 +30,11 @@ SURVEY = ModelReport(
     num_captured=(("router_logits", 4),),
     written_buffers=("count",),
     notes=("1 parameters are used outside blocks",),
-    advice=(Diagnostic("no role is declared for embed", "declare it\n    def build():\n        return Model(net)"),),
+    advice=(
+        Diagnostic(
+            "no role is declared for embed", "declare it\n    def build():\n        return Model(net)"
+        ),
+    ),
 )
 
 
@@ -83,7 +89,13 @@ def test_a_model_whose_forward_fails_is_shown_as_the_tree_has_it():
 def test_a_model_without_specialities_says_none():
     text = shown(
         replace(
-            SURVEY, blocks=SURVEY.blocks[:1], tied_params=(), num_captured=(), attention="", glue_params=(), written_buffers=()
+            SURVEY,
+            blocks=SURVEY.blocks[:1],
+            tied_params=(),
+            num_captured=(),
+            attention="",
+            glue_params=(),
+            written_buffers=(),
         )
     )
     assert "ties            none" in text

@@ -35,7 +35,11 @@ def shown(table: object) -> str:
 def test_states_stand_by_category_and_per_parameter():
     text = shown(states_table(plan_of(ZeRO(stage=2))))
     assert re.search(r"state +each rank +per parameter", text)
-    for name, nbytes, each in (("parameters", "16 MiB", "4 B"), ("gradients", "4 MiB", "1 B"), ("moments", "8 MiB", "2 B")):
+    for name, nbytes, each in (
+        ("parameters", "16 MiB", "4 B"),
+        ("gradients", "4 MiB", "1 B"),
+        ("moments", "8 MiB", "2 B"),
+    ):
         assert re.search(rf"{name} +{nbytes} +{each}", text), text
     assert re.search(r"buffers +8 MiB +2 B", text)
     assert re.search(r"in all +36 MiB +9 B", text)

@@ -6,7 +6,12 @@ from rich.console import Console
 
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.report.terminal.params_table import ParameterRow, divided_words, parameter_rows, parameters_view
+from meshwright.report.terminal.params_table import (
+    ParameterRow,
+    divided_words,
+    parameter_rows,
+    parameters_view,
+)
 from tests.parallel.tensor.odd_llama import llama, planned
 
 UP = "model.layers.*.mlp.up_proj.weight"

@@ -56,5 +56,9 @@ def test_a_line_says_the_roles_by_dtype(precision: PrecisionConfig, said: str):
 
 
 def test_moments_are_told_as_the_rule_keeps_them():
-    assert "bfloat16 moments" in roles_words(on_paper(PrecisionConfig(), OptimizerConfig("adamw_bf16", betas=(0.9, 0.95))))
-    assert "8 bits, scales float32 moments" in roles_words(on_paper(PrecisionConfig(), OptimizerConfig("adamw_8bit")))
+    assert "bfloat16 moments" in roles_words(
+        on_paper(PrecisionConfig(), OptimizerConfig("adamw_bf16", betas=(0.9, 0.95)))
+    )
+    assert "8 bits, scales float32 moments" in roles_words(
+        on_paper(PrecisionConfig(), OptimizerConfig("adamw_8bit"))
+    )

@@ -37,14 +37,20 @@ def test_what_glue_brings_together_is_said(looks: bool):
     plan = make_plan(known(), JOB, Mesh(cp=2), (RingAttention(), DDP(axis="cp")))
     anatomy = replace(
         plan.model_spec,
-        sequence_info=replace(plan.model_spec.sequence_info, gathers=(GlueGather("model.norm", 432),), reads_values=looks),
+        sequence_info=replace(
+            plan.model_spec.sequence_info, gathers=(GlueGather("model.norm", 432),), reads_values=looks
+        ),
     )
     told = token_words(
-        replace(plan, sharding=replace(plan.sharding, all_ranks=replace(plan.sharding.all_ranks, model_spec=anatomy)))
+        replace(
+            plan,
+            sharding=replace(plan.sharding, all_ranks=replace(plan.sharding.all_ranks, model_spec=anatomy)),
+        )
     )["tokens"]
     said = "; glue behind model.norm needs other ranks' tokens: 432 elements per sample are brought together"
     assert told.endswith(
-        said + (" for a batch like the example (it looks at values: another one may need others)" if looks else "")
+        said
+        + (" for a batch like the example (it looks at values: another one may need others)" if looks else "")
     )
 
 
@@ -64,7 +70,12 @@ def test_folded_chunks_are_even_and_straight_ones_are_not(deal: SequenceSharding
 
 @pytest.mark.parametrize(
     "deal",
-    [SequenceSharding(4), SequenceSharding(4, zigzag=False), SequenceSharding(4, striped=True), SequenceSharding(6, 2)],
+    [
+        SequenceSharding(4),
+        SequenceSharding(4, zigzag=False),
+        SequenceSharding(4, striped=True),
+        SequenceSharding(6, 2),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("ends", [(), (1 / 3,), (1 / 6, 1 / 2)], ids=str)
@@ -81,10 +92,14 @@ def planned(balance: str, length: int, **more: bool) -> str:
     plan = make_plan(known(), JOB, Mesh(cp=4), (RingAttention(load_balance=balance), DDP(axis="cp")))
     attends = tuple(replace(attend, **more) for attend in plan.model_spec.sequence_info.attention_calls)
     anatomy = replace(
-        plan.model_spec, sequence_info=replace(plan.model_spec.sequence_info, length=length, attention_calls=attends)
+        plan.model_spec,
+        sequence_info=replace(plan.model_spec.sequence_info, length=length, attention_calls=attends),
     )
     return token_words(
-        replace(plan, sharding=replace(plan.sharding, all_ranks=replace(plan.sharding.all_ranks, model_spec=anatomy)))
+        replace(
+            plan,
+            sharding=replace(plan.sharding, all_ranks=replace(plan.sharding.all_ranks, model_spec=anatomy)),
+        )
     )["tokens"]
 
 

@@ -44,12 +44,23 @@ from tests.parallel.tensor.odd_llama import planned
 from tests.tiny_model import reading_of, tiny_job
 
 JOB = Job(ModelConfig("model.json"), DataConfig("text.txt", sequence=64), TrainConfig(batch=12))
-DEEP = tuple(f"model.language_model.decoder.transformer.h.{i}.a_rather_long_name_of_a_mixture_of_experts" for i in range(3))
-STORES = {"replicate": DDP(), "many buckets": DDP(bucket_mb=1e-9), "naive": NaiveDDP(), "master": DataParallelMaster()}
+DEEP = tuple(
+    f"model.language_model.decoder.transformer.h.{i}.a_rather_long_name_of_a_mixture_of_experts"
+    for i in range(3)
+)
+STORES = {
+    "replicate": DDP(),
+    "many buckets": DDP(bucket_mb=1e-9),
+    "naive": NaiveDDP(),
+    "master": DataParallelMaster(),
+}
 
 
 def plan_of(
-    store: Strategy | None = None, anatomy: ModelSpec | None = None, precision: PrecisionConfig | None = None, ranks: int = 3
+    store: Strategy | None = None,
+    anatomy: ModelSpec | None = None,
+    precision: PrecisionConfig | None = None,
+    ranks: int = 3,
 ) -> Plan:
     strategies = (BatchSplit(), store or DDP()) if ranks > 1 else ()
     job = replace(JOB, precision=precision or PrecisionConfig())
@@ -59,7 +70,14 @@ def plan_of(
 
 def deep_anatomy() -> ModelSpec:
     weights = tuple(ParamSpec(f"{visit}.weight", (10,), (visit,)) for visit in DEEP)
-    return ModelSpec("deep", DEEP, weights, (1,) * 3, (1,) * 3, notes=("no chain of blocks was found: " + "so it goes " * 20,))
+    return ModelSpec(
+        "deep",
+        DEEP,
+        weights,
+        (1,) * 3,
+        (1,) * 3,
+        notes=("no chain of blocks was found: " + "so it goes " * 20,),
+    )
 
 
 def shown(plan: Plan, width: int = 80, *, every: bool = False) -> str:
@@ -75,7 +93,9 @@ def words(text: str) -> str:
 
 
 @pytest.mark.parametrize("every", [False, True])
-@pytest.mark.parametrize("anatomy", [Paper().anatomy, Paper(layers=40).anatomy, deep_anatomy()], ids=["small", "tall", "deep"])
+@pytest.mark.parametrize(
+    "anatomy", [Paper().anatomy, Paper(layers=40).anatomy, deep_anatomy()], ids=["small", "tall", "deep"]
+)
 @pytest.mark.parametrize("store", STORES.values(), ids=STORES)
 def test_nothing_is_cut_off_at_80_columns(store: Strategy, anatomy: ModelSpec, every: bool):
     text = shown(plan_of(store, anatomy), every=every)
@@ -125,11 +145,21 @@ def divided_programs() -> tuple[Plan, ...]:
     ways = {
         Mesh(tp=3): (TensorParallel(), VocabParallel(), SequenceParallel(), STRATEGIES["tiles"](loss=2)),
         Mesh(dp_shard=2, tp=2): (TensorParallel2D(), rows, ZeRO()),
-        Mesh(dp_replicate=2, dp_shard=2, tp=2): (TensorParallel25D(), BatchSplit(), rows, ZeRO(replicate_axis="dp_replicate")),
+        Mesh(dp_replicate=2, dp_shard=2, tp=2): (
+            TensorParallel25D(),
+            BatchSplit(),
+            rows,
+            ZeRO(replicate_axis="dp_replicate"),
+        ),
         Mesh(dp_shard=2, tp_depth=2, tp=2): (TensorParallel3D(), rows, ZeRO(gather="micro")),
-        **{Mesh(cp=n): (STRATEGIES[name](), DDP(axis="cp")) for n, name in {3: "ring", 2: "ulysses", 4: "hybrid"}.items()},
+        **{
+            Mesh(cp=n): (STRATEGIES[name](), DDP(axis="cp"))
+            for n, name in {3: "ring", 2: "ulysses", 4: "hybrid"}.items()
+        },
     }
-    return tuple(planned(even_llama(num_hidden_layers=1), mesh, strategies)[1] for mesh, strategies in ways.items())
+    return tuple(
+        planned(even_llama(num_hidden_layers=1), mesh, strategies)[1] for mesh, strategies in ways.items()
+    )
 
 
 @cache
@@ -139,7 +169,12 @@ def parted_programs() -> tuple[Plan, ...]:
     halves = make_plan(tiny, tiny_job(), Mesh(pp=2), (Pipeline(schedule="zb_h1"),), 4)
     plans = [make_plan(each, tiny_job(), Mesh(pp=2), (Pipeline(),), 4) for each in (tiny, tied)]
     stale = make_plan(tiny, tiny_job(train=TrainConfig(batch=12, clip=0.0)), Mesh(pp=2), (PipeDream(),), 2)
-    return (*plans, halves, stale, planned(llama, Mesh(pp=2, tp=2), (TensorParallel(), Pipeline(scatter=True)))[1])
+    return (
+        *plans,
+        halves,
+        stale,
+        planned(llama, Mesh(pp=2, tp=2), (TensorParallel(), Pipeline(scatter=True)))[1],
+    )
 
 
 def listed(plan: Plan) -> list[Action]:
@@ -164,11 +199,15 @@ def all_programs() -> list[Plan]:
     return [
         *plans,
         Plan.make(JOB, Mesh(tp=3), divided, (TensorParallel(),)),
-        Plan.make(replace(JOB, optimizer=OptimizerConfig("adafactor")), Mesh(tp=3), divided, (TensorParallel(),)),
+        Plan.make(
+            replace(JOB, optimizer=OptimizerConfig("adafactor")), Mesh(tp=3), divided, (TensorParallel(),)
+        ),
         noisy,
         cut,
         glued,
-        Plan.make(JOB, Mesh(dp_replicate=3), Paper().anatomy, (BatchSplit(), DDP(), ActivationCheckpointing())),
+        Plan.make(
+            JOB, Mesh(dp_replicate=3), Paper().anatomy, (BatchSplit(), DDP(), ActivationCheckpointing())
+        ),
         *(plan_of(DDP(), Paper().anatomy, precision) for precision in precisions),
         plan_of(ranks=1),
         *divided_programs(),
@@ -178,7 +217,9 @@ def all_programs() -> list[Plan]:
 
 def test_every_kind_that_a_program_can_hold_has_a_meaning():
     kinds_listed = {action.kind for plan in all_programs() for action in listed(plan)}
-    assert {type(strategy) for plan in all_programs() for strategy in plan.strategies} == set(STRATEGIES.values())
+    assert {type(strategy) for plan in all_programs() for strategy in plan.strategies} == set(
+        STRATEGIES.values()
+    )
     assert kinds_listed == set(MEANINGS)
 
 
@@ -187,7 +228,9 @@ def test_every_kind_that_the_house_knows_has_a_meaning():
     assert {kind.name for kind in kinds(essays())} - {"COMPARE"} == set(MEANINGS)
 
 
-@pytest.mark.parametrize("plan", all_programs(), ids=lambda plan: " ".join(strategy.name for strategy in plan.strategies))
+@pytest.mark.parametrize(
+    "plan", all_programs(), ids=lambda plan: " ".join(strategy.name for strategy in plan.strategies)
+)
 def test_every_action_is_drawn_with_its_meaning(plan: Plan):
     text = words(shown(plan, 300, every=True))  # wide enough for names of what goes from part to part
     for action in listed(plan):
@@ -206,7 +249,9 @@ def test_one_row_per_action_or_one_per_run_of_blocks():
 
 def test_what_is_gathered_and_scattered_for_each_block_stands_in_one_row_too():
     paper = Paper(layers=40, numel=2**20)
-    plan = Plan.make(JOB, Mesh(dp_shard=3), paper.anatomy, (BatchSplit(axis="dp_shard"), ZeRO(gather="micro")), 2)
+    plan = Plan.make(
+        JOB, Mesh(dp_shard=3), paper.anatomy, (BatchSplit(axis="dp_shard"), ZeRO(gather="micro")), 2
+    )
     text = shown(plan, 200)
     assert len(text.splitlines()) < 80
     for kind, number in (("UNSHARD", 38), ("REDUCE", 40), ("RESHARD", 39)):
@@ -233,7 +278,9 @@ def test_bytes_are_those_of_the_program():
     ],
 )
 def test_bytes_are_those_of_the_algorithm_at_its_busiest_rank(algorithm: str, said: str):
-    plan = plan_of(DDP(algorithm=f"{algorithm} <= 16 MiB, else ring"), anatomy=Paper(layers=4, numel=2**20).anatomy)
+    plan = plan_of(
+        DDP(algorithm=f"{algorithm} <= 16 MiB, else ring"), anatomy=Paper(layers=4, numel=2**20).anatomy
+    )
     text = shown(plan, 200)
     assert f"all_reduce 16 MiB float32 over dp_replicate ({algorithm})" in text
     assert re.search(rf"sent per rank and step +{said}\n", re.sub(r" +\n", "\n", text))
@@ -241,7 +288,11 @@ def test_bytes_are_those_of_the_algorithm_at_its_busiest_rank(algorithm: str, sa
 
 @pytest.mark.parametrize(
     ("optimizer", "states"),
-    [(OptimizerConfig("sgd"), "32 MiB"), (OptimizerConfig("sgd", momentum=0.9), "48 MiB"), (OptimizerConfig(), "64 MiB")],
+    [
+        (OptimizerConfig("sgd"), "32 MiB"),
+        (OptimizerConfig("sgd", momentum=0.9), "48 MiB"),
+        (OptimizerConfig(), "64 MiB"),
+    ],
 )
 def test_states_count_the_moments_of_the_optimizer(optimizer: OptimizerConfig, states: str):
     plan = Plan.make(replace(JOB, optimizer=optimizer), Mesh(), Paper(layers=4, numel=2**20).anatomy)
@@ -296,7 +347,18 @@ def test_a_verdict_that_passed_shows_every_error():
 def test_a_verdict_that_failed_shows_the_first_difference_and_the_cause():
     first = Difference(0, "gradient", "head.weight", "head", 2.0, 1)
     text = drawn(
-        Verdict("abc", "dp_replicate 3", "llama", "threads", 3, 1e-10, False, {}, cause="technique", first_difference=first)
+        Verdict(
+            "abc",
+            "dp_replicate 3",
+            "llama",
+            "threads",
+            3,
+            1e-10,
+            False,
+            {},
+            cause="technique",
+            first_difference=first,
+        )
     )
     assert "does NOT equal one device" in text
     assert "cause: technique" in text

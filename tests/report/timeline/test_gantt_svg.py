@@ -21,7 +21,9 @@ def drawn(parts: dict, **options: object) -> ElementTree.Element:
 def boxes(svg: ElementTree.Element) -> list[tuple[str, float, float, str]]:
     found = [(box, box.find(f"{SVG}title")) for box in svg.iter(f"{SVG}rect")]
     return [
-        (title.text, float(box.get("x")), float(box.get("width")), box.get("fill")) for box, title in found if title is not None
+        (title.text, float(box.get("x")), float(box.get("width")), box.get("fill"))
+        for box, title in found
+        if title is not None
     ]
 
 
@@ -29,7 +31,10 @@ def boxes(svg: ElementTree.Element) -> list[tuple[str, float, float, str]]:
 def parts() -> dict:
     order, costs = one_f_one_b.one_f_one_b_schedule(3, 4), StageCosts.uniform(3, transfer=0.5)
     late = StageCosts.uniform(3, 2, 2, 2)
-    return {"planned": schedule_spans(simulate(order, costs), costs), "measured": schedule_spans(simulate(order, late), late)}
+    return {
+        "planned": schedule_spans(simulate(order, costs), costs),
+        "measured": schedule_spans(simulate(order, late), late),
+    }
 
 
 def test_every_act_is_a_box_at_its_time_and_in_its_colour(parts):
@@ -68,7 +73,11 @@ def test_a_hill_is_as_high_as_what_is_held(parts):
 
 
 def test_later_parts_of_a_rank_are_darker_and_names_are_escaped():
-    row = [TimelineSpan("F", 0, 1, 0), TimelineSpan("F", 1, 2, 0, virtual_stage=1), TimelineSpan("W", 2, 3, 0, virtual_stage=7)]
+    row = [
+        TimelineSpan("F", 0, 1, 0),
+        TimelineSpan("F", 1, 2, 0, virtual_stage=1),
+        TimelineSpan("W", 2, 3, 0, virtual_stage=7),
+    ]
     svg = drawn({"<planned>": [row]})
     assert [fill for _, _, _, fill in boxes(svg)] == [COLOURS["F"][0], COLOURS["F"][1], COLOURS["W"][2]]
     assert [title for title, *_ in boxes(svg)][1] == "forward of micro-batch 0, part 1 of the rank: 1 .. 2"

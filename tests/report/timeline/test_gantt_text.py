@@ -36,7 +36,9 @@ def test_a_cell_is_a_unit_dots_are_bubbles_and_memory_stands_below():
 
 
 def test_later_parts_of_a_rank_are_in_lower_case_and_halves_have_letters_of_their_own():
-    drawn = "\n".join(lines({"planned": rows(interleaved.interleaved_schedule(2, 2, 2), StageCosts.uniform(4))}, 150))
+    drawn = "\n".join(
+        lines({"planned": rows(interleaved.interleaved_schedule(2, 2, 2), StageCosts.uniform(4))}, 150)
+    )
     assert "rank 0   F0 F1 f0 f1" in drawn
     split = Schedule.with_looped_placement([[("F", 0, 0), ("I", 0, 0), ("W", 0, 0)]])
     drawn = lines({"planned": rows(split, StageCosts.uniform(1))})
@@ -56,7 +58,9 @@ def test_planned_and_measured_stand_on_one_scale():
     fast, slow = StageCosts.uniform(2), StageCosts.uniform(2, 2, 2, 2)
     drawn = lines({"planned": rows(order, fast), "measured": rows(order, slow)}, 200)
     ranks = [line for line in drawn if line.startswith("rank 0")]
-    assert len(ranks[0]) == len(ranks[1]) + 1, "both fill the same width, the shorter with dots; an act ends with a space"
+    assert len(ranks[0]) == len(ranks[1]) + 1, (
+        "both fill the same width, the shorter with dots; an act ends with a space"
+    )
     assert ranks[0].count(".") > ranks[1].count(".")
     assert [line for line in drawn if ":" in line][1].startswith("measured: 24 long")
 

@@ -27,7 +27,9 @@ def test_memory_is_that_of_the_moment_when_all_of_it_is_largest():
         Action("PACK", "a", allocations=(Allocation("bucket(0)", 6),), frees=("gradient(a)",)),
         Action("STEP", frees=("bucket(0)",)),
     ]
-    fullest, most = planned_memory(Program.from_dict({FIRST_ROLE: actions}), {"parameters": 100, "moments": 0})
+    fullest, most = planned_memory(
+        Program.from_dict({FIRST_ROLE: actions}), {"parameters": 100, "moments": 0}
+    )
     assert fullest == {"parameters": 100, "activations": 15}
     assert most == {"parameters": 100, "gradients": 7, "buckets": 6, "activations": 15}
 
@@ -50,7 +52,9 @@ def test_an_algorithm_sends_what_its_busiest_rank_sends(tmp_path: Path, algorith
     record = read_record(course(tmp_path, steps=2, algorithm=algorithm))
     found = {each.action: each for each in sent(record)}
     (move,) = (action.transfer for action in record.program.actions(FIRST_ROLE) if action.kind == "REDUCE")
-    assert found["REDUCE(0)"].planned == pytest.approx(move.nbytes * share, abs=2 * 8)  # a piece may have an odd element
+    assert found["REDUCE(0)"].planned == pytest.approx(
+        move.nbytes * share, abs=2 * 8
+    )  # a piece may have an odd element
     assert found["REDUCE(0)"].measured == found["REDUCE(0)"].planned
     assert found["REDUCE(0)"].what.endswith(f"over dp_replicate by {algorithm}")
 

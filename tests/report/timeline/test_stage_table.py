@@ -45,7 +45,9 @@ def planned(mesh: Mesh, *strategies: object, micro_batch: int = 1) -> Plan:
 
 
 def test_a_value_that_passes_several_parts_stands_at_each_border_that_it_crosses():
-    loss = mw.Loss(lambda outputs, batch: outputs.square().sum(), lambda batch: torch.tensor(len(batch["y"])), ("y",))
+    loss = mw.Loss(
+        lambda outputs, batch: outputs.square().sum(), lambda batch: torch.tensor(len(batch["y"])), ("y",)
+    )
     reading = analyze(Skipping, {"x": torch.zeros(2, 4), "y": torch.zeros(2)}, loss=loss)
     text = shown(parts_view(make_plan(reading, tiny_job(), Mesh(pp=4), (Pipeline(),), 2)))
     lines = [line.split() for line in text.splitlines() if " | " in line]
@@ -90,7 +92,9 @@ def test_every_rank_holds_what_its_own_list_takes():
     plan = planned(Mesh(pp=3), Pipeline(schedule="gpipe"))
     assert firsts(plan) == [0, 1, 2]
     each = [state_bytes(plan, rank) for rank in firsts(plan)]
-    assert [said.gradients for said in each] == [said.parameters for said in each], "all are trained, in their own dtype"
+    assert [said.gradients for said in each] == [said.parameters for said in each], (
+        "all are trained, in their own dtype"
+    )
     assert sum(said.parameters for said in each) == plan.model_spec.nbytes(plan.job.precision.parameters)
     peaks = [peak_bytes(plan, rank) for rank in firsts(plan)]
     text = shown(states_table(plan))

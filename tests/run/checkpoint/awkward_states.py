@@ -46,7 +46,9 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 def assert_holds(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     loaded, _ = load_tensors(path, expected(tensors))
-    assert {name: bits(tensor) for name, tensor in loaded.items()} == {name: bits(tensor) for name, tensor in tensors.items()}
+    assert {name: bits(tensor) for name, tensor in loaded.items()} == {
+        name: bits(tensor) for name, tensor in tensors.items()
+    }
 
 
 def names(folder: Path) -> list[str]:

@@ -11,7 +11,16 @@ from meshwright.run.checkpoint.manifest import CheckpointError, ShardFile
 from meshwright.run.checkpoint.save_load import save_tensors
 from meshwright.run.checkpoint.shard_io import write_shard
 from meshwright.testing.ranks import on_threads
-from tests.run.checkpoint.awkward_states import META, THREE, assert_holds, attempt, names, partial, saved, state
+from tests.run.checkpoint.awkward_states import (
+    META,
+    THREE,
+    assert_holds,
+    attempt,
+    names,
+    partial,
+    saved,
+    state,
+)
 from tests.run.checkpoint.failing_disk import WRITES, Machine
 
 

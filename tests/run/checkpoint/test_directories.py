@@ -11,7 +11,16 @@ import pytest
 
 from meshwright.run.checkpoint.directories import best_step, mark_best
 from meshwright.run.checkpoint.save_load import newest_valid, save_tensors
-from tests.run.checkpoint.awkward_states import META, alone, assert_holds, attempt, names, partial, saved, state
+from tests.run.checkpoint.awkward_states import (
+    META,
+    alone,
+    assert_holds,
+    attempt,
+    names,
+    partial,
+    saved,
+    state,
+)
 from tests.run.checkpoint.failing_disk import REMOVALS, WRITES, Death, How, Machine
 
 
@@ -42,7 +51,11 @@ def test_the_best_one_stays_until_another_is_the_best(tmp_path):
     mark_best(tmp_path, 1, 0.5)
     saved(tmp_path, 3, 4, keep=1)
     assert names(tmp_path) == ["best.json", "step-00000001", "step-00000004"]
-    assert json.loads((tmp_path / "best.json").read_text()) == {"step": 1, "folder": "step-00000001", "loss": 0.5}
+    assert json.loads((tmp_path / "best.json").read_text()) == {
+        "step": 1,
+        "folder": "step-00000001",
+        "loss": 0.5,
+    }
     mark_best(tmp_path, 4, 0.25)
     saved(tmp_path, 5, keep=1)
     assert names(tmp_path) == ["best.json", "step-00000004", "step-00000005"]
@@ -128,7 +141,9 @@ def test_a_disk_that_is_full_at_any_write_is_an_error_and_leaves_the_old_ones(tm
 
 @pytest.mark.parametrize("how", ["dead before", "dead after", "torn"])
 @pytest.mark.parametrize("damaged", [False, True], ids=["fresh", "over a damaged one"])
-def test_a_process_that_dies_at_any_call_leaves_a_good_checkpoint(how: How, damaged: bool, tmp_path, monkeypatch):
+def test_a_process_that_dies_at_any_call_leaves_a_good_checkpoint(
+    how: How, damaged: bool, tmp_path, monkeypatch
+):
     machine = Machine(monkeypatch, (*WRITES, *REMOVALS))
     at, reached, steps = 0, True, set()
     while reached:
@@ -163,7 +178,9 @@ def test_all_is_on_disk_before_the_rename_and_nothing_goes_before_that_is(tmp_pa
     fsync, rename, rmtree = os.fsync, os.rename, shutil.rmtree
 
     def watched_fsync(descriptor: int) -> None:
-        files = {path.stat().st_ino: path.name for path in tmp_path.rglob("*")} | {tmp_path.stat().st_ino: "the folder above"}
+        files = {path.stat().st_ino: path.name for path in tmp_path.rglob("*")} | {
+            tmp_path.stat().st_ino: "the folder above"
+        }
         acts.append(f"fsync {files[os.fstat(descriptor).st_ino].split('.partial-')[0]}")
         fsync(descriptor)
 

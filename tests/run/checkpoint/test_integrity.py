@@ -27,7 +27,9 @@ Places = Callable[[int], Path]  # by rank
 def by_ranks(folder: Path, step: int, ranks: int = 3) -> Path:
     """The checkpoint of `step` that so many ranks have saved in `folder`."""
     mesh = Mesh(dp_shard=ranks)
-    return on_threads(lambda world: save_tensors(folder, step, state(step), META, world.group(("dp_shard",)), 9), mesh)[0]
+    return on_threads(
+        lambda world: save_tensors(folder, step, state(step), META, world.group(("dp_shard",)), 9), mesh
+    )[0]
 
 
 def flip(path: Path) -> None:
@@ -75,7 +77,9 @@ def read_since(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_each_file_is_read_for_its_sum_by_exactly_one_rank_and_ranks_read_alike(ranks: int, tmp_path: Path, monkeypatch):
+def test_each_file_is_read_for_its_sum_by_exactly_one_rank_and_ranks_read_alike(
+    ranks: int, tmp_path: Path, monkeypatch
+):
     path = by_ranks(tmp_path, 1, ranks=4)
     read = read_since(monkeypatch)
     assert on_threads(lambda world: verdict(world, path), Mesh(dp_shard=ranks)) == [""] * ranks
@@ -97,7 +101,10 @@ def test_a_rank_that_sees_a_copy_reads_all_of_its_copy(tmp_path: Path, monkeypat
     flip(copy / FILES[0])
     said = verdicts(lambda rank: copy if rank == 2 else path)
     assert said == [said[0]] * 3
-    assert f"{copy / FILES[0]}: bit-flipped: its checksum differs from the manifest's (found by rank 2)" in said[0]
+    assert (
+        f"{copy / FILES[0]}: bit-flipped: its checksum differs from the manifest's (found by rank 2)"
+        in said[0]
+    )
 
 
 # What one rank finds is an error on all.
@@ -130,13 +137,18 @@ def test_damage_in_several_files_is_told_of_each(tmp_path: Path):
     assert all(f"{file}: bit-flipped" in said[0] for file in FILES)
 
 
-def test_a_rank_that_ignored_what_the_others_found_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_that_ignored_what_the_others_found_would_be_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     usual = RankConsensus.gather
 
     def deaf(vote: RankConsensus, act: str, work: Callable[[], bytes]) -> list[bytes]:
         told = usual(vote, act, work)
         kept = range(3) if vote.group.index != 1 else (1,)
-        return [line if index in kept or line[:1] != ERROR_PREFIX else OK_PREFIX for index, line in enumerate(told)]
+        return [
+            line if index in kept or line[:1] != ERROR_PREFIX else OK_PREFIX
+            for index, line in enumerate(told)
+        ]
 
     noticed = []
     for step, file in enumerate(FILES):
@@ -162,7 +174,9 @@ def test_a_check_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path):
             verify_checkpoint(path, load_consensus(world, "the test does not go on"), fits)
         return str(caught.value)
 
-    assert on_threads(body, THREE) == [f"{path}: it does not fit (found by rank 1)\n  repair: take another"] * 3
+    assert (
+        on_threads(body, THREE) == [f"{path}: it does not fit (found by rank 1)\n  repair: take another"] * 3
+    )
 
 
 def test_ranks_that_find_different_checkpoints_are_named(tmp_path: Path):
@@ -197,12 +211,16 @@ def test_a_half_written_checkpoint_is_passed_over_by_all(tmp_path: Path):
             ("step-00000002.partial-0123abcd", "the save was stopped")
         ]
     assert (
-        on_threads(lambda world: newest_valid_on_all_ranks(tmp_path / "none", load_consensus(world, "")), THREE)
+        on_threads(
+            lambda world: newest_valid_on_all_ranks(tmp_path / "none", load_consensus(world, "")), THREE
+        )
         == [(None, None, [])] * 3
     )
 
 
-def test_a_failure_that_is_none_of_the_checkpoint_is_an_error_on_all_and_no_reason_for_an_older_one(tmp_path: Path):
+def test_a_failure_that_is_none_of_the_checkpoint_is_an_error_on_all_and_no_reason_for_an_older_one(
+    tmp_path: Path,
+):
     for step in (1, 2):
         by_ranks(tmp_path, step)
 
@@ -217,7 +235,10 @@ def test_a_failure_that_is_none_of_the_checkpoint_is_an_error_on_all_and_no_reas
 
     first, second, third = on_threads(body, THREE)
     assert first == second
-    assert "the test does not go on: looking at a checkpoint failed on rank 2 (its own message says why)\n" in first
+    assert (
+        "the test does not go on: looking at a checkpoint failed on rank 2 (its own message says why)\n"
+        in first
+    )
     assert "repair the cause and start again, where every rank can read the checkpoint folder" in first
     assert "the device is gone" in third
 

@@ -151,7 +151,9 @@ def test_only_plain_names_are_files(name: str):
 
 def test_sizes_of_all_slices_in_a_file_add_up():
     files = {FILE: ShardFile(30, "0" * 64)}
-    entries = {name: TensorEntry((4,), "float32", (StoredSlice(FILE, name, (0,), (4,)),)) for name in ("a", "b")}
+    entries = {
+        name: TensorEntry((4,), "float32", (StoredSlice(FILE, name, (0,), (4,)),)) for name in ("a", "b")
+    }
     with pytest.raises(CheckpointError, match="30 bytes cannot hold slices of 32 bytes"):
         Manifest(0, entries, files, {})
 
@@ -200,7 +202,10 @@ def test_scalars_and_empty_tensors_are_entries_too():
     files = {FILE: ShardFile(8, "0" * 64)}
     scalar = TensorEntry((), "int64", (StoredSlice(FILE, "a", (), ()),))
     empty = TensorEntry((0, 3), "float32", (StoredSlice(FILE, "b", (0, 0), (0, 3)),))
-    assert Manifest.parse(Manifest(1, {"a": scalar, "b": empty}, files, {}).dump()).entries == {"a": scalar, "b": empty}
+    assert Manifest.parse(Manifest(1, {"a": scalar, "b": empty}, files, {}).dump()).entries == {
+        "a": scalar,
+        "b": empty,
+    }
     twice = TensorEntry((), "int64", (StoredSlice(FILE, "a", (), ()), StoredSlice(FILE, "b", (), ())))
     with pytest.raises(CheckpointError, match="slices overlap"):
         Manifest(1, {"a": twice}, {FILE: ShardFile(16, "0" * 64)}, {})
@@ -208,9 +213,13 @@ def test_scalars_and_empty_tensors_are_entries_too():
 
 @settings(deadline=None)
 @given(
-    cuts=st.tuples(st.integers(1, 4), st.integers(1, 4)), sizes=st.tuples(st.integers(4, 9), st.integers(4, 9)), data=st.data()
+    cuts=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    sizes=st.tuples(st.integers(4, 9), st.integers(4, 9)),
+    data=st.data(),
 )
-def test_a_grid_of_slices_tiles_and_any_moved_or_dropped_one_is_noticed(cuts: tuple[int, int], sizes: tuple[int, int], data):
+def test_a_grid_of_slices_tiles_and_any_moved_or_dropped_one_is_noticed(
+    cuts: tuple[int, int], sizes: tuple[int, int], data
+):
     def borders(size: int, num: int) -> list[tuple[int, int]]:
         ends = [size * i // num for i in range(num + 1)]
         return [(start, end - start) for start, end in pairwise(ends)]
@@ -229,7 +238,10 @@ def test_a_grid_of_slices_tiles_and_any_moved_or_dropped_one_is_noticed(cuts: tu
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
-JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3))
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+)
 PATHS = sorted({path for path, _, _ in HOSTILE if "|files" not in path and "extra" not in path})
 
 

@@ -31,8 +31,15 @@ HYBRID = (BatchSplit(), SHARD)
 LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     "one device": (Mesh(), ()),
     **{f"copies on {n}": (Mesh(dp_replicate=n), (BatchSplit(), DDP())) for n in (2, 3)},
-    **{f"stage {stage} on {n}": (Mesh(dp_shard=n), (SHARD, ZeRO(stage=stage))) for stage in (1, 2, 3) for n in (2, 3)},
-    "stage 2 on 2 x 2": (Mesh(dp_replicate=2, dp_shard=2), (*HYBRID, ZeRO(stage=2, replicate_axis="dp_replicate"))),
+    **{
+        f"stage {stage} on {n}": (Mesh(dp_shard=n), (SHARD, ZeRO(stage=stage)))
+        for stage in (1, 2, 3)
+        for n in (2, 3)
+    },
+    "stage 2 on 2 x 2": (
+        Mesh(dp_replicate=2, dp_shard=2),
+        (*HYBRID, ZeRO(stage=2, replicate_axis="dp_replicate")),
+    ),
     "stage 3 on 2 x 3": (Mesh(dp_replicate=2, dp_shard=3), (*HYBRID, ZeRO(replicate_axis="dp_replicate"))),
 }
 OPTIMIZERS = {"sgd": OptimizerConfig("sgd", lr=0.1, momentum=0.9), "adamw": OptimizerConfig("adamw", lr=0.01)}
@@ -54,7 +61,9 @@ def job_of(optimizer: str) -> Job:
 
 def plan_of(layout: str, job: Job, reading: AnalyzedModel = READING) -> Plan:
     mesh, strategies = LAYOUTS[layout]
-    return make_plan(reading, job, mesh, strategies, 1 if mesh.world_size == 4 else 2)  # of 4 ranks each has 3 rows
+    return make_plan(
+        reading, job, mesh, strategies, 1 if mesh.world_size == 4 else 2
+    )  # of 4 ranks each has 3 rows
 
 
 def play(engine: Trainer, plan: Plan, world: World, last: int) -> None:
@@ -77,7 +86,9 @@ def assert_holds(engine: Trainer, saved: Iterable[tuple[str, torch.Tensor]]) -> 
 
 
 @pytest.fixture(scope="module", params=OPTIMIZERS)
-def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Left]]:
+def left(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[str, Left]]:
     """Under every layout, a run that was not interrupted."""
     found = {}
     for layout in LAYOUTS:
@@ -95,7 +106,9 @@ def left(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_any_layout_saved_is_taken_up_to_the_last_bit_and_goes_on_as_if_never_stopped(layout: str, left, tmp_path: Path):
+def test_what_any_layout_saved_is_taken_up_to_the_last_bit_and_goes_on_as_if_never_stopped(
+    layout: str, left, tmp_path: Path
+):
     optimizer, runs = left
     plan = plan_of(layout, job_of(optimizer))
     ended, _ = load_tensors(runs[layout].end)
@@ -113,7 +126,9 @@ def test_what_any_layout_saved_is_taken_up_to_the_last_bit_and_goes_on_as_if_nev
     told = on_threads(rank, plan.mesh)
     for index, (other, _, place) in enumerate(told[0]):
         names = set().union(*(each[index][1] for each in told))
-        assert names == set(read_manifest(runs[other].middle).entries), "nothing that was saved is held by no rank"
+        assert names == set(read_manifest(runs[other].middle).entries), (
+            "nothing that was saved is held by no rank"
+        )
         if other == layout:
             assert compare_checkpoints(place, runs[layout].end) == []
         for name, tensor in load_tensors(place)[0].items():

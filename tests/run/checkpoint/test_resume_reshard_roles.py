@@ -20,10 +20,19 @@ from tests.tiny_model import rows, tiny_job
 READING = analyze(Wide, rows(2))
 WIDE = PrecisionConfig("float64", "float64", "float64")
 JOBS = {
-    **{rule: (OptimizerConfig(rule, lr=0.01), WIDE) for rule in ("adamw_bf16", "adamw_8bit", "lion", "adafactor")},
+    **{
+        rule: (OptimizerConfig(rule, lr=0.01), WIDE)
+        for rule in ("adamw_bf16", "adamw_8bit", "lion", "adafactor")
+    },
     "muon": (OptimizerConfig("muon", lr=0.01, momentum=0.95), WIDE),
-    "masters": (OptimizerConfig(lr=0.01), PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")),
-    "loss scale": (OptimizerConfig(lr=0.01), PrecisionConfig("float32", "float16", "float32", loss_scale=2.0**40)),
+    "masters": (
+        OptimizerConfig(lr=0.01),
+        PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32"),
+    ),
+    "loss scale": (
+        OptimizerConfig(lr=0.01),
+        PrecisionConfig("float32", "float16", "float32", loss_scale=2.0**40),
+    ),
 }
 SOME = ("one device", "stage 1 on 2", "stage 2 on 2 x 2", "stage 3 on 3")
 
@@ -34,7 +43,9 @@ def plan_of(layout: str, job: Job) -> Plan:
 
 
 @pytest.mark.parametrize("kept", JOBS)
-def test_what_is_kept_is_taken_up_to_the_last_bit_and_a_plan_goes_on_from_its_own_as_if_never_stopped(kept: str, tmp_path: Path):
+def test_what_is_kept_is_taken_up_to_the_last_bit_and_a_plan_goes_on_from_its_own_as_if_never_stopped(
+    kept: str, tmp_path: Path
+):
     optimizer, precision = JOBS[kept]
     job = replace(tiny_job(), optimizer=optimizer, precision=precision)
     runs = {}

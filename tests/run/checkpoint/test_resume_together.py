@@ -81,7 +81,9 @@ def test_all_ranks_pass_over_a_checkpoint_that_one_of_them_found_damaged(file: s
     assert told[0].step == 8
     notes = told[0].notes
     assert (notes[0], notes[2]) == ("resumed from step 8", "step-00000008 is the newest good checkpoint")
-    assert notes[1].startswith(f"passed over step-00000012: {file}: " if file != MANIFEST_FILE else "passed over step-00000012: ")
+    assert notes[1].startswith(
+        f"passed over step-00000012: {file}: " if file != MANIFEST_FILE else "passed over step-00000012: "
+    )
 
 
 def test_when_every_checkpoint_is_damaged_all_ranks_say_so(course: Course):
@@ -94,13 +96,19 @@ def test_when_every_checkpoint_is_damaged_all_ranks_say_so(course: Course):
 
 
 @pytest.mark.parametrize("step", [5, 8, 12])
-def test_a_step_that_is_asked_for_and_missing_damaged_or_misnamed_is_refused_by_all(step: int, course: Course):
+def test_a_step_that_is_asked_for_and_missing_damaged_or_misnamed_is_refused_by_all(
+    step: int, course: Course
+):
     flip(course.at(8) / FILES[1])
     shutil.rmtree(course.at(12))
     course.at(4).rename(course.at(12))
     told = go_on(course, step)
     assert told == [told[0]] * 3
-    words = {5: "there is no checkpoint of step 5", 8: f"{FILES[1]}: bit-flipped", 12: "its manifest is of step 4"}
+    words = {
+        5: "there is no checkpoint of step 5",
+        8: f"{FILES[1]}: bit-flipped",
+        12: "its manifest is of step 4",
+    }
     assert words[step] in str(told[0])
 
 

@@ -11,10 +11,26 @@ from hypothesis import strategies as st
 from meshwright.comm.collectives.group import World
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.checkpoint.manifest import MANIFEST_FILE, CheckpointError
-from meshwright.run.checkpoint.save_load import check_state, compare_checkpoints, load_tensors, newest_valid, save_tensors
+from meshwright.run.checkpoint.save_load import (
+    check_state,
+    compare_checkpoints,
+    load_tensors,
+    newest_valid,
+    save_tensors,
+)
 from meshwright.run.checkpoint.shard_io import read_manifest
 from meshwright.testing.ranks import ProcessPool, on_threads
-from tests.run.checkpoint.awkward_states import META, THREE, alone, assert_holds, bits, expected, names, saved, state
+from tests.run.checkpoint.awkward_states import (
+    META,
+    THREE,
+    alone,
+    assert_holds,
+    bits,
+    expected,
+    names,
+    saved,
+    state,
+)
 
 # What is saved is loaded.
 
@@ -54,7 +70,9 @@ def test_processes_write_one_checkpoint_too_and_fail_together(tmp_path, process_
 
 
 def test_the_largest_tensors_are_dealt_first_so_that_ranks_write_alike(tmp_path):
-    tensors = {f"model/{i}": torch.zeros(2**i) for i in range(4, 14)} | {f"model/x{i}": torch.zeros(5000) for i in range(4)}
+    tensors = {f"model/{i}": torch.zeros(2**i) for i in range(4, 14)} | {
+        f"model/x{i}": torch.zeros(5000) for i in range(4)
+    }
 
     def body(world: World) -> Path:
         return save_tensors(
@@ -69,12 +87,16 @@ def test_the_largest_tensors_are_dealt_first_so_that_ranks_write_alike(tmp_path)
     path = on_threads(body, THREE)[0]
     sizes = [shard.nbytes for shard in read_manifest(path).files.values()]
     assert max(sizes) - min(sizes) < 4 * 5000
-    again = on_threads(lambda world: save_tensors(tmp_path / "again", 3, tensors, {}, world.group(("dp_shard",)), 1), THREE)[0]
+    again = on_threads(
+        lambda world: save_tensors(tmp_path / "again", 3, tensors, {}, world.group(("dp_shard",)), 1), THREE
+    )[0]
     assert (path / MANIFEST_FILE).read_bytes() == (again / MANIFEST_FILE).read_bytes()
 
 
 def test_only_the_wanted_tensors_and_their_files_are_read(tmp_path):
-    path = on_threads(lambda world: save_tensors(tmp_path, 1, state(), META, world.group(("dp_shard",)), 1), THREE)[0]
+    path = on_threads(
+        lambda world: save_tensors(tmp_path, 1, state(), META, world.group(("dp_shard",)), 1), THREE
+    )[0]
     file = read_manifest(path).entries["model/double"].slices[0].file
     for other in path.glob("*.safetensors"):
         if other.name != file:
@@ -117,7 +139,8 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path):
 def test_a_checkpoint_of_another_model_is_not_overwritten(tmp_path):
     saved(tmp_path, 5)
     with pytest.raises(
-        CheckpointError, match=r"making the folder failed(.|\n)*model/a.weight: \[4, 3\] float32 in the checkpoint, nothing"
+        CheckpointError,
+        match=r"making the folder failed(.|\n)*model/a.weight: \[4, 3\] float32 in the checkpoint, nothing",
     ):
         save_tensors(tmp_path, 5, {"model/z": torch.zeros(2)}, {}, alone(), 1)
     assert_holds(tmp_path / "step-00000005", state(5))
@@ -147,11 +170,16 @@ def test_resuming_with_another_model_lists_the_first_differences(tmp_path):
     assert "resume with the model and optimizer that wrote it" in caught.value.diagnostics[0].fix
     with pytest.raises(CheckpointError) as caught:
         load_tensors(path, other)
-    assert "model/odd" not in str(caught.value), "load takes what is wanted; what is left over does not matter"
+    assert "model/odd" not in str(caught.value), (
+        "load takes what is wanted; what is left over does not matter"
+    )
     found, _, rejected = newest_valid(tmp_path, lambda manifest, place: check_state(manifest, other, place))
     assert found is None
     assert "another model or optimizer" in rejected[0][1]
-    assert newest_valid(tmp_path, lambda manifest, place: check_state(manifest, expected(state()), place))[0] == path
+    assert (
+        newest_valid(tmp_path, lambda manifest, place: check_state(manifest, expected(state()), place))[0]
+        == path
+    )
 
 
 def test_a_long_list_of_differences_is_cut(tmp_path):
@@ -167,10 +195,16 @@ def test_compare_names_what_differs_in_any_bit(tmp_path):
         "model/c": torch.zeros(2),
         "model/d": torch.ones(1),
     }
-    second = first | {"model/b": torch.tensor([0.0, -0.0]), "model/c": torch.zeros(2, 1), "model/e": torch.ones(1)}
+    second = first | {
+        "model/b": torch.tensor([0.0, -0.0]),
+        "model/c": torch.zeros(2, 1),
+        "model/e": torch.ones(1),
+    }
     del second["model/d"]
     a = save_tensors(tmp_path / "a", 1, first, {}, alone(), 1)
-    b = on_threads(lambda world: save_tensors(tmp_path / "b", 1, second, {}, world.group(("dp_shard",)), 1), THREE)[0]
+    b = on_threads(
+        lambda world: save_tensors(tmp_path / "b", 1, second, {}, world.group(("dp_shard",)), 1), THREE
+    )[0]
     assert compare_checkpoints(a, a) == []
     assert compare_checkpoints(a, b) == ["model/b", "model/c", "model/d", "model/e"]
 
@@ -183,7 +217,9 @@ def test_compare_names_what_differs_in_any_bit(tmp_path):
 def test_any_truncated_or_flipped_file_is_passed_over_for_the_one_before(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     saved(folder, 1)
-    newer = on_threads(lambda world: save_tensors(folder, 2, state(2), META, world.group(("dp_shard",)), 2), THREE)[0]
+    newer = on_threads(
+        lambda world: save_tensors(folder, 2, state(2), META, world.group(("dp_shard",)), 2), THREE
+    )[0]
     file = newer / data.draw(st.sampled_from(names(newer)))
     content = bytearray(file.read_bytes())
     position = data.draw(st.integers(0, len(content) - 1))
@@ -242,7 +278,9 @@ def test_each_kind_of_damage_has_its_words(tmp_path):
         (1, {}, {"a": {1, 2}}, 1, "meta is not plain JSON"),
     ],
 )
-def test_an_impossible_checkpoint_is_refused_before_anything_is_written(step, tensors, meta, keep, words, tmp_path):
+def test_an_impossible_checkpoint_is_refused_before_anything_is_written(
+    step, tensors, meta, keep, words, tmp_path
+):
     with pytest.raises(CheckpointError, match=words):
         save_tensors(tmp_path / "run", step, tensors, meta, alone(), keep)
     assert not (tmp_path / "run").exists()

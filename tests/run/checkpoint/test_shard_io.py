@@ -6,7 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshwright.run.checkpoint.manifest import MANIFEST_FILE, CheckpointError, Manifest, ShardFile, StoredSlice, TensorEntry
+from meshwright.run.checkpoint.manifest import (
+    MANIFEST_FILE,
+    CheckpointError,
+    Manifest,
+    ShardFile,
+    StoredSlice,
+    TensorEntry,
+)
 from meshwright.run.checkpoint.save_load import load_tensors, save_tensors
 from meshwright.run.checkpoint.shard_io import read_entry, read_manifest, write_shard
 from meshwright.testing.ranks import on_threads
@@ -14,11 +21,15 @@ from tests.run.checkpoint.awkward_states import META, THREE, alone, assert_holds
 
 
 def test_the_files_are_safetensors_that_anybody_can_read(tmp_path):
-    path = on_threads(lambda world: save_tensors(tmp_path, 1, state(), META, world.group(("dp_shard",)), 1), THREE)[0]
+    path = on_threads(
+        lambda world: save_tensors(tmp_path, 1, state(), META, world.group(("dp_shard",)), 1), THREE
+    )[0]
     together: dict[str, torch.Tensor] = {}
     for file in path.glob("*.safetensors"):
         together |= load_file(file)
-    assert {name: bits(tensor) for name, tensor in together.items()} == {name: bits(t) for name, t in state().items()}
+    assert {name: bits(tensor) for name, tensor in together.items()} == {
+        name: bits(t) for name, t in state().items()
+    }
 
 
 def test_a_view_is_saved_as_its_own_elements_only(tmp_path):
@@ -45,7 +56,9 @@ def test_rows_are_read_from_the_files_that_hold_them(tmp_path):
     for rows in (range(7), range(1, 3), range(2, 7), range(3, 3)):
         assert torch.equal(read_entry(tmp_path, "w", entry, rows), whole[rows.start : rows.stop])
     (tmp_path / "c").unlink()
-    assert torch.equal(read_entry(tmp_path, "w", entry, range(2)), whole[:2]), "what is not needed is not opened"
+    assert torch.equal(read_entry(tmp_path, "w", entry, range(2)), whole[:2]), (
+        "what is not needed is not opened"
+    )
     with pytest.raises(CheckpointError, match="no tensor 'w' in it"):
         read_entry(tmp_path, "w", entry, range(3))
 

@@ -14,6 +14,9 @@ def test_boxes_hold_the_elements_of_the_stretch_in_order(data: st.DataObject, sh
     end = data.draw(st.integers(begin, numel))
     whole = np.arange(numel).reshape(shape)
     found = list(range_boxes(begin, end, shape))
-    seen = [whole[tuple(slice(b, b + n) for b, n in zip(start, size, strict=True))].reshape(-1) for start, size in found]
+    seen = [
+        whole[tuple(slice(b, b + n) for b, n in zip(start, size, strict=True))].reshape(-1)
+        for start, size in found
+    ]
     assert [int(value) for each in seen for value in each] == list(range(begin, end))
     assert len(found) <= max(1, 2 * len(shape) - 1)

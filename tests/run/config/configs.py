@@ -27,7 +27,11 @@ class Layers(Strategy):
 
     def __post_init__(self) -> None:
         if any(chunk < 1 for chunk in self.chunks):
-            raise PlanError(f"chunks of {self.chunks}", fix="write numbers of at least 1", location="strategies.layers.chunks")
+            raise PlanError(
+                f"chunks of {self.chunks}",
+                fix="write numbers of at least 1",
+                location="strategies.layers.chunks",
+            )
 
 
 KNOWN = {"copies": Copies, "layers": Layers}

@@ -10,9 +10,22 @@ from hypothesis import strategies as st
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.job.data_source import DataConfig, MixturePart, ModelConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Job, OptimizerConfig, ParamGroupConfig, PrecisionConfig, ScheduleConfig, TrainConfig
+from meshwright.plan.job.job import (
+    Job,
+    OptimizerConfig,
+    ParamGroupConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 from meshwright.plan.job.run_options import RunConfig
-from meshwright.run.config.config_file import PlanRequest, canonical_hash, read_request, request_as_dict, write_request
+from meshwright.run.config.config_file import (
+    PlanRequest,
+    canonical_hash,
+    read_request,
+    request_as_dict,
+    write_request,
+)
 from tests.run.config.configs import CONFIG, KNOWN, Copies, Layers, read
 
 
@@ -42,10 +55,13 @@ def test_paths_that_cannot_be_read_are_refused(tmp_path):
     with pytest.raises(PlanError, match=r"there is no such file\n  repair: check the path"):
         read_request(tmp_path / "nowhere" / "run.toml", (), KNOWN)
     with pytest.raises(
-        PlanError, match=r"this is a folder; needed is a TOML file\n  repair: name a file in it: latin.toml, run.toml"
+        PlanError,
+        match=r"this is a folder; needed is a TOML file\n  repair: name a file in it: latin.toml, run.toml",
     ):
         read_request(tmp_path, (), KNOWN)
-    with pytest.raises(PlanError, match=r"not a text in UTF-8\n  repair: save it as UTF-8; the byte at position 2"):
+    with pytest.raises(
+        PlanError, match=r"not a text in UTF-8\n  repair: save it as UTF-8; the byte at position 2"
+    ):
         read_request(tmp_path / "latin.toml", (), KNOWN)
 
 
@@ -84,7 +100,11 @@ def test_a_schedule_of_your_own_is_found_beside_the_file_and_a_name_stays_a_name
     (tmp_path / "mine.csv").write_text("0F0,0B0\n")
     (tmp_path / "gpipe").mkdir()
     monkeypatch.chdir("/")
-    for said, expected in (("mine.csv", str(tmp_path / "mine.csv")), ("gpipe", "gpipe"), ("absent.csv", "absent.csv")):
+    for said, expected in (
+        ("mine.csv", str(tmp_path / "mine.csv")),
+        ("gpipe", "gpipe"),
+        ("absent.csv", "absent.csv"),
+    ):
         (tmp_path / "run.toml").write_text(f'[[strategies]]\nname = "pipeline"\nschedule = "{said}"\n')
         strategies = read_request(tmp_path / "run.toml", [], {"pipeline": Pipeline}).strategies
         assert strategies == (Pipeline(schedule=expected),)
@@ -153,9 +173,10 @@ JOBS = st.builds(
         FORMATS,
         SOURCES,
         *(TEXTS, TEXTS, TEXTS, st.booleans()),
-        st.lists(st.builds(MixturePart, SOURCES, FLOATS, FORMATS, PATTERNS, PATTERNS, TEXTS, TEXTS, TEXTS), max_size=2).map(
-            tuple
-        ),
+        st.lists(
+            st.builds(MixturePart, SOURCES, FLOATS, FORMATS, PATTERNS, PATTERNS, TEXTS, TEXTS, TEXTS),
+            max_size=2,
+        ).map(tuple),
     ),
     st.builds(TrainConfig, INTS, INTS, FLOATS, INTS),
     st.builds(
@@ -173,7 +194,9 @@ STRATEGIES = st.builds(Copies, st.none() | FLOATS, st.booleans()) | st.builds(
 REQUESTS = st.builds(
     PlanRequest,
     JOBS,
-    st.builds(RunConfig, TEXTS, INTS, INTS, sample_prompt=TEXTS, sample_tokens=INTS, workers=INTS, cache=TEXTS),
+    st.builds(
+        RunConfig, TEXTS, INTS, INTS, sample_prompt=TEXTS, sample_tokens=INTS, workers=INTS, cache=TEXTS
+    ),
     st.dictionaries(st.sampled_from(["pp", "dp_replicate", "dp_shard", "cp", "tp"]), INTS),
     INTS,
     st.none() | st.lists(STRATEGIES, max_size=3).map(tuple),

@@ -36,7 +36,8 @@ FORGETFUL = (
 )
 WORDS = Path(json.__file__).read_text()[:4000]
 TALKS = [
-    [{"role": "user", "content": f"What is {n} + {n}?"}, {"role": "assistant", "content": f"It is {2 * n}."}] for n in range(9)
+    [{"role": "user", "content": f"What is {n} + {n}?"}, {"role": "assistant", "content": f"It is {2 * n}."}]
+    for n in range(9)
 ]
 
 
@@ -47,7 +48,9 @@ def tokenizer(folder: Path, template: str = "", *, end: str | None = END, size: 
     made.decoder = decoders.ByteLevel()
     special = [END, CUE, "<|user|>", "<|system|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     made.train_from_iterator([WORDS], trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=made, eos_token=end)
     fast.chat_template = template or None
@@ -70,7 +73,10 @@ def opened(source: DataConfig, folder: Path) -> Dataset:
 def samples(data: Dataset, ids: Iterable[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Inputs and labels of each sample, as plain values."""
     batch = data.batch(list(ids))
-    return [(tuple(x), tuple(y)) for x, y in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)]
+    return [
+        (tuple(x), tuple(y))
+        for x, y in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
+    ]
 
 
 def feeds_of(data: Dataset, ranks: int, source: DataConfig, train: TrainConfig) -> list[Feed]:

@@ -50,7 +50,9 @@ def test_exactly_what_the_assistant_says_is_learnt(tmp_path, template: str):
 
 
 def test_both_ways_find_the_same_tokens(tmp_path):
-    marked, plain = (encoded(codec(tmp_path / name, text), LONG) for name, text in {"m": MARKED, "p": PLAIN}.items())
+    marked, plain = (
+        encoded(codec(tmp_path / name, text), LONG) for name, text in {"m": MARKED, "p": PLAIN}.items()
+    )
     assert isinstance(marked, EncodedDocument)
     assert isinstance(plain, EncodedDocument)
     assert marked.ids.tolist() == plain.ids.tolist()
@@ -81,7 +83,10 @@ def test_a_template_that_rewrites_what_was_said_is_refused(tmp_path):
         ([{"role": "user"}], "message 0 has no content; needed is a text"),
         ([{"role": "user", "content": 3}], "message 0 has content = 3; needed is a text"),
         ([{"from": "human", "content": "x"}], "message 0 has no role"),
-        (LONG[:2], "the conversation has no answer: its roles are system, user, and only 'assistant' is learnt"),
+        (
+            LONG[:2],
+            "the conversation has no answer: its roles are system, user, and only 'assistant' is learnt",
+        ),
     ],
 )
 def test_what_is_no_conversation_is_refused(tmp_path, messages: object, what: str):
@@ -89,17 +94,24 @@ def test_what_is_no_conversation_is_refused(tmp_path, messages: object, what: st
 
 
 def test_what_the_template_itself_refuses_is_said(tmp_path):
-    strict = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('the user speaks first') }}{% endif %}" + MARKED
+    strict = (
+        "{% if messages[0]['role'] != 'user' %}{{ raise_exception('the user speaks first') }}{% endif %}"
+        + MARKED
+    )
     assert refusal(codec(tmp_path, strict), LONG).endswith("refuses this conversation: the user speaks first")
 
 
 def test_marks_round_nothing_are_noticed(tmp_path):
-    empty = MARKED.replace("{{ m['content'] }}<|end|>{% endgeneration %}", "{% endgeneration %}{{ m['content'] }}<|end|>")
+    empty = MARKED.replace(
+        "{{ m['content'] }}<|end|>{% endgeneration %}", "{% endgeneration %}{{ m['content'] }}<|end|>"
+    )
     assert "marks no token" in refusal(codec(tmp_path, empty), TALKS[0])
 
 
 def test_a_tokenizer_without_a_template_is_refused(tmp_path):
-    with pytest.raises(PlanError, match=r"has no chat template, and data.chat asks for one(.|\n)*add chat_template"):
+    with pytest.raises(
+        PlanError, match=r"has no chat template, and data.chat asks for one(.|\n)*add chat_template"
+    ):
         get_chat_template(PretrainedTokenizer(tokenizer(tmp_path)))
     with pytest.raises(PlanError, match="conversations with bytes as tokens"):
         get_chat_template(ByteTokenizer())

@@ -28,7 +28,9 @@ def all_tokens(data) -> list[int]:
 @pytest.mark.parametrize("sequence", [1, 5, 100])
 def test_texts_are_joined_in_order_each_with_its_end(tmp_path, sequence: int):
     path = jsonl(tmp_path / "a.jsonl", [{"body": text} for text in TEXTS])
-    data = opened(DataConfig(path, column="body", sequence=sequence, tokenizer=tokenizer(tmp_path / "t")), tmp_path)
+    data = opened(
+        DataConfig(path, column="body", sequence=sequence, tokenizer=tokenizer(tmp_path / "t")), tmp_path
+    )
     assert data.tokenizer.decode(all_tokens(data)) == "one line<|end|>two<|end|>a third, longer line<|end|>"
     plain = opened(DataConfig(path, column="body", sequence=sequence), tmp_path)
     assert bytes(all_tokens(plain)) == b"one line\0two\0a third, longer line\0"
@@ -59,7 +61,9 @@ def test_a_conversation_is_one_sample_with_labels_on_its_answer(tmp_path):
         assert data.tokenizer.decode(answer) == f"It is {2 * i}.<|end|>"
         first = labels.index(answer[0])
         assert data.tokenizer.decode(inputs[: first + 1]) == f"<|user|>What is {i} + {i}?<|end|><|assistant|>"
-        assert list(inputs[first + 1 : first + len(answer)]) == answer[:-1], "label t is the token after input t"
+        assert list(inputs[first + 1 : first + len(answer)]) == answer[:-1], (
+            "label t is the token after input t"
+        )
         assert set(inputs[first + len(answer) + 1 :]) <= {data.tokenizer.end}
     assert data.notes == ()
 
@@ -68,7 +72,10 @@ def test_conversations_that_are_too_long_are_cut_and_counted(tmp_path):
     whole = opened(talks(tmp_path), tmp_path)
     tail = [{"messages": [{"role": "user", "content": "long " * 30}, TALKS[0][1]]}]
     rows = [{"messages": talk} for talk in TALKS] + tail
-    lengths = [max(t for t, label in enumerate(labels) if label != IGNORE_INDEX) + 1 for _, labels in samples(whole, range(9))]
+    lengths = [
+        max(t for t, label in enumerate(labels) if label != IGNORE_INDEX) + 1
+        for _, labels in samples(whole, range(9))
+    ]
     shortest = min(lengths)
     data = opened(talks(tmp_path, shortest - 1, rows), tmp_path)
     assert data.notes == (
@@ -77,7 +84,10 @@ def test_conversations_that_are_too_long_are_cut_and_counted(tmp_path):
     )
     for (_, cut), (_, full) in zip(samples(data, range(9)), samples(whole, range(9)), strict=True):
         assert cut == full[: shortest - 1]
-    with pytest.raises(PlanError, match=r"no answer begins within the first 2 tokens of any of the 10(.|\n)*raise data.sequence"):
+    with pytest.raises(
+        PlanError,
+        match=r"no answer begins within the first 2 tokens of any of the 10(.|\n)*raise data.sequence",
+    ):
         opened(talks(tmp_path, 2, rows), tmp_path)
 
 
@@ -107,17 +117,29 @@ def test_the_tokens_are_used_again_unless_something_that_decides_them_changed(tm
 
 def test_the_digest_names_the_samples(tmp_path):
     def digest(name: str, text: str, sequence: int) -> str:
-        return opened(DataConfig(jsonl(tmp_path / f"{name}.jsonl", [{"text": text}]), sequence=sequence), tmp_path).digest
+        return opened(
+            DataConfig(jsonl(tmp_path / f"{name}.jsonl", [{"text": text}]), sequence=sequence), tmp_path
+        ).digest
 
     assert digest("a", "text", 3) == digest("b", "text", 3)
     assert len({digest("a", "text", 3), digest("a", "text", 4), digest("a", "texT", 3)}) == 3
 
 
 def test_every_broken_row_is_named_at_once(tmp_path):
-    rows = [{"text": "good"}, {"text": 7}, {"text": None}, "{", {"text": "a\0b"}, '{"text": "\\ud800"}', {"body": "x"}]
+    rows = [
+        {"text": "good"},
+        {"text": 7},
+        {"text": None},
+        "{",
+        {"text": "a\0b"},
+        '{"text": "\\ud800"}',
+        {"body": "x"},
+    ]
     with pytest.raises(PlanError) as caught:
         opened(DataConfig(jsonl(tmp_path / "a.jsonl", rows)), tmp_path)
-    assert {Path(fault.location).name: fault.problem.split("; needed")[0] for fault in caught.value.diagnostics} == {
+    assert {
+        Path(fault.location).name: fault.problem.split("; needed")[0] for fault in caught.value.diagnostics
+    } == {
         "a.jsonl:2": "the column 'text' holds a value of type int",
         "a.jsonl:3": "the column 'text' holds nothing (null)",
         "a.jsonl:4": "not JSON: Expecting property name enclosed in double quotes (column 2)",
@@ -129,7 +151,9 @@ def test_every_broken_row_is_named_at_once(tmp_path):
 
 def test_a_column_that_no_row_has_is_not_said_for_every_row(tmp_path):
     rows = [{"body": "x"}] * 1000
-    with pytest.raises(PlanError, match=r"a.jsonl:1: there is no column 'text'; the columns are: body") as caught:
+    with pytest.raises(
+        PlanError, match=r"a.jsonl:1: there is no column 'text'; the columns are: body"
+    ) as caught:
         opened(DataConfig(jsonl(tmp_path / "a.jsonl", rows)), tmp_path)
     assert len(caught.value.diagnostics) == MAX_DIAGNOSTICS + 1
     assert f"the first {MAX_DIAGNOSTICS} faults" in caught.value.diagnostics[-1].problem
@@ -137,7 +161,9 @@ def test_a_column_that_no_row_has_is_not_said_for_every_row(tmp_path):
 
 @pytest.mark.parametrize("rows", [[], ["", ""], [{"text": ""}]])
 def test_data_without_any_text_is_refused(tmp_path, rows: list):
-    with pytest.raises(PlanError, match=r"data.source: '.*a.jsonl' holds no text in the column 'text': it is empty"):
+    with pytest.raises(
+        PlanError, match=r"data.source: '.*a.jsonl' holds no text in the column 'text': it is empty"
+    ):
         opened(DataConfig(jsonl(tmp_path / "a.jsonl", rows)), tmp_path)
 
 

@@ -24,13 +24,17 @@ def plan(ranks: int, micro_batch: int = 0, batch: int = 12, **spec: int):
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 0), (2, 0), (2, 3), (3, 0), (3, 2), (4, 1)])
 @pytest.mark.parametrize("samples", [0, 1, 12, 14])
-def test_every_sample_is_evaluated_once_and_all_ranks_have_as_many_batches(ranks: int, micro_batch: int, samples: int):
+def test_every_sample_is_evaluated_once_and_all_ranks_have_as_many_batches(
+    ranks: int, micro_batch: int, samples: int
+):
     made = plan(ranks, micro_batch, hold_out=31, samples=samples)
     listed = [list(EvalSamples(DATA, made, index).batches()) for index in range(ranks)]
     assert len({len(batches) for batches in listed}) == 1
     ids = [i for batches in listed for batch in batches if batch is not None for i in batch["id"].tolist()]
     assert sorted(ids) == list(range(samples or 31))
-    assert all(len(batch["id"]) <= made.local_batch for batches in listed for batch in batches if batch is not None)
+    assert all(
+        len(batch["id"]) <= made.local_batch for batches in listed for batch in batches if batch is not None
+    )
 
 
 def test_held_out_samples_are_never_trained_on():
@@ -48,7 +52,9 @@ def test_nothing_is_held_out_unasked():
 
 
 def test_holding_out_everything_or_of_a_mixture_is_refused():
-    with pytest.raises(PlanError, match=r"evaluate\.hold_out: 31 samples are held out of 31, and none is left to train on"):
+    with pytest.raises(
+        PlanError, match=r"evaluate\.hold_out: 31 samples are held out of 31, and none is left to train on"
+    ):
         split_held_out(DATA, EvalConfig(hold_out=31))
     with pytest.raises(PlanError, match=r"the last 3 samples of a mixture(?s:.*)evaluate\.source"):
         split_held_out(Mixture.__new__(Mixture), EvalConfig(hold_out=3))
@@ -59,7 +65,13 @@ def test_another_source_is_read_as_the_training_data_is():
     job = Job(ModelConfig("m"), data)
     assert eval_source(job) is None
     found = eval_source(Job(ModelConfig("m"), data, evaluate=EvalConfig("val.jsonl")))
-    assert (found.source, found.sequence, found.tokenizer, found.split, found.epochs) == ("val.jsonl", 64, "tok", "train", 0)
+    assert (found.source, found.sequence, found.tokenizer, found.split, found.epochs) == (
+        "val.jsonl",
+        64,
+        "tok",
+        "train",
+        0,
+    )
     found = eval_source(Job(ModelConfig("m"), data, evaluate=EvalConfig(split="dev")))
     assert (found.source, found.split) == ("train.jsonl", "dev")
     mixed = DataConfig(mixture=(Share("a.txt"), Share("b.txt")))
@@ -68,8 +80,13 @@ def test_another_source_is_read_as_the_training_data_is():
 
 def test_results_on_other_samples_are_not_compared():
     done = EvalHistory().for_samples(EvalSamples(DATA, plan(2, hold_out=7), 0)).with_evaluation(1.0, 5, 0.0)
-    assert done.for_samples(EvalSamples(DATA, plan(3, hold_out=7, every=3), 1)) == done, "ranks and cadence do not matter"
-    for other in (EvalSamples(DATA, plan(2, hold_out=8), 0), EvalSamples(DATA, plan(2, hold_out=7, samples=3), 0)):
+    assert done.for_samples(EvalSamples(DATA, plan(3, hold_out=7, every=3), 1)) == done, (
+        "ranks and cadence do not matter"
+    )
+    for other in (
+        EvalSamples(DATA, plan(2, hold_out=8), 0),
+        EvalSamples(DATA, plan(2, hold_out=7, samples=3), 0),
+    ):
         assert done.for_samples(other).best_loss is None
     assert done.for_samples(EvalSamples(ExampleDataset(rows(31)), plan(2, hold_out=7), 0)).best_loss is None
 
@@ -98,7 +115,9 @@ def test_the_best_is_the_lowest_and_the_earliest_of_equals():
         ((3.0, 4.0, 2.0, 4.0), 0.0, 1),
     ],
 )
-def test_an_evaluation_is_a_gain_only_below_the_last_gain(losses: tuple[float, ...], min_delta: float, waited: int):
+def test_an_evaluation_is_a_gain_only_below_the_last_gain(
+    losses: tuple[float, ...], min_delta: float, waited: int
+):
     assert after(*losses, min_delta=min_delta).num_without_gain == waited
 
 

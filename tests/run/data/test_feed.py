@@ -23,7 +23,9 @@ EXAMPLE = {"x": torch.arange(ROWS * 2.0).view(ROWS, 2), "labels": torch.arange(R
 
 
 def plan(ranks: int, micro_batch: int = 0, epochs: int = 0) -> Plan:
-    job = Job(ModelConfig("model.py:f"), DataConfig("example", epochs=epochs), TrainConfig(batch=BATCH, seed=5))
+    job = Job(
+        ModelConfig("model.py:f"), DataConfig("example", epochs=epochs), TrainConfig(batch=BATCH, seed=5)
+    )
     strategies = (BatchSplit(), DDP()) if ranks > 1 else ()
     return Plan.make(job, Mesh(dp_replicate=ranks), Paper().anatomy, strategies, micro_batch)
 
@@ -52,7 +54,9 @@ def test_finite_data_is_played_to_the_end_each_sample_once_per_epoch(ranks, epoc
     each = feeds(ranks, epochs=epochs)
     (steps,) = {feed.num_steps for feed in each}
     assert steps == -(-ROWS * epochs // BATCH)
-    counts = Counter(sample for step in range(steps) for sample in played([feed.batch(step) for feed in each]))
+    counts = Counter(
+        sample for step in range(steps) for sample in played([feed.batch(step) for feed in each])
+    )
     assert counts == dict.fromkeys(range(ROWS), epochs)
     assert len(played([feed.batch(steps - 1) for feed in each])) == ROWS * epochs - (steps - 1) * BATCH
     assert [feed.batch(steps) for feed in each] == [None] * ranks
@@ -66,7 +70,10 @@ def test_what_does_not_fit_is_said_with_the_faults_of_the_source_and_before_anyt
     assert not (tmp_path / "cache").exists()
     with pytest.raises(PlanError) as caught:
         open_dataset(DataConfig(str(tmp_path / "none.jsonl")), None, tmp_path / "cache", lambda codec: [odd])
-    assert [fault.problem for fault in caught.value.diagnostics] == ["too many tokens", "there is no such file or folder"]
+    assert [fault.problem for fault in caught.value.diagnostics] == [
+        "too many tokens",
+        "there is no such file or folder",
+    ]
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
@@ -102,7 +109,12 @@ def test_the_digest_of_an_example_names_its_content():
     changed = {**EXAMPLE, "x": EXAMPLE["x"].clone()}
     assert ExampleDataset(changed).digest == ExampleDataset(EXAMPLE).digest
     changed["x"][3, 1] += 1
-    others = [changed, {"x": EXAMPLE["x"]}, {**EXAMPLE, "x": EXAMPLE["x"].double()}, {**EXAMPLE, "x": EXAMPLE["x"].view(2, ROWS)}]
+    others = [
+        changed,
+        {"x": EXAMPLE["x"]},
+        {**EXAMPLE, "x": EXAMPLE["x"].double()},
+        {**EXAMPLE, "x": EXAMPLE["x"].view(2, ROWS)},
+    ]
     assert len({ExampleDataset(other).digest for other in [EXAMPLE, *others]}) == 5
 
 
@@ -110,10 +122,13 @@ def test_a_source_is_opened_as_what_it_is(tmp_path):
     (tmp_path / "a.txt").write_text("some text")
     assert isinstance(open_dataset(DataConfig(str(tmp_path)), None), TextDataset)
     assert isinstance(
-        open_dataset(DataConfig(jsonl(tmp_path / "a.jsonl", [{"text": "x"}])), None, tmp_path / "cache"), PackedTexts
+        open_dataset(DataConfig(jsonl(tmp_path / "a.jsonl", [{"text": "x"}])), None, tmp_path / "cache"),
+        PackedTexts,
     )
     assert isinstance(open_dataset(DataConfig("example"), EXAMPLE), ExampleDataset)
     with pytest.raises(ValueError, match="has to be tokenised, and no folder was given"):
         open_dataset(DataConfig(str(tmp_path / "a.jsonl")), None)
-    with pytest.raises(PlanError, match=r"the model comes without an example batch(.|\n)*return meshwright.Model"):
+    with pytest.raises(
+        PlanError, match=r"the model comes without an example batch(.|\n)*return meshwright.Model"
+    ):
         open_dataset(DataConfig("example"), None)

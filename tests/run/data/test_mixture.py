@@ -58,7 +58,9 @@ def test_any_weights_become_shares_that_are_close(weights: list[float]):
     assert min(shares) >= 1
     assert gcd(*shares) == 1
     for share, weight in zip(shares, weights, strict=True):
-        assert abs(Fraction(share, sum(shares)) - Fraction(str(weight)) / total) <= Fraction(len(weights), MAX_PERIOD)
+        assert abs(Fraction(share, sum(shares)) - Fraction(str(weight)) / total) <= Fraction(
+            len(weights), MAX_PERIOD
+        )
 
 
 def owners(ids: list[int], sizes=SIZES) -> list[int]:
@@ -92,7 +94,9 @@ def test_seeds_decide_the_order():
 @given(step=st.integers(0, 10**9), batch=st.integers(1, 30))
 def test_any_position_is_found_at_once_and_the_batch_changes_nothing(step: int, batch: int):
     order = MixedOrder(SIZES, (5, 3, 2), seed=4)
-    assert order.ids(step, batch) == [i for place in range(step * batch, (step + 1) * batch) for i in order.ids(place, 1)]
+    assert order.ids(step, batch) == [
+        i for place in range(step * batch, (step + 1) * batch) for i in order.ids(place, 1)
+    ]
 
 
 @settings(deadline=None)
@@ -115,7 +119,9 @@ def source(folder, **changes) -> DataConfig:
     parts = (
         MixturePart(jsonl(folder / "a.jsonl", [{"text": words}]), weight=5.0),
         MixturePart(jsonl(folder / "b.jsonl", [{"body": words[::-1]}]), weight=3.0, column="body"),
-        MixturePart(jsonl(folder / "c.jsonl", [{"messages": talk} for talk in TALKS]), weight=2.0, chat="messages"),
+        MixturePart(
+            jsonl(folder / "c.jsonl", [{"messages": talk} for talk in TALKS]), weight=2.0, chat="messages"
+        ),
     )
     return DataConfig(mixture=parts, tokenizer=tokenizer(folder / "t", MARKED), sequence=24, **changes)
 
@@ -137,7 +143,9 @@ def played(each: list[Feed], steps: range) -> Counter:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("epochs", [0, 2])
-def test_the_samples_are_the_same_on_any_number_of_ranks_and_after_going_on_with_another(tmp_path, ranks: int, epochs: int):
+def test_the_samples_are_the_same_on_any_number_of_ranks_and_after_going_on_with_another(
+    tmp_path, ranks: int, epochs: int
+):
     data = open_dataset(source(tmp_path, epochs=epochs), None, tmp_path / "cache")
     alone = feeds(data, 1, epochs)
     steps = alone[0].num_steps or 15
@@ -145,7 +153,10 @@ def test_the_samples_are_the_same_on_any_number_of_ranks_and_after_going_on_with
     many = feeds(data, ranks, epochs)
     assert {feed.num_steps for feed in many} == {alone[0].num_steps}
     assert played(many, range(steps)) == whole
-    assert played(alone, range(4)) + played(many, range(4, 7)) + played(feeds(data, 3, epochs), range(7, steps)) == whole
+    assert (
+        played(alone, range(4)) + played(many, range(4, 7)) + played(feeds(data, 3, epochs), range(7, steps))
+        == whole
+    )
     assert all(feed.batch(steps) is None for feed in many) == bool(epochs)
 
 
@@ -155,7 +166,13 @@ def test_rows_come_from_the_parts_that_their_ids_name(tmp_path):
     assert data.shares == (5, 3, 2)
     first, second, third = data.datasets
     ids = [len(first) + 1, -1, 0, len(first) + len(second), len(data) - 1]
-    expected = [samples(second, [1]), samples(third, [-1]), samples(first, [0]), samples(third, [0]), samples(third, [8])]
+    expected = [
+        samples(second, [1]),
+        samples(third, [-1]),
+        samples(first, [0]),
+        samples(third, [0]),
+        samples(third, [8]),
+    ]
     got = samples(data, ids)
     assert [[row] for r, row in enumerate(got) if r != 1] == [row for r, row in enumerate(expected) if r != 1]
     assert set(got[1][1]) == {-100}
@@ -181,7 +198,12 @@ def test_bytes_of_files_and_of_rows_are_mixed_too(tmp_path):
 
 
 def test_the_faults_of_all_parts_are_said_at_once(tmp_path):
-    mixed = DataConfig(mixture=(MixturePart(str(tmp_path / "no.jsonl")), MixturePart(jsonl(tmp_path / "b.jsonl", ["{"]))))
+    mixed = DataConfig(
+        mixture=(MixturePart(str(tmp_path / "no.jsonl")), MixturePart(jsonl(tmp_path / "b.jsonl", ["{"])))
+    )
     with pytest.raises(PlanError) as caught:
         open_dataset(mixed, None, tmp_path / "cache")
-    assert [fault.location.rpartition("/")[2] for fault in caught.value.diagnostics] == ["no.jsonl", "b.jsonl:1"]
+    assert [fault.location.rpartition("/")[2] for fault in caught.value.diagnostics] == [
+        "no.jsonl",
+        "b.jsonl:1",
+    ]

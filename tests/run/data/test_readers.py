@@ -73,7 +73,9 @@ def test_jsonl_rows_come_in_order_with_their_lines_and_again(tmp_path):
 def test_packed_files_and_folders_are_read_alike(tmp_path):
     jsonl(tmp_path / "in" / "b.jsonl", ROWS[3:])
     jsonl(tmp_path / "in" / "notes.txt", ["no JSON"])
-    (tmp_path / "in" / "a.jsonl.gz").write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in ROWS[:3]).encode()))
+    (tmp_path / "in" / "a.jsonl.gz").write_bytes(
+        gzip.compress("".join(json.dumps(row) + "\n" for row in ROWS[:3]).encode())
+    )
     source = DataConfig(str(tmp_path / "in"), format="jsonl")
     assert values(source) == ROWS
     assert values(DataConfig(source.source, format="jsonl", include=("b*",))) == ROWS[3:]
@@ -84,7 +86,10 @@ def test_broken_lines_are_named_by_file_and_line_and_the_others_are_read(tmp_pat
     lines = [ROWS[0], '{"text": "cut', "[1, 2]", '"text"', "null", "\udcff", ROWS[1]]
     path = tmp_path / "a.jsonl"
     path.write_bytes(
-        b"".join((json.dumps(x) if isinstance(x, dict) else x).encode(errors="surrogateescape") + b"\n" for x in lines)
+        b"".join(
+            (json.dumps(x) if isinstance(x, dict) else x).encode(errors="surrogateescape") + b"\n"
+            for x in lines
+        )
     )
     source = DataConfig(str(path))
     assert faults(source) == {
@@ -111,11 +116,15 @@ def test_a_gzip_that_was_cut_short_is_named(tmp_path):
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(PlanError, match=r'no such file or folder\n  repair: correct data.source; .*data.format = "datasets"'):
+    with pytest.raises(
+        PlanError, match=r'no such file or folder\n  repair: correct data.source; .*data.format = "datasets"'
+    ):
         open_reader(DataConfig(str(tmp_path / "none.jsonl")))
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.csv").touch()
-    with pytest.raises(PlanError, match=r"no file in .* matches include = \['\*.jsonl', '\*.jsonl.gz'\].* it holds \*.csv"):
+    with pytest.raises(
+        PlanError, match=r"no file in .* matches include = \['\*.jsonl', '\*.jsonl.gz'\].* it holds \*.csv"
+    ):
         open_reader(DataConfig(str(tmp_path / "in"), format="jsonl"))
 
 
@@ -131,8 +140,16 @@ def test_fields_that_a_format_has_no_use_for_are_refused(tmp_path):
     text = DataConfig(str(tmp_path), column="body", chat="talk", split="test", streaming=True, tokenizer="t")
     with pytest.raises(PlanError) as caught:
         open_reader(text)
-    assert [fault.location for fault in caught.value.diagnostics] == ["data.column", "data.chat", "data.split", "data.streaming"]
-    with pytest.raises(PlanError, match=r"data.streaming: streaming = True, which JSONL files have not\n.*format = \"datasets\""):
+    assert [fault.location for fault in caught.value.diagnostics] == [
+        "data.column",
+        "data.chat",
+        "data.split",
+        "data.streaming",
+    ]
+    with pytest.raises(
+        PlanError,
+        match=r"data.streaming: streaming = True, which JSONL files have not\n.*format = \"datasets\"",
+    ):
         open_reader(DataConfig(jsonl(tmp_path / "a.jsonl", ROWS), streaming=True))
     with pytest.raises(PlanError, match="a data set has none"):
         open_reader(DataConfig("name", format="datasets", include=("*.json",)))
@@ -159,7 +176,9 @@ def test_a_split_of_a_saved_data_set_is_chosen(tmp_path):
     both = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:2])}
     datasets.DatasetDict(both).save_to_disk(str(tmp_path / "both"))
     assert values(DataConfig(str(tmp_path / "both"), split="test")) == ROWS[:2]
-    with pytest.raises(PlanError, match=r"there is no split 'tset'; the splits are: train, test\n.*did you mean 'test'"):
+    with pytest.raises(
+        PlanError, match=r"there is no split 'tset'; the splits are: train, test\n.*did you mean 'test'"
+    ):
         open_reader(DataConfig(str(tmp_path / "both"), split="tset"))
 
 
@@ -177,7 +196,8 @@ def test_local_tables_are_read_by_the_package(tmp_path, suffix: str, streaming: 
 def test_a_column_that_a_data_set_has_not_is_refused_before_it_is_read(tmp_path):
     source = saved(tmp_path / "saved")
     with pytest.raises(
-        PlanError, match=r"there is no column 'txet'; the columns are: text, n\n  repair: set data.column: did you mean 'text'"
+        PlanError,
+        match=r"there is no column 'txet'; the columns are: text, n\n  repair: set data.column: did you mean 'text'",
     ):
         open_reader(DataConfig(source, column="txet"))
     with pytest.raises(PlanError, match=r"there is no column 'messages'(.|\n)*data.chat"):
@@ -205,7 +225,8 @@ def test_a_name_on_the_hub_is_given_to_the_package_with_its_configuration(monkey
 def test_what_the_package_refuses_is_said_in_its_words(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"no parquet")
     with pytest.raises(
-        PlanError, match=r"data.source: the data set '.*a.parquet' cannot be loaded: .+\n  repair: check data.source"
+        PlanError,
+        match=r"data.source: the data set '.*a.parquet' cannot be loaded: .+\n  repair: check data.source",
     ):
         open_reader(DataConfig(str(tmp_path / "a.parquet")))
 
@@ -214,6 +235,7 @@ def test_without_the_package_its_extra_is_named(tmp_path, monkeypatch):
     source = DataConfig(saved(tmp_path / "saved"))
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(
-        PlanError, match=r"the package 'datasets' is not installed\n  repair: pip install 'meshwright\[datasets\]'"
+        PlanError,
+        match=r"the package 'datasets' is not installed\n  repair: pip install 'meshwright\[datasets\]'",
     ):
         open_reader(source)

@@ -82,7 +82,9 @@ def test_epochs_and_seeds_differ_and_are_no_shifts_of_each_other():
 def test_all_orders_of_three_samples_are_equally_likely():
     seen = Counter(tuple(ShuffledOrder(3, seed).ids(0, 3)) for seed in range(1200))
     assert len(seen) == 6
-    assert sum((num - 200) ** 2 / 200 for num in seen.values()) < 20.5  # chi-square, 5 degrees of freedom: p = 0.001
+    assert (
+        sum((num - 200) ** 2 / 200 for num in seen.values()) < 20.5
+    )  # chi-square, 5 degrees of freedom: p = 0.001
 
 
 def test_the_first_place_falls_on_all_parts_of_the_data():
@@ -102,7 +104,8 @@ def test_a_cursor_far_away_is_as_near_as_the_first():
 
 
 @pytest.mark.parametrize(
-    ("num", "epochs", "words"), [(0, 0, "0 samples"), (2**60 + 1, 0, "samples; needed are 1 to"), (3, -1, "-1 epochs")]
+    ("num", "epochs", "words"),
+    [(0, 0, "0 samples"), (2**60 + 1, 0, "samples; needed are 1 to"), (3, -1, "-1 epochs")],
 )
 def test_an_impossible_order_is_refused(num: int, epochs: int, words: str):
     with pytest.raises(PlanError, match=words):

@@ -27,10 +27,14 @@ def quiet(monkeypatch):
 
 def texts(folder: Path, *, streaming: bool = True, rows: list | None = None, **changes) -> DataConfig:
     if not (folder / "texts").exists():
-        datasets.Dataset.from_list(rows or [{"text": text} for text in TEXTS]).save_to_disk(str(folder / "texts"))
+        datasets.Dataset.from_list(rows or [{"text": text} for text in TEXTS]).save_to_disk(
+            str(folder / "texts")
+        )
     if not (folder / "t").exists():
         tokenizer(folder / "t")
-    return DataConfig(str(folder / "texts"), tokenizer=str(folder / "t"), sequence=SEQUENCE, streaming=streaming, **changes)
+    return DataConfig(
+        str(folder / "texts"), tokenizer=str(folder / "t"), sequence=SEQUENCE, streaming=streaming, **changes
+    )
 
 
 def talks(folder: Path, *, streaming: bool = True, **changes) -> DataConfig:
@@ -38,7 +42,12 @@ def talks(folder: Path, *, streaming: bool = True, **changes) -> DataConfig:
         datasets.Dataset.from_list([{"messages": talk} for talk in TALKS]).save_to_disk(str(folder / "talks"))
         tokenizer(folder / "c", MARKED)
     return DataConfig(
-        str(folder / "talks"), tokenizer=str(folder / "c"), chat="messages", sequence=40, streaming=streaming, **changes
+        str(folder / "talks"),
+        tokenizer=str(folder / "c"),
+        chat="messages",
+        sequence=40,
+        streaming=streaming,
+        **changes,
     )
 
 
@@ -76,7 +85,9 @@ def test_earlier_samples_can_be_asked_for_again(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", [texts, talks])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_the_samples_are_the_same_on_any_number_of_ranks_and_after_going_on_with_another(tmp_path, kind, ranks: int):
+def test_the_samples_are_the_same_on_any_number_of_ranks_and_after_going_on_with_another(
+    tmp_path, kind, ranks: int
+):
     source = kind(tmp_path)
     data = opened(source, tmp_path)
     whole = played(feeds(data, 1, source), range(6))
@@ -113,7 +124,9 @@ def test_a_rank_tokenises_only_the_conversations_that_it_plays(tmp_path, monkeyp
     seen = []
     for feed in feeds(data, 3, source)[1:2]:
         inner = feed.dataset._encode
-        monkeypatch.setattr(feed.dataset, "_encode", lambda rows, inner=inner: (seen.append(1), inner(rows))[1])
+        monkeypatch.setattr(
+            feed.dataset, "_encode", lambda rows, inner=inner: (seen.append(1), inner(rows))[1]
+        )
         feed.batch(2)
     assert len(seen) == BATCH // 3
 

@@ -34,8 +34,13 @@ def by_the_book(tokens: bytes, i: int, T: int) -> tuple[list[int], list[int]]:
 
 
 @settings(deadline=None)
-@given(text=st.binary(min_size=2, max_size=60).map(lambda raw: bytes(32 + byte % 90 for byte in raw)), sequence=st.integers(1, 9))
-def test_every_sample_is_a_window_and_every_token_but_the_first_is_one_label(text: bytes, sequence: int, tmp_path_factory):
+@given(
+    text=st.binary(min_size=2, max_size=60).map(lambda raw: bytes(32 + byte % 90 for byte in raw)),
+    sequence=st.integers(1, 9),
+)
+def test_every_sample_is_a_window_and_every_token_but_the_first_is_one_label(
+    text: bytes, sequence: int, tmp_path_factory
+):
     path = tmp_path_factory.mktemp("text") / "a.txt"
     path.write_bytes(text)
     data = TextDataset(DataConfig(str(path), sequence=sequence))
@@ -187,7 +192,9 @@ def test_a_folder_that_may_not_be_entered_is_named(tmp_path, monkeypatch):
 
 def test_the_digest_changes_with_the_content_and_the_sequence_and_nothing_else(tmp_path):
     def digest(name: str, text: bytes, sequence: int) -> str:
-        return TextDataset(DataConfig(str(written(tmp_path / name, {f"{name}.txt": text})), sequence=sequence)).digest
+        return TextDataset(
+            DataConfig(str(written(tmp_path / name, {f"{name}.txt": text})), sequence=sequence)
+        ).digest
 
     first = digest("a", b"hello", 4)
     assert first == digest("b", b"hello", 4)

@@ -11,11 +11,20 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.run.data.token_cache import open_token_cache
 from meshwright.run.data.tokenizer import EncodedDocument
 
-TEXTS = [EncodedDocument(np.array([5, 6, 7])), EncodedDocument(np.array([8])), EncodedDocument(np.array([300, 9]))]
-CHATS = [EncodedDocument(np.array([5, 6, 7]), np.array([0, 1, 1])), EncodedDocument(np.array([8, 9]), np.array([0, 1]))]
+TEXTS = [
+    EncodedDocument(np.array([5, 6, 7])),
+    EncodedDocument(np.array([8])),
+    EncodedDocument(np.array([300, 9])),
+]
+CHATS = [
+    EncodedDocument(np.array([5, 6, 7]), np.array([0, 1, 1])),
+    EncodedDocument(np.array([8, 9]), np.array([0, 1])),
+]
 
 
-def counted(documents: Iterable[EncodedDocument]) -> tuple[Callable[[], Iterable[EncodedDocument]], list[int]]:
+def counted(
+    documents: Iterable[EncodedDocument],
+) -> tuple[Callable[[], Iterable[EncodedDocument]], list[int]]:
     calls: list[int] = []
 
     def made() -> Iterable[EncodedDocument]:
@@ -65,13 +74,25 @@ def test_another_key_or_vocabulary_is_another_entry(tmp_path):
 def test_ids_of_large_vocabularies_are_kept_whole(tmp_path):
     large = [EncodedDocument(np.array([70_000, 3]))]
     assert open_token_cache(tmp_path, "k", 70_001, lambda: large).tokens.tolist() == [70_000, 3]
-    assert open_token_cache(tmp_path, "s", 65_536, lambda: [EncodedDocument(np.array([65_535]))]).tokens.tolist() == [65_535]
+    assert open_token_cache(
+        tmp_path, "s", 65_536, lambda: [EncodedDocument(np.array([65_535]))]
+    ).tokens.tolist() == [65_535]
 
 
 def test_the_digest_sees_ids_borders_and_what_is_wanted(tmp_path):
-    moved = [EncodedDocument(np.array([5, 6])), EncodedDocument(np.array([7, 8])), EncodedDocument(np.array([300, 9]))]
+    moved = [
+        EncodedDocument(np.array([5, 6])),
+        EncodedDocument(np.array([7, 8])),
+        EncodedDocument(np.array([300, 9])),
+    ]
     other = [CHATS[0], EncodedDocument(np.array([8, 9]), np.array([1, 1]))]
-    made = {"a": TEXTS, "b": moved, "c": CHATS, "d": other, "e": [EncodedDocument(each.ids) for each in CHATS]}
+    made = {
+        "a": TEXTS,
+        "b": moved,
+        "c": CHATS,
+        "d": other,
+        "e": [EncodedDocument(each.ids) for each in CHATS],
+    }
     assert (
         len(
             {
@@ -140,5 +161,8 @@ def test_of_several_that_begin_at_once_one_tokenises(tmp_path):
 
 def test_a_cache_that_cannot_be_written_is_refused_with_its_key(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(PlanError, match=r"run.cache: the tokens cannot be kept in .*file(.|\n)*name another folder: run.cache"):
+    with pytest.raises(
+        PlanError,
+        match=r"run.cache: the tokens cannot be kept in .*file(.|\n)*name another folder: run.cache",
+    ):
         open_token_cache(tmp_path / "file" / "cache", "k", 500, lambda: TEXTS)

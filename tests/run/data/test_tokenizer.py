@@ -65,7 +65,8 @@ def test_the_digest_names_all_that_decides_the_ids(tmp_path):
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(
-        PlanError, match=r"data.tokenizer: no tokenizer: '.*empty' holds none that can be read(.|\n)*tokenizer.json"
+        PlanError,
+        match=r"data.tokenizer: no tokenizer: '.*empty' holds none that can be read(.|\n)*tokenizer.json",
     ):
         make_tokenizer(str(tmp_path / "empty"))
 
@@ -73,7 +74,9 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
 @pytest.mark.parametrize("name", ["./none", "/no/such/folder", "a/b/c", "~/tokenizer"])
 def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(name: str, monkeypatch):
     monkeypatch.setattr(
-        tokenizer_module.transformers.AutoTokenizer, "from_pretrained", lambda *args, **more: pytest.fail("it was")
+        tokenizer_module.transformers.AutoTokenizer,
+        "from_pretrained",
+        lambda *args, **more: pytest.fail("it was"),
     )
     with pytest.raises(PlanError, match=rf"data.tokenizer: no tokenizer: there is no folder '{name}'"):
         make_tokenizer(name)

@@ -41,11 +41,15 @@ def test_the_names_in_the_file_are_those_that_transformers_writes(tmp_path: Path
 
 def test_files_are_cut_at_the_size_and_the_index_is_read_by_transformers(tmp_path: Path):
     theirs = published(tmp_path / "in", "mixtral")
-    made_ = export_model(initial_model(taken_up(tmp_path / "in").deferred_init), tmp_path / "out", max_shard_nbytes=9000)
+    made_ = export_model(
+        initial_model(taken_up(tmp_path / "in").deferred_init), tmp_path / "out", max_shard_nbytes=9000
+    )
     shards = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(shards) > 3
     assert all(shard.stat().st_size < 9000 + 8000 for shard in shards)
-    assert set(json.loads((tmp_path / "out" / INDEX_FILE).read_text())["weight_map"]) == set(list_tensors(tmp_path / "out"))
+    assert set(json.loads((tmp_path / "out" / INDEX_FILE).read_text())["weight_map"]) == set(
+        list_tensors(tmp_path / "out")
+    )
     assert made_.nbytes == sum(stored.nbytes for stored in list_tensors(tmp_path / "out").values())
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert torch.equal(logits(loaded), logits(theirs))
@@ -53,7 +57,9 @@ def test_files_are_cut_at_the_size_and_the_index_is_read_by_transformers(tmp_pat
 
 def test_a_narrower_dtype_is_written_said_and_measured(tmp_path: Path):
     theirs = published(tmp_path / "in")
-    made_ = export_model(initial_model(taken_up(tmp_path / "in").deferred_init), tmp_path / "out", torch.bfloat16)
+    made_ = export_model(
+        initial_model(taken_up(tmp_path / "in").deferred_init), tmp_path / "out", torch.bfloat16
+    )
     assert {stored.dtype for stored in list_tensors(tmp_path / "out").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert made_.round_trip.passed
@@ -68,7 +74,9 @@ def test_the_tokenizer_and_the_generation_config_come_along_and_the_cache_is_use
         (tmp_path / "in" / name).write_text("{}")
     (tmp_path / "in" / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": true}')
     trained = initial_model(taken_up(tmp_path / "in").deferred_init)
-    files = export_model(ExportableModel(trained.deferred_init, trained.read_value, tmp_path / "in"), tmp_path / "out").files
+    files = export_model(
+        ExportableModel(trained.deferred_init, trained.read_value, tmp_path / "in"), tmp_path / "out"
+    ).files
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= set(files)
     assert "notes.txt" not in files
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.5
@@ -90,7 +98,9 @@ def test_one_group_of_tensors_is_held_at_a_time(tmp_path: Path):
     state = export_module._state(trained.deferred_init, sample, value, None)
     most.clear()
     conversions = export_module.save_conversions(sample, state)
-    slots = export_module._slots([m for c in conversions for m in c.apply(sample, state.__getitem__).items()], 10**9)
+    slots = export_module._slots(
+        [m for c in conversions for m in c.apply(sample, state.__getitem__).items()], 10**9
+    )
     begins = export_module._write_headers(tmp_path, slots)
     export_module._write_tensors(tmp_path, slots, begins, conversions, sample, value)
     assert len(most) == len(trained.deferred_init.logical_params)
@@ -132,7 +142,14 @@ def test_a_tensor_that_is_written_wrongly_is_noticed(tmp_path: Path, monkeypatch
     usual = export_module._write_tensors
 
     def shifted(folder, slots, begins, conversions, module, value) -> None:
-        usual(folder, slots, begins, conversions, module, lambda name: value(name).roll(1) if "v_proj" in name else value(name))
+        usual(
+            folder,
+            slots,
+            begins,
+            conversions,
+            module,
+            lambda name: value(name).roll(1) if "v_proj" in name else value(name),
+        )
 
     monkeypatch.setattr(export_module, "_write_tensors", shifted)
     assert not export_model(trained, tmp_path / "out").round_trip.passed

@@ -55,7 +55,9 @@ def trained(reading: AnalyzedModel, plan: Plan, out: Path) -> tuple[ExportResult
         with parallelize(reading, plan, world=world) as engine:
             for _ in range(2):
                 engine.step(engine.local_batch({key: value[:12] for key, value in rows().items()}))
-            return engine.export(out), {name: value.clone() for name, value in engine.executor.gather_parameters().items()}
+            return engine.export(out), {
+                name: value.clone() for name, value in engine.executor.gather_parameters().items()
+            }
 
     return on_threads(rank, plan.mesh)[0]
 
@@ -70,7 +72,9 @@ def stirred_up(folder: Path, **lora: object) -> ExportableModel:
 
 
 @pytest.mark.parametrize("lora", [{}, {"modules_to_save": ["lm_head"]}], ids=["plain", "with a trained head"])
-def test_the_adapter_is_whole_and_the_same_under_every_stage(tmp_path: Path, folder: Path, lora: dict[str, object]):
+def test_the_adapter_is_whole_and_the_same_under_every_stage(
+    tmp_path: Path, folder: Path, lora: dict[str, object]
+):
     reading = adapted_reading(weights=folder, **lora)
     alone, values = trained(reading, planned(reading, 1, "whole"), tmp_path / "alone")
     assert alone.round_trip.passed, str(alone.round_trip)
@@ -83,7 +87,9 @@ def test_the_adapter_is_whole_and_the_same_under_every_stage(tmp_path: Path, fol
         written, mine = trained(reading, planned(reading, ranks, store), out)
         assert written.round_trip.passed, str(written.round_trip)
         found = load_file(out / ADAPTER_FILE)
-        assert {name: tensor.shape for name, tensor in found.items()} == {name: t.shape for name, t in wanted.items()}
+        assert {name: tensor.shape for name, tensor in found.items()} == {
+            name: t.shape for name, t in wanted.items()
+        }
         for name, tensor in found.items():
             assert (tensor - wanted[name]).abs().max() < 1e-12, name
         assert mine.keys() == values.keys()
@@ -123,7 +129,9 @@ def test_a_narrower_dtype_is_written_and_measured(tmp_path: Path, folder: Path):
     written = export_model(stirred_up(folder), tmp_path / "out", torch.bfloat16)
     assert written.round_trip.passed
     assert 0 < written.round_trip.rounding_difference < 0.1
-    assert {tensor.dtype for tensor in load_file(tmp_path / "out" / ADAPTER_FILE).values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in load_file(tmp_path / "out" / ADAPTER_FILE).values()} == {
+        torch.bfloat16
+    }
 
 
 @pytest.mark.parametrize("lora", VARIANTS, ids=str)
@@ -146,19 +154,24 @@ def test_a_module_of_anybody_is_compared_tensor_by_tensor(tmp_path: Path):
             return self.two(self.one(x))
 
     print_ = defer_init(lambda: peft.get_peft_model(Net(), peft.LoraConfig(r=2, target_modules=["one"])), 0)
-    written = export_model(ExportableModel(print_, print_.initial_value, adapter_base=str(tmp_path)), tmp_path / "out")
+    written = export_model(
+        ExportableModel(print_, print_.initial_value, adapter_base=str(tmp_path)), tmp_path / "out"
+    )
     assert written.round_trip.passed
     assert "the tensors of the adapter" in str(written.round_trip)
 
 
 def test_an_adapter_whose_base_is_nowhere_is_refused(tmp_path: Path, folder: Path):
     drawn = initial_model(defer_init(adapted(), 0))
-    with pytest.raises(PlanError, match=r"its base has values from the seed, which are stored nowhere\n.*merge=True"):
+    with pytest.raises(
+        PlanError, match=r"its base has values from the seed, which are stored nowhere\n.*merge=True"
+    ):
         export_model(drawn, tmp_path / "out")
     source = stirred_up(folder)
     with pytest.raises(PlanError, match=r"its base is not there any more: .*gone"):
         export_model(
-            ExportableModel(source.deferred_init, source.read_value, adapter_base=str(tmp_path / "gone")), tmp_path / "out"
+            ExportableModel(source.deferred_init, source.read_value, adapter_base=str(tmp_path / "gone")),
+            tmp_path / "out",
         )
     assert export_model(drawn, tmp_path / "merged", merge=True).round_trip.passed
     assert [path.name for path in tmp_path.iterdir()] == ["merged"]
@@ -186,9 +199,13 @@ def test_an_adapter_that_changes_its_base_is_written_merged_only(tmp_path: Path,
 def test_tokens_in_front_of_the_text_are_refused(tmp_path: Path):
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     for merge in (False, True):
-        with pytest.raises(PlanError, match=r"is made of tokens in front of the text, not of weights\n.*LoraConfig"):
+        with pytest.raises(
+            PlanError, match=r"is made of tokens in front of the text, not of weights\n.*LoraConfig"
+        ):
             export_model(
-                initial_model(defer_init(lambda: peft.get_peft_model(base(), prompts), 0)), tmp_path / "out", merge=merge
+                initial_model(defer_init(lambda: peft.get_peft_model(base(), prompts), 0)),
+                tmp_path / "out",
+                merge=merge,
             )
 
 
@@ -207,12 +224,16 @@ def test_a_share_of_an_adapter_is_not_taken_for_the_adapter(tmp_path: Path, fold
         export_model(ExportableModel(source.deferred_init, empty), tmp_path / "out")
 
 
-def test_a_tensor_that_is_written_wrongly_is_noticed(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_tensor_that_is_written_wrongly_is_noticed(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     usual = peft_export.write_shard
     monkeypatch.setattr(
         peft_export,
         "write_shard",
-        lambda path, tensors: usual(path, {n: t.roll(1) if "q_proj.lora_B" in n else t for n, t in tensors.items()}),
+        lambda path, tensors: usual(
+            path, {n: t.roll(1) if "q_proj.lora_B" in n else t for n, t in tensors.items()}
+        ),
     )
     assert not export_model(stirred_up(folder), tmp_path / "out").round_trip.passed
     assert list(tmp_path.iterdir()) == []
@@ -221,11 +242,15 @@ def test_a_tensor_that_is_written_wrongly_is_noticed(tmp_path: Path, folder: Pat
 FACTORY = "from tests.model.hf.lora_models import adapted\n\n\ndef build():\n    return adapted({'vocab_size': 256})()\n"
 
 
-def test_a_run_on_shards_leaves_as_an_adapter_and_as_a_whole_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_on_shards_leaves_as_an_adapter_and_as_a_whole_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     stored_base(tmp_path / "base", vocab_size=256)
     (tmp_path / "model.py").write_text(FACTORY)
     model = {"source": str(tmp_path / "model.py:build"), "weights": str(tmp_path / "base")}
-    ready = resolve_config(lay_out(tmp_path / "job", model=model, mesh={"dp_shard": 2}, optimizer={"lr": 0.1}), [], None)[1]
+    ready = resolve_config(
+        lay_out(tmp_path / "job", model=model, mesh={"dp_shard": 2}, optimizer={"lr": 0.1}), [], None
+    )[1]
 
     def rank(world: World) -> None:
         with ready.make_trainer(world) as engine:
@@ -240,7 +265,9 @@ def test_a_run_on_shards_leaves_as_an_adapter_and_as_a_whole_model(tmp_path: Pat
     code, out, err = said(capsys, "export", tmp_path / "job" / "run", tmp_path / "whole", "--merge")
     assert (code, err) == (0, "")
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
-    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()  # finds the base by itself
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(
+        tmp_path / "adapter"
+    ).eval()  # finds the base by itself
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
     assert (logits(whole) - logits(theirs)).abs().max() < 1e-5 < (logits(plain) - logits(theirs)).abs().max()
 
@@ -253,6 +280,10 @@ def test_adam_keeps_moments_of_adapters_only(folder: Path):
     def rank(world: World) -> set[str]:
         with parallelize(reading, plan, world=world) as engine:
             engine.step(engine.local_batch({key: value[:12] for key, value in rows().items()}))
-            return {name.split("/", 2)[2] for name in engine.executor.state_dict() if name.startswith("optimizer/exp_avg/")}
+            return {
+                name.split("/", 2)[2]
+                for name in engine.executor.state_dict()
+                if name.startswith("optimizer/exp_avg/")
+            }
 
     assert set().union(*on_threads(rank, plan.mesh)) == names

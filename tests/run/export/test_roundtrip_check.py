@@ -45,7 +45,12 @@ def test_nan_does_not_pass():
 
 def test_images_are_compared_too(tmp_path: Path):
     config = transformers.ViTConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        image_size=8,
+        patch_size=4,
     )
     transformers.utils.logging.disable_progress_bar()
     transformers.ViTForImageClassification(config).save_pretrained(tmp_path)
@@ -54,9 +59,27 @@ def test_images_are_compared_too(tmp_path: Path):
 
 def test_a_model_whose_inputs_cannot_be_guessed_is_compared_by_its_parameters(tmp_path: Path):
     config = transformers.WhisperConfig(
-        **{"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2},
-        **{"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "vocab_size": 30, "num_mel_bins": 8, "max_source_positions": 10},
-        **{"max_target_positions": 10, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+        **{
+            "d_model": 16,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+        },
+        **{
+            "encoder_ffn_dim": 24,
+            "decoder_ffn_dim": 24,
+            "vocab_size": 30,
+            "num_mel_bins": 8,
+            "max_source_positions": 10,
+        },
+        **{
+            "max_target_positions": 10,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "decoder_start_token_id": 1,
+        },
     )
     transformers.utils.logging.disable_progress_bar()
     transformers.WhisperForConditionalGeneration(config).save_pretrained(tmp_path)

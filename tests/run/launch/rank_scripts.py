@@ -14,7 +14,11 @@ from meshwright.run.launch import local_launcher as launch_module
 from meshwright.run.launch.local_launcher import FirstFailure, LaunchResult, LaunchTimeouts, launch_ranks
 
 ENV = {**os.environ, "PYTHONPATH": str(Path(launch_module.__file__).parents[3])}
-ENV = {key: value for key, value in ENV.items() if key not in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "PYTHONUNBUFFERED")}
+ENV = {
+    key: value
+    for key, value in ENV.items()
+    if key not in ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "PYTHONUNBUFFERED")
+}
 WORLD = 3
 PATIENT = LaunchTimeouts(failure_s=60)  # where all ranks end by themselves, nobody waits for it
 CHILD = """
@@ -66,7 +70,9 @@ def write_child(folder: Path, body: str) -> list[str]:
     return [str(folder / "child.py"), str(folder)]
 
 
-def run(folder: Path, body: str, limits: LaunchTimeouts | None = None, env: dict[str, str] | None = None) -> LaunchResult:
+def run(
+    folder: Path, body: str, limits: LaunchTimeouts | None = None, env: dict[str, str] | None = None
+) -> LaunchResult:
     """How three ranks end that run `body`; afterwards no process of any rank that said where it was is left."""
     outcome = launch_ranks(write_child(folder, body), WORLD, folder, env or ENV, limits or LaunchTimeouts())
     assert_all_ended([[int(pid) for pid in path.read_text().split()] for path in folder.glob("here-*")])
@@ -87,11 +93,18 @@ class Job:
         self.folder = folder
         write_child(folder, body)
         (folder / "parent.py").write_text(PARENT)
-        argv = [sys.executable, str(folder / "parent.py"), str(folder), json.dumps(asdict(limits or LaunchTimeouts()))]
+        argv = [
+            sys.executable,
+            str(folder / "parent.py"),
+            str(folder),
+            json.dumps(asdict(limits or LaunchTimeouts())),
+        ]
         # a parent that is killed leaves its store behind: here, in the folder of the test
         self.process = subprocess.Popen(argv, env={**ENV, "TMPDIR": str(folder)}, start_new_session=True)
         self.wait_for("here")
-        self.pids = [int(pid) for rank in range(WORLD) for pid in (folder / f"here-{rank}").read_text().split()]
+        self.pids = [
+            int(pid) for rank in range(WORLD) for pid in (folder / f"here-{rank}").read_text().split()
+        ]
         assert all(is_running(pid) for pid in self.pids)
 
     def wait_for(self, word: str) -> None:

@@ -35,7 +35,10 @@ def chained(error: Exception, cause: Exception) -> Exception:
         (TimeoutError("timed out"), "own"),
         (ConnectionResetError("Connection reset by peer"), "own"),
         (RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:1"), "peer"),
-        (RuntimeError("[unbound_buffer.cc:81] Timed out waiting 1000ms for recv operation to complete"), "peer"),
+        (
+            RuntimeError("[unbound_buffer.cc:81] Timed out waiting 1000ms for recv operation to complete"),
+            "peer",
+        ),
         (RuntimeError("Application timeout caused pair closure"), "peer"),
         (DistBackendError("NCCL error: remote process exited"), "peer"),
         (chained(ValueError("reduce of layer 3"), DistBackendError("x")), "peer"),

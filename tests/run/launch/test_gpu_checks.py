@@ -23,7 +23,10 @@ def test_the_gpus_are_one_finding():
 
 def test_ranks_that_reach_each_other_and_agree_on_the_time_are_ok():
     for findings in on_threads(lambda world: list(collective_findings(world, "gloo")), MESH, timeout_s=60):
-        assert [(finding.name, finding.level) for finding in findings] == [("collective (gloo)", "ok"), ("clocks", "ok")]
+        assert [(finding.name, finding.level) for finding in findings] == [
+            ("collective (gloo)", "ok"),
+            ("clocks", "ok"),
+        ]
         assert findings[0].text.startswith("3 ranks over gloo: an all-reduce of 4 MiB takes ")
 
 
@@ -35,7 +38,9 @@ def test_a_wrong_sum_is_a_failure(monkeypatch):
 
 def test_a_clock_that_is_off_is_seen_on_every_rank(monkeypatch):
     right = time.time
-    monkeypatch.setattr(gpu_checks.time, "time", lambda: right() + (60 if threading.current_thread() in late else 0))
+    monkeypatch.setattr(
+        gpu_checks.time, "time", lambda: right() + (60 if threading.current_thread() in late else 0)
+    )
     late: set[threading.Thread] = set()
 
     def look(world: World) -> Finding:

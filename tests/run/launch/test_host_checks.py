@@ -23,7 +23,18 @@ def test_every_question_has_one_answer_and_every_bad_one_a_repair(tmp_path):
     findings = list(host_findings(tmp_path / "runs" / "new", tmp_path))
     names = [finding.name for finding in findings]
     assert len(names) == len(set(names))
-    asked = {"Python", "torch", "transformers", "cores", "memory", "clock", "host name", "interfaces", "exposure", "port"}
+    asked = {
+        "Python",
+        "torch",
+        "transformers",
+        "cores",
+        "memory",
+        "clock",
+        "host name",
+        "interfaces",
+        "exposure",
+        "port",
+    }
     assert asked | {"disk of runs", "disk of caches"} <= set(names)
     assert all(bool(finding.fix) == (finding.level != "ok") for finding in findings)
     assert not (tmp_path / "runs").exists(), "looking leaves nothing behind"
@@ -43,7 +54,9 @@ def test_a_package_that_is_missing_is_a_failure():
     assert host_checks._package("no-such-package-at-all", (1,)).text == "not installed; needed is 1 or later"
 
 
-@pytest.mark.parametrize(("free", "outcome"), [(100 * GIB, "ok"), (5 * GIB, "warning"), (GIB // 4, "failure")])
+@pytest.mark.parametrize(
+    ("free", "outcome"), [(100 * GIB, "ok"), (5 * GIB, "warning"), (GIB // 4, "failure")]
+)
 def test_a_full_disk_is_worse_than_a_small_one(free, outcome, monkeypatch, tmp_path):
     monkeypatch.setattr(host_checks.shutil, "disk_usage", lambda place: Usage(200 * GIB, 0, free))
     assert disk_finding("disk of runs", tmp_path / "a" / "b").level == outcome
@@ -61,7 +74,9 @@ def test_a_small_shared_memory_names_the_option_of_the_container(monkeypatch, tm
 
 
 def test_little_memory_and_many_others_are_warnings(monkeypatch):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: namedtuple("Memory", "total available")(8 * GIB, GIB))
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: namedtuple("Memory", "total available")(8 * GIB, GIB)
+    )
     monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0.0, 0.0))
     assert (host_checks._memory().level, host_checks._cores().level) == ("warning", "warning")
 

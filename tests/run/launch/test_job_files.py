@@ -10,7 +10,13 @@ import yaml
 
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.launch.cluster_env import find_launcher_env
-from meshwright.run.launch.job_files import JobFile, distribute_ranks, kubernetes_manifest, slurm_script, torchrun_command
+from meshwright.run.launch.job_files import (
+    JobFile,
+    distribute_ranks,
+    kubernetes_manifest,
+    slurm_script,
+    torchrun_command,
+)
 
 WORDS = ["jobs/it's mine.toml", "--run.folder", "runs/a b", "--train.steps", "5"]
 JOB = JobFile(WORDS, "mine", num_hosts=3, ranks_per_host=2, image="registry/mesh:1", volume="claim:/work")
@@ -26,13 +32,22 @@ def test_bash_reads_the_script_and_the_words_arrive_as_given(write):
 
 def test_the_batch_script_starts_one_task_per_rank_and_queues_again_what_was_stopped():
     text = slurm_script(JOB)
-    for line in ("--nodes=3", "--ntasks-per-node=2", "--gpus-per-node=2", "--signal=USR1@180", "--requeue", "--time=24:00:00"):
+    for line in (
+        "--nodes=3",
+        "--ntasks-per-node=2",
+        "--gpus-per-node=2",
+        "--signal=USR1@180",
+        "--requeue",
+        "--time=24:00:00",
+    ):
         assert f"#SBATCH {line}\n" in text
     assert text.startswith("#!/bin/bash\n#SBATCH")
     assert "gpus" not in slurm_script(replace(JOB, gpus=False))
     stub = 'srun() { return "$CODE"; }; scontrol() { echo "$@"; }; SLURM_JOB_ID=7\n'
     ended = {
-        code: subprocess.run(["bash", "-c", stub + text], env={"CODE": str(code)}, capture_output=True, text=True, check=False)
+        code: subprocess.run(
+            ["bash", "-c", stub + text], env={"CODE": str(code)}, capture_output=True, text=True, check=False
+        )
         for code in (0, 1, 2, 143)
     }
     assert {code: done.returncode for code, done in ended.items()} == {0: 0, 1: 1, 2: 2, 143: 143}
@@ -53,7 +68,12 @@ def test_the_manifest_is_a_headless_service_and_an_indexed_job():
     assert (service["kind"], service["spec"]["clusterIP"]) == ("Service", "None")
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     spec = job["spec"]
-    assert (job["apiVersion"], spec["completionMode"], spec["completions"], spec["parallelism"]) == ("batch/v1", "Indexed", 3, 3)
+    assert (job["apiVersion"], spec["completionMode"], spec["completions"], spec["parallelism"]) == (
+        "batch/v1",
+        "Indexed",
+        3,
+        3,
+    )
     pod = spec["template"]["spec"]
     assert pod["subdomain"] == service["metadata"]["name"]
     (container,) = pod["containers"]
@@ -61,7 +81,10 @@ def test_the_manifest_is_a_headless_service_and_an_indexed_job():
     assert container["command"][:1] == ["torchrun"]
     assert "--node-rank=$(POD_INDEX)" in container["command"]
     assert container["command"][-len(WORDS) :] == WORDS
-    assert {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]} == {"shm": "/dev/shm", "run": "/work"}
+    assert {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]} == {
+        "shm": "/dev/shm",
+        "run": "/work",
+    }
     assert {volume["name"] for volume in pod["volumes"]} == {"shm", "run"}
 
 
@@ -69,9 +92,19 @@ def test_a_pod_with_one_rank_finds_its_place_by_itself():
     _, job = yaml.safe_load_all(kubernetes_manifest(replace(JOB, ranks_per_host=1, gpus=False)))
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["meshwright", "train", *WORDS]
-    env = {entry["name"]: entry["value"].replace("$(POD_INDEX)", "2") for entry in container["env"] if "value" in entry}
+    env = {
+        entry["name"]: entry["value"].replace("$(POD_INDEX)", "2")
+        for entry in container["env"]
+        if "value" in entry
+    }
     place = find_launcher_env({**env, "JOB_COMPLETION_INDEX": "2"}, "pod")
-    assert (place.rank, place.world, place.local_rank, place.master_addr, place.master_port) == (2, 3, 0, "mine-0.mine", 29500)
+    assert (place.rank, place.world, place.local_rank, place.master_addr, place.master_port) == (
+        2,
+        3,
+        0,
+        "mine-0.mine",
+        29500,
+    )
 
 
 def test_a_manifest_without_image_and_shared_volume_is_refused_at_once():
@@ -84,7 +117,8 @@ def test_a_manifest_without_image_and_shared_volume_is_refused_at_once():
 
 
 @pytest.mark.parametrize(
-    ("hosts", "per_host", "found"), [(None, None, (1, 6)), (3, None, (3, 2)), (None, 3, (2, 3)), (2, 3, (2, 3))]
+    ("hosts", "per_host", "found"),
+    [(None, None, (1, 6)), (3, None, (3, 2)), (None, 3, (2, 3)), (2, 3, (2, 3))],
 )
 def test_hosts_and_ranks_per_host_follow_from_each_other(hosts, per_host, found):
     assert distribute_ranks(6, hosts, per_host) == found
@@ -92,5 +126,7 @@ def test_hosts_and_ranks_per_host_follow_from_each_other(hosts, per_host, found)
 
 @pytest.mark.parametrize(("hosts", "per_host"), [(4, None), (None, 4), (2, 2), (7, None)])
 def test_hosts_that_do_not_fit_the_mesh_are_refused(hosts, per_host):
-    with pytest.raises(PlanError, match=r"the mesh of the plan has 6\n.*--hosts 1 --per-host 6, --hosts 2 --per-host 3"):
+    with pytest.raises(
+        PlanError, match=r"the mesh of the plan has 6\n.*--hosts 1 --per-host 6, --hosts 2 --per-host 3"
+    ):
         distribute_ranks(6, hosts, per_host)

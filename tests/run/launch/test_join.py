@@ -22,7 +22,8 @@ def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_it_sees():
 @pytest.mark.parametrize(("visible", "every_visible"), [(1, True), (2, False), (0, False)])
 def test_more_ranks_than_gpus_are_refused(visible, every_visible):
     with pytest.raises(
-        PlanError, match=rf"rank 3 of this host needs a GPU of its own, and {visible} are visible\n.*CUDA_VISIBLE"
+        PlanError,
+        match=rf"rank 3 of this host needs a GPU of its own, and {visible} are visible\n.*CUDA_VISIBLE",
     ):
         _gpu(3, visible, every_visible=every_visible)
 
@@ -49,5 +50,8 @@ def test_ranks_with_another_plan_or_another_folder_are_named_on_all_ranks():
             return error.diagnostics[0].problem
         return ""
 
-    assert on_threads(start, mesh, timeout_s=60) == ["rank 1 was started with another plan or [run] than rank 0"] * 3
+    assert (
+        on_threads(start, mesh, timeout_s=60)
+        == ["rank 1 was started with another plan or [run] than rank 0"] * 3
+    )
     assert on_threads(lambda world: check_same_plan(world, plan), mesh, timeout_s=60) == [None] * 3

@@ -54,7 +54,9 @@ for_ever()
 """
     outcome = run(tmp_path, body)
     assert (outcome.exit_code, outcome.failure.rank, outcome.killed_ranks) == (1, 1, (0, 2))
-    assert outcome.failure.text.startswith("rank 1 failed at step 12 (backward)\nTraceback (most recent call last):\n  File ")
+    assert outcome.failure.text.startswith(
+        "rank 1 failed at step 12 (backward)\nTraceback (most recent call last):\n  File "
+    )
     assert outcome.failure.text.endswith("ValueError: a bad batch")
     assert "guard.py" not in outcome.failure.text
     assert capfd.readouterr() == ("", "")
@@ -75,7 +77,9 @@ raise KeyError("the cause")
     assert outcome.failure.rank == 1
     assert "KeyError: 'the cause'" in outcome.failure.text
     assert "Connection closed" not in outcome.failure.text
-    assert outcome.failure.text.endswith(f"what the other ranks said: {failure_path(tmp_path, 0)}, {failure_path(tmp_path, 2)}")
+    assert outcome.failure.text.endswith(
+        f"what the other ranks said: {failure_path(tmp_path, 0)}, {failure_path(tmp_path, 2)}"
+    )
 
 
 def test_of_two_causes_the_earlier_is_shown(tmp_path):
@@ -217,13 +221,17 @@ def in_vain(text="rank 1 did not come"):
 
 
 def test_a_report_of_who_did_not_come_is_shown_once_and_without_a_traceback(tmp_path):
-    text = run(tmp_path, WAITS + "on_term(lambda: None)\nmeet()\nfor_ever() if rank == 1 else in_vain()").failure.text
+    text = run(
+        tmp_path, WAITS + "on_term(lambda: None)\nmeet()\nfor_ever() if rank == 1 else in_vain()"
+    ).failure.text
     assert re.match(r"rank [02] waited in vain\nrank 1 did not come\nrank [02] gave up\n", text)
     assert "Traceback" not in text
 
 
 def test_an_error_of_a_rank_itself_goes_before_a_report(tmp_path):
-    body = WAITS + 'if rank == 1:\n    until("failures/rank-0.json")\n    raise KeyError("the cause")\nin_vain()'
+    body = (
+        WAITS + 'if rank == 1:\n    until("failures/rank-0.json")\n    raise KeyError("the cause")\nin_vain()'
+    )
     assert "KeyError: 'the cause'" in run(tmp_path, body, PATIENT).failure.text
 
 
@@ -235,6 +243,9 @@ def test_a_rank_that_ended_in_silence_is_told_with_what_the_others_found_out(tmp
 
 
 def test_a_rank_that_a_backend_aborted_comes_behind_the_report(tmp_path):
-    body = WAITS + "meet()\nos.kill(os.getpid(), signal.SIGABRT) if rank == 2 else in_vain('rank 1 issued another size')"
+    body = (
+        WAITS
+        + "meet()\nos.kill(os.getpid(), signal.SIGABRT) if rank == 2 else in_vain('rank 1 issued another size')"
+    )
     text = run(tmp_path, body).failure.text
     assert text.index("rank 1 issued another size") < text.index("rank 2 was killed by signal 6")

@@ -5,7 +5,13 @@ from ipaddress import ip_address
 import psutil
 
 from meshwright.run.launch import network
-from meshwright.run.launch.network import NetworkInterface, interface_to, list_interfaces, loopback_interface, resolve_host
+from meshwright.run.launch.network import (
+    NetworkInterface,
+    interface_to,
+    list_interfaces,
+    loopback_interface,
+    resolve_host,
+)
 
 
 def test_the_loopback_is_an_interface_that_is_up():
@@ -24,7 +30,11 @@ def test_the_way_to_others_is_never_the_loopback(monkeypatch):
     monkeypatch.setattr(network, "_source_address", lambda target: ip_address(routes[target]))
     lan = NetworkInterface("eth7", ip_address("10.1.2.3"), 1000)
     fast = NetworkInterface("ib0", ip_address("10.1.2.4"), 1000)
-    monkeypatch.setattr(network, "list_interfaces", lambda: iter([NetworkInterface("lo", ip_address("127.0.0.1"), 0), lan, fast]))
+    monkeypatch.setattr(
+        network,
+        "list_interfaces",
+        lambda: iter([NetworkInterface("lo", ip_address("127.0.0.1"), 0), lan, fast]),
+    )
     assert interface_to("vm") == "eth7"
     assert interface_to("b") == "ib0"
 

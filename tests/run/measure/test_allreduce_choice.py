@@ -11,7 +11,15 @@ from meshwright.comm.algorithms.size_rule import Rule
 from meshwright.comm.tuning.autoselect import choose
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
-from meshwright.plan.hardware.network_model import VERSION, AllReduceSeries, Cluster, FitError, LinkCost, NetworkModel, SizeBand
+from meshwright.plan.hardware.network_model import (
+    VERSION,
+    AllReduceSeries,
+    Cluster,
+    FitError,
+    LinkCost,
+    NetworkModel,
+    SizeBand,
+)
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.measure.allreduce_choice import choose_algorithms
@@ -20,7 +28,9 @@ from meshwright.run.measure.network_profile import describe_machine, write_clust
 TRANSPORT = "nccl" if torch.cuda.is_available() else "gloo"
 NETWORK = NetworkModel(inter_host=LinkCost((SizeBand(0, 1e-4, 1e9),)))
 RING = AllReduceSeries("ring", 3, (1024, 1 << 20, 64 << 20), (1e-3, 1e-2, 1e-1), (0.0, 0.0, 0.0))
-CLUSTER = Cluster(VERSION, "", describe_machine(), torch.__version__, TRANSPORT, 1, FitError(0.1, 0.1), NETWORK, (RING,))
+CLUSTER = Cluster(
+    VERSION, "", describe_machine(), torch.__version__, TRANSPORT, 1, FitError(0.1, 0.1), NETWORK, (RING,)
+)
 AUTO = (BatchSplit(), DDP(algorithm="auto"))
 MESH = Mesh(dp_replicate=3)
 
@@ -70,7 +80,10 @@ def test_one_rank_takes_the_backend(file: str, tmp_path: Path):
 def test_a_measurement_of_another_machine_or_transport_is_told(tmp_path: Path):
     path = tmp_path / "cluster.toml"
     write_cluster(replace(CLUSTER, machine="another"), path)
-    assert "measured on another machine (another; here: " in choose_algorithms(AUTO, MESH, str(path), tmp_path)[1][0]
+    assert (
+        "measured on another machine (another; here: "
+        in choose_algorithms(AUTO, MESH, str(path), tmp_path)[1][0]
+    )
     write_cluster(replace(CLUSTER, transport="gloo" if TRANSPORT == "nccl" else "nccl"), path)
     assert "was measured over" in choose_algorithms(AUTO, MESH, str(path), tmp_path)[1][0]
 
@@ -85,11 +98,15 @@ def test_a_run_that_goes_on_keeps_its_rule_and_reads_no_cluster(tmp_path: Path):
     begun(tmp_path, "tree <= 8 KiB, else naive")
     strategies, notes = choose_algorithms(AUTO, MESH, str(tmp_path / "gone.toml"), tmp_path)
     assert rule_of(strategies) == "tree <= 8 KiB, else naive"
-    assert notes == [f"auto keeps 'tree <= 8 KiB, else naive' for replicate, with which the run in {tmp_path} began"]
+    assert notes == [
+        f"auto keeps 'tree <= 8 KiB, else naive' for replicate, with which the run in {tmp_path} began"
+    ]
 
 
 @pytest.mark.parametrize(("algorithm", "ranks"), [("tree", 2), ("no such rule", 3)])
-def test_a_run_on_another_mesh_or_with_a_spoilt_plan_chooses_anew(algorithm: str, ranks: int, file: str, tmp_path: Path):
+def test_a_run_on_another_mesh_or_with_a_spoilt_plan_chooses_anew(
+    algorithm: str, ranks: int, file: str, tmp_path: Path
+):
     begun(tmp_path / "run", algorithm, ranks)
     strategies, _ = choose_algorithms(AUTO, MESH, file, tmp_path / "run")
     assert rule_of(strategies) == str(choose(CLUSTER, 3).rule)
@@ -104,14 +121,19 @@ def test_a_run_that_has_saved_nothing_chooses_anew(file: str, tmp_path: Path):
 def test_ranks_of_one_host_are_priced_as_such_and_ranks_of_several_as_theirs(tmp_path: Path):
     inside = LinkCost((SizeBand(0, 1e-6, 1e11),))
     network = NetworkModel(
-        intra_host=inside, busiest_rank=inside, local_sum=inside, inter_host=LinkCost((SizeBand(0, 1e-2, 1e8),))
+        intra_host=inside,
+        busiest_rank=inside,
+        local_sum=inside,
+        inter_host=LinkCost((SizeBand(0, 1e-2, 1e8),)),
     )
     path = tmp_path / "cluster.toml"
     write_cluster(replace(CLUSTER, ranks_per_host=2, network=network), path)
     strategies, _ = choose_algorithms(AUTO, Mesh(dp_replicate=4), str(path), tmp_path)
     assert "hierarchical/2" in Rule.parse(rule_of(strategies)).names
     strategies, notes = choose_algorithms(AUTO, Mesh(dp_replicate=2), str(path), tmp_path)
-    assert "64 MiB takes 3.03 ms" in notes[-1]  # as inside a host; between hosts it would be half a second and more
+    assert (
+        "64 MiB takes 3.03 ms" in notes[-1]
+    )  # as inside a host; between hosts it would be half a second and more
 
 
 def test_ranks_with_other_tokens_of_the_same_samples_count(file: str, tmp_path: Path):

@@ -15,11 +15,17 @@ TINY = BenchSizes(
 )
 
 
-def test_a_device_is_measured_at_every_size_and_makes_a_profile_without_faults(monkeypatch: pytest.MonkeyPatch):
+def test_a_device_is_measured_at_every_size_and_makes_a_profile_without_faults(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(timing, "NUM_QUICK_BATCHES", 1)
     found = time_device(torch.device("cpu"), TINY, quick=True)
     assert {(each.m, each.n, each.k, each.batch) for each in found.products} == set(TINY.products)
-    assert {each.dtype for each in found.products} == {each.dtype for each in found.attention} == {"float32", "bfloat16"}
+    assert (
+        {each.dtype for each in found.products}
+        == {each.dtype for each in found.attention}
+        == {"float32", "bfloat16"}
+    )
     assert [each.nbytes for each in found.memory] == [4096, 65536]
     assert {each.operation for each in found.compute_heavy} == set(COMPUTE_HEAVY_OPS)
     assert 0 < found.call_s < 1e-2

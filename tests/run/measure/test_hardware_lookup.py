@@ -53,7 +53,9 @@ def test_a_device_that_nobody_knows_takes_a_few_lines(tmp_path: Path):
 
 
 def test_what_differs_from_a_kind_is_enough(tmp_path: Path):
-    found = read_machine(written(tmp_path, '[device]\nlike = "h100"\nnic_gb_s = 12.5\n[rates]\nproduct = 0.5\n'), 32)
+    found = read_machine(
+        written(tmp_path, '[device]\nlike = "h100"\nnic_gb_s = 12.5\n[rates]\nproduct = 0.5\n'), 32
+    )
     plain = read_machine("h100", 32)
     assert found.device.nic_rate == 12.5e9
     assert found.device.link_rate == plain.device.link_rate
@@ -73,7 +75,8 @@ def test_all_that_is_wrong_with_a_file_is_told_at_once(tmp_path: Path):
     assert "did you mean 'memory_gb" in told
     assert "did you mean 'rates'?" in told
     told = refused(
-        tmp_path, '[device]\nlike = "h1000"\ntflops = {bf16 = 5, float8 = 5e15}\nnic_gb_s = -1\n[rates]\nproducts = 1.0\n'
+        tmp_path,
+        '[device]\nlike = "h1000"\ntflops = {bf16 = 5, float8 = 5e15}\nnic_gb_s = -1\n[rates]\nproducts = 1.0\n',
     )
     wanted = [
         "'h1000' is no device",
@@ -102,13 +105,18 @@ def test_figures_are_judged_beside_values_of_another_type(tmp_path: Path):
     assert told.count("repair:") == len(wanted)
     told = refused(tmp_path, '[device]\nname = "X"\ntflops = {bfloat16 = "many"}\nmemory_gb = -1\n')
     assert "tflops: this key is missing" not in told
-    assert all(part in told for part in ("tflops.bfloat16: given", "memory_gb = -1", "per_host: this key is missing")), told
+    assert all(
+        part in told for part in ("tflops.bfloat16: given", "memory_gb = -1", "per_host: this key is missing")
+    ), told
     assert refused(tmp_path, "device = 3\n").count("repair:") == 1
 
 
 def test_keys_that_are_needed_are_named(tmp_path: Path):
     told = refused(tmp_path, '[device]\nname = "X9"\n')
-    assert all(f"device.{key}: this key is missing" in told for key in ("tflops", "memory_gb", "link_gb_s", "per_host"))
+    assert all(
+        f"device.{key}: this key is missing" in told
+        for key in ("tflops", "memory_gb", "link_gb_s", "per_host")
+    )
     assert 'like = "h100"' in told
 
 
@@ -118,7 +126,9 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path):
     (tmp_path / "cluster.toml").write_text("per_host = 2\n")
     with pytest.raises(PlanError, match=r"no \[device\] table, nor did `bench device` write it"):
         read_machine(str(tmp_path / "cluster.toml"), 4)
-    assert "measured.toml: there is no such file" in refused(tmp_path, '[device]\nmeasured = "measured.toml"\n')
+    assert "measured.toml: there is no such file" in refused(
+        tmp_path, '[device]\nmeasured = "measured.toml"\n'
+    )
 
 
 def test_what_was_measured_on_one_device_serves_for_many(tmp_path: Path):
@@ -164,7 +174,9 @@ def test_shares_above_all_and_peaks_that_no_plan_uses_are_refused(tmp_path: Path
 
 
 def test_a_figure_of_nothing_is_refused_and_not_taken_for_one_that_is_not_said(tmp_path: Path):
-    zeros = "".join(f"{key} = 0\n" for key in ("memory_gb", "memory_gb_s", "link_gb_s", "nic_gb_s", "per_host", "units"))
+    zeros = "".join(
+        f"{key} = 0\n" for key in ("memory_gb", "memory_gb_s", "link_gb_s", "nic_gb_s", "per_host", "units")
+    )
     told = refused(tmp_path, f'[device]\nlike = "h100"\n{zeros}')
     assert told.count("write a number above 0, or leave the key out") == 6
     told = refused(tmp_path, OWN.replace("link_gb_s = 200", "link_gb_s = 0"))
@@ -180,7 +192,10 @@ def test_a_figure_in_another_unit_is_refused_with_the_unit(tmp_path: Path):
 
 
 def test_rates_that_no_device_has_are_refused(tmp_path: Path):
-    told = refused(tmp_path, '[device]\nlike = "h100"\n[rates]\nattention_back = 100\ncrowd = 1e-9\nlatency_s = 30\nloss = 5e9\n')
+    told = refused(
+        tmp_path,
+        '[device]\nlike = "h100"\n[rates]\nattention_back = 100\ncrowd = 1e-9\nlatency_s = 30\nloss = 5e9\n',
+    )
     wanted = [
         "attention_back = 100",
         "write 0.01 to 5",
@@ -194,7 +209,9 @@ def test_rates_that_no_device_has_are_refused(tmp_path: Path):
 def test_rates_that_are_shipped_are_none_that_are_refused(tmp_path: Path):
     for kind in ("", *(each.name for each in known_devices())):
         rates = "".join(f"{name} = {value}\n" for name, value in vars(rates_of(kind)).items())
-        assert read_machine(written(tmp_path, f'[device]\nlike = "h100"\n[rates]\n{rates}'), 8).rates == rates_of(kind)
+        assert read_machine(
+            written(tmp_path, f'[device]\nlike = "h100"\n[rates]\n{rates}'), 8
+        ).rates == rates_of(kind)
 
 
 def test_a_dtype_that_plans_do_not_have_is_not_taken_for_a_narrower_one(tmp_path: Path):

@@ -13,12 +13,16 @@ from tests.plan.hardware.synthetic_device import profile
 
 def test_what_is_read_is_what_was_written(tmp_path: Path):
     path = tmp_path / "new" / "device.toml"
-    written = write_profile(replace(profile(), lag_samples=(LagSample(0.004, 0.05), LagSample(0.016, 0.04))), path)
+    written = write_profile(
+        replace(profile(), lag_samples=(LagSample(0.004, 0.05), LagSample(0.016, 0.04))), path
+    )
     assert read_profile(path) == written
     assert written.lag_samples == (LagSample(0.004, 0.05), LagSample(0.016, 0.04))
     assert write_profile(written, path) == written
     assert len(written.matmuls) == len(profile().matmuls)
-    assert written.matmul_seconds(100, 200, 300) == pytest.approx(profile().matmul_seconds(100, 200, 300), rel=0.01)
+    assert written.matmul_seconds(100, 200, 300) == pytest.approx(
+        profile().matmul_seconds(100, 200, 300), rel=0.01
+    )
     assert '{m = 16, n = 64, k = 32, batch = 1, dtype = "float32", flops_per_s = ' in path.read_text()
 
 
@@ -32,12 +36,19 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path: Path):
     path = tmp_path / "device.toml"
     write_profile(profile(), path)
     text = path.read_text()
-    path.write_text(text.replace("threads = 2", 'thread = 2\nranks_ = "x"').replace("memory = ", "memory = 0.5 # "))
+    path.write_text(
+        text.replace("threads = 2", 'thread = 2\nranks_ = "x"').replace("memory = ", "memory = 0.5 # ")
+    )
     with pytest.raises(PlanError) as raised:
         read_profile(path)
     told = str(raised.value)
-    assert all(part in told for part in ("'thread'", "did you mean 'threads'?", "threads: this key is missing", "memory"))
-    path.write_text(text.replace("call_s = 2e-06", "call_s = -2.0").replace('kind = "cpu"', 'kind = "abacus"'))
+    assert all(
+        part in told
+        for part in ("'thread'", "did you mean 'threads'?", "threads: this key is missing", "memory")
+    )
+    path.write_text(
+        text.replace("call_s = 2e-06", "call_s = -2.0").replace('kind = "cpu"', 'kind = "abacus"')
+    )
     with pytest.raises(PlanError) as raised:
         read_profile(path)
     assert len(raised.value.diagnostics) == 2

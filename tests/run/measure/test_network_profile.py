@@ -19,15 +19,21 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.run.measure.network_profile import describe_machine, read_cluster, write_cluster
 
 LINK = LinkCost((SizeBand(1024, 1e-5, 1e9), SizeBand(0, 0.0, 1e15)))
-NETWORK = NetworkModel((RoundOverhead(1, 1.5e-4), RoundOverhead(2, 2.5e-4)), intra_host=LINK, busiest_rank=LINK, local_sum=LINK)
+NETWORK = NetworkModel(
+    (RoundOverhead(1, 1.5e-4), RoundOverhead(2, 2.5e-4)), intra_host=LINK, busiest_rank=LINK, local_sum=LINK
+)
 MEASURED = (
     AllReduceSeries("ring", 2, (1024, 2048), (1e-4, 2e-4), (0.1, 0.05)),
     AllReduceSeries("hierarchical/2", 4, (1024,), (1.0,), (0.0,)),
 )
-CLUSTER = Cluster(VERSION, "2026-01-01", 'a "machine"', "2.13", "gloo", 0, FitError(0.1, 0.05), NETWORK, MEASURED)
+CLUSTER = Cluster(
+    VERSION, "2026-01-01", 'a "machine"', "2.13", "gloo", 0, FitError(0.1, 0.05), NETWORK, MEASURED
+)
 
 
-@pytest.mark.parametrize("cluster", [CLUSTER, replace(CLUSTER, ranks_per_host=2, network=NetworkModel(inter_host=LINK))])
+@pytest.mark.parametrize(
+    "cluster", [CLUSTER, replace(CLUSTER, ranks_per_host=2, network=NetworkModel(inter_host=LINK))]
+)
 def test_what_is_read_is_what_was_written(cluster: Cluster, tmp_path: Path):
     path = tmp_path / "new" / "cluster.toml"
     assert write_cluster(cluster, path) == cluster
@@ -45,15 +51,27 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path: Path):
     path = tmp_path / "cluster.toml"
     write_cluster(CLUSTER, path)
     text = path.read_text()
-    path.write_text(text.replace("per_host = 0", "per_hosts = 0\nranks = 3").replace('transport = "gloo"', "transport = 7"))
+    path.write_text(
+        text.replace("per_host = 0", "per_hosts = 0\nranks = 3").replace(
+            'transport = "gloo"', "transport = 7"
+        )
+    )
     with pytest.raises(PlanError) as raised:
         read_cluster(path)
     told = str(raised.value)
     assert all(
         part in told
-        for part in ("'per_hosts'", "did you mean 'per_host'?", "'ranks'", "per_host: this key is missing", "transport")
+        for part in (
+            "'per_hosts'",
+            "did you mean 'per_host'?",
+            "'ranks'",
+            "per_host: this key is missing",
+            "transport",
+        )
     )
-    path.write_text(text.replace("1e+09", "-5.0").replace('"ring"', '"rings"').replace("receiving = 2", "receiving = 1"))
+    path.write_text(
+        text.replace("1e+09", "-5.0").replace('"ring"', '"rings"').replace("receiving = 2", "receiving = 1")
+    )
     with pytest.raises(PlanError) as raised:
         read_cluster(path)
     told = str(raised.value)

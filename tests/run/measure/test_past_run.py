@@ -93,11 +93,23 @@ PARTS = dict.fromkeys(("forward", "backward", "optimizer", "other"), 0.1)
     ("said", "told"),
     [
         ({"traceEvents": []}, "there is no otherData"),
-        ({"traceEvents": [], "otherData": {"seconds": {}}}, "seconds of no step are in it, and needed are those of one"),
-        ({"traceEvents": [], "otherData": {"seconds": {"2": {"forward": 1}}}}, "of step 2 there is no backward"),
-        ({"traceEvents": [3], "otherData": {"seconds": {"2": PARTS}}}, "of event 0 3 stands where a table is needed"),
         (
-            {"traceEvents": [{"args": {"collective": "all_reduce", "step": 2}}], "otherData": {"seconds": {"2": PARTS}}},
+            {"traceEvents": [], "otherData": {"seconds": {}}},
+            "seconds of no step are in it, and needed are those of one",
+        ),
+        (
+            {"traceEvents": [], "otherData": {"seconds": {"2": {"forward": 1}}}},
+            "of step 2 there is no backward",
+        ),
+        (
+            {"traceEvents": [3], "otherData": {"seconds": {"2": PARTS}}},
+            "of event 0 3 stands where a table is needed",
+        ),
+        (
+            {
+                "traceEvents": [{"args": {"collective": "all_reduce", "step": 2}}],
+                "otherData": {"seconds": {"2": PARTS}},
+            },
             "of event 0 there is no axes, there is no bytes",
         ),
     ],
@@ -118,4 +130,8 @@ def test_all_that_is_damaged_in_a_run_is_told_at_once(tmp_path: Path):
     (folder / "trace" / "rank-1.json").write_text("{")
     with pytest.raises(PlanError) as raised:
         read_previous_run(folder)
-    assert [Path(fault.location).name for fault in raised.value.diagnostics] == ["about.json", "metrics.jsonl", "rank-1.json"]
+    assert [Path(fault.location).name for fault in raised.value.diagnostics] == [
+        "about.json",
+        "metrics.jsonl",
+        "rank-1.json",
+    ]

@@ -20,7 +20,9 @@ def test_slices_that_all_take_the_same_are_even():
     found = timing_windows([[0.004] * (3 * SLICES_PER_BATCH)])
     assert [each.seconds for each in found] == pytest.approx([0.004, 0.016, 0.064])
     assert [each.lag for each in found] == pytest.approx([0.0] * 3, abs=1e-12)
-    assert len(timing_windows([[0.004] * (MIN_WINDOWS * SLICES_PER_BATCH)])) == 4  # no stretch goes on beyond a batch
+    assert (
+        len(timing_windows([[0.004] * (MIN_WINDOWS * SLICES_PER_BATCH)])) == 4
+    )  # no stretch goes on beyond a batch
 
 
 def test_stretches_of_slices_drawn_anew_differ_by_less_the_longer_they_are():
@@ -53,7 +55,9 @@ def test_ranks_meet_before_each_batch_of_slices_that_are_the_same_work():
     assert len(found) == NUM_QUICK_BATCHES * SLICES_PER_BATCH
     assert min(found) > 0
     one, other = (np.min(slice_batch_timer()()) for _ in range(2))
-    assert 0.5 < one / other < 2  # the fastest of 64: nothing is found out first that may come out otherwise next time
+    assert (
+        0.5 < one / other < 2
+    )  # the fastest of 64: nothing is found out first that may come out otherwise next time
 
 
 def test_how_evenly_a_gpu_goes_is_not_said():

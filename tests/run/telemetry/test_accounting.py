@@ -43,7 +43,10 @@ def plan(tmp_path_factory) -> Plan:
 
 
 def accounts(plan: Plan) -> list[dict]:
-    return [json.loads(accounting_path(Path(plan.run.folder), rank).read_text()) for rank in range(plan.mesh.world_size)]
+    return [
+        json.loads(accounting_path(Path(plan.run.folder), rank).read_text())
+        for rank in range(plan.mesh.world_size)
+    ]
 
 
 def test_every_rank_says_what_it_used(plan):
@@ -100,7 +103,11 @@ def test_mfu_is_a_share_of_the_peak_of_all_ranks(tmp_path, monkeypatch):
 def test_with_tf32_there_is_no_peak(monkeypatch):
     monkeypatch.setattr(account_module, "device_name", lambda device: "NVIDIA H100 80GB HBM3")
     plan = plan_of(
-        READING, 1, job=replace(tiny_job(), precision=replace(tiny_job().precision, parameters="float32", compute="float32"))
+        READING,
+        1,
+        job=replace(
+            tiny_job(), precision=replace(tiny_job().precision, parameters="float32", compute="float32")
+        ),
     )
     assert account_module._peak(plan, torch.device("cpu")) == 67e12
     before = torch.get_float32_matmul_precision()

@@ -66,7 +66,9 @@ def test_what_only_other_ranks_warned_of_is_told_once_with_its_log(tmp_path):
             logger.info("nothing")
             if rank:
                 logger.warning("disk of this host is full")
-    assert unshown_warnings(tmp_path, before) == [f"rank 1, 2 warned: disk of this host is full  ({log_path(tmp_path, 1)})"]
+    assert unshown_warnings(tmp_path, before) == [
+        f"rank 1, 2 warned: disk of this host is full  ({log_path(tmp_path, 1)})"
+    ]
 
 
 def test_many_warnings_are_counted(tmp_path):

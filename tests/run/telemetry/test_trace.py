@@ -8,7 +8,14 @@ import torch
 
 from meshwright.engine.runtime.step_profiler import GLUE, ISSUE, WAIT, ProfilerSpan
 from meshwright.plan.step.action import Action, Transfer
-from meshwright.run.telemetry.trace import STEP_PARTS, LoopPhase, StepTracer, replace_file, split_by_part, trace_path
+from meshwright.run.telemetry.trace import (
+    STEP_PARTS,
+    LoopPhase,
+    StepTracer,
+    replace_file,
+    split_by_part,
+    trace_path,
+)
 
 CPU = torch.device("cpu")
 
@@ -54,7 +61,9 @@ def test_a_run_that_ends_early_leaves_what_it_has_traced(tmp_path):
 
 def test_a_trace_is_in_the_format_of_chrome(tmp_path):
     document = run(tmp_path, 2, 0, 9)
-    names = {(event["name"], event["args"].get("name")) for event in document["traceEvents"] if event["ph"] == "M"}
+    names = {
+        (event["name"], event["args"].get("name")) for event in document["traceEvents"] if event["ph"] == "M"
+    }
     assert ("process_name", "rank 1") in names
     assert ("thread_name", "compute") in names
     for event in document["traceEvents"]:
@@ -65,7 +74,10 @@ def test_a_trace_is_in_the_format_of_chrome(tmp_path):
             assert isinstance(event["tid"], int)
     data = [event for event in document["traceEvents"] if event["name"] == "data"]
     assert [event["dur"] for event in data] == [pytest.approx(5e5)] * 2
-    assert [event["name"] for event in document["traceEvents"] if event.get("cat") == "step"] == ["step 2", "step 3"]
+    assert [event["name"] for event in document["traceEvents"] if event.get("cat") == "step"] == [
+        "step 2",
+        "step 3",
+    ]
 
 
 def test_messages_that_overlap_stand_on_rows_of_their_own(tmp_path):
@@ -73,7 +85,9 @@ def test_messages_that_overlap_stand_on_rows_of_their_own(tmp_path):
     watch = tracer.start_step(1)
     move = Transfer("all_reduce", ("dp_replicate",), 24, dtype="float64")
     for name in ("a", "b"):
-        watch.begin_span(f"REDUCE({name})", "REDUCE", "wire", Action("REDUCE", name, stream="wire", transfer=move))
+        watch.begin_span(
+            f"REDUCE({name})", "REDUCE", "wire", Action("REDUCE", name, stream="wire", transfer=move)
+        )
     watch.end_comm_span("REDUCE(a)")
     watch.end_comm_span("REDUCE(b)")
     watch.begin_span("REDUCE(c)", "REDUCE", "wire", Action("REDUCE", "c", stream="wire", transfer=move))
@@ -83,7 +97,12 @@ def test_messages_that_overlap_stand_on_rows_of_their_own(tmp_path):
     rows = {event["name"]: event["tid"] for event in events if event["ph"] == "X"}
     assert rows == {"REDUCE(a)": 2, "REDUCE(b)": 3, "REDUCE(c)": 2}
     said = next(event["args"] for event in events if event["name"] == "REDUCE(b)")
-    assert (said["bytes"], said["collective"], said["subject"], said["axes"]) == (24, "all_reduce", "b", "dp_replicate")
+    assert (said["bytes"], said["collective"], said["subject"], said["axes"]) == (
+        24,
+        "all_reduce",
+        "b",
+        "dp_replicate",
+    )
 
 
 def test_every_moment_of_a_step_counts_once():
@@ -99,7 +118,9 @@ def test_every_moment_of_a_step_counts_once():
         ProfilerSpan("issue REDUCE(0)", ISSUE, "compute", 7.5, 7.75),
         ProfilerSpan("STEP()", "STEP", "compute", 8.0, 9.0),
     ]
-    found = split_by_part(spans, [LoopPhase("data", -2.0, 0.0), LoopPhase("step", 0.0, 10.0), LoopPhase("save", 10.0, 13.0)])
+    found = split_by_part(
+        spans, [LoopPhase("data", -2.0, 0.0), LoopPhase("step", 0.0, 10.0), LoopPhase("save", 10.0, 13.0)]
+    )
     assert found == {
         **{"data": 2.0, "forward": 3.0, "backward": 3.0, "exposed communication": 1.0, "optimizer": 1.0},
         **{"evaluate": 0.0, "save": 3.0, "other": 2.0},

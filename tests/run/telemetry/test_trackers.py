@@ -19,7 +19,11 @@ from meshwright.run.telemetry.trackers import (
     flatten_config,
 )
 
-CONFIG = {"train": {"steps": 3, "clip": 1.0}, "run": {"folder": "runs/one", "trackers": ["wandb"]}, "mesh": {}}
+CONFIG = {
+    "train": {"steps": 3, "clip": 1.0},
+    "run": {"folder": "runs/one", "trackers": ["wandb"]},
+    "mesh": {},
+}
 FLAT = {"train.steps": 3, "train.clip": 1.0, "run.folder": "runs/one", "run.trackers": "['wandb']"}
 
 
@@ -93,7 +97,11 @@ def test_tensorboard_hides_the_steps_that_are_played_again(tmp_path):
     again.close()
     found = accumulators.EventAccumulator(str(tmp_path / "tensorboard"))
     found.Reload()
-    assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+    assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [
+        (1, 1.0),
+        (2, 1.0),
+        (3, 2.0),
+    ]
 
 
 def test_wandb_gets_one_run_that_goes_on_after_a_resume(tmp_path, monkeypatch, calls):
@@ -130,7 +138,9 @@ def test_trackio_gets_a_run_of_the_project_with_the_config(tmp_path, monkeypatch
 
 def fake_mlflow(calls: list[tuple], experiment: object) -> ModuleType:
     info = SimpleNamespace(info=SimpleNamespace(run_id="run-1"))
-    client = Recorded("client", calls, get_experiment_by_name=experiment, create_experiment="7", create_run=info)
+    client = Recorded(
+        "client", calls, get_experiment_by_name=experiment, create_experiment="7", create_run=info
+    )
     module = Recorded("mlflow", calls, MlflowClient=client)
     module.entities = SimpleNamespace(Param=lambda *words: words, Metric=lambda *words: words)
     return module
@@ -162,5 +172,7 @@ def test_an_mlflow_run_goes_on_after_a_resume(tmp_path, monkeypatch, calls):
 @pytest.mark.parametrize("name", TRACKERS)
 def test_a_package_that_is_not_there_is_named_with_its_extra(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(RuntimeError, match=rf"the package {name} cannot be imported .* pip install 'meshwright\[{name}\]'"):
+    with pytest.raises(
+        RuntimeError, match=rf"the package {name} cannot be imported .* pip install 'meshwright\[{name}\]'"
+    ):
         ADAPTERS[name](told(tmp_path))

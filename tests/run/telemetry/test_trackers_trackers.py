@@ -39,7 +39,9 @@ class Recorder:
 
 
 def line(step: int) -> StepRecord:
-    return StepRecord(step, math.nan if step == 2 else 1.0 / step, 0.5, 1e-3, 10, 0.5, 20.0, 2**20, flops_per_s=1e9)
+    return StepRecord(
+        step, math.nan if step == 2 else 1.0 / step, 0.5, 1e-3, 10, 0.5, 20.0, 2**20, flops_per_s=1e9
+    )
 
 
 def play(names: list[str], known: dict, steps: int = 3) -> None:
@@ -48,7 +50,8 @@ def play(names: list[str], known: dict, steps: int = 3) -> None:
             moment = CallbackEvent(step, line(step))
             assert call_callbacks((callback.on_step_end for callback in callbacks), moment) is None
         call_callbacks(
-            (callback.on_evaluate for callback in callbacks), CallbackEvent(steps, line(steps), {"loss": 2.0, "best": True})
+            (callback.on_evaluate for callback in callbacks),
+            CallbackEvent(steps, line(steps), {"loss": 2.0, "best": True}),
         )
 
 
@@ -60,7 +63,13 @@ def test_a_tracker_is_told_every_step_and_evaluation_in_order_and_closed(caplog)
         assert [step for step, _ in recorder.lines] == [1, 2, 3, 3]
         first = recorder.lines[0][1]
         assert first == {
-            **{"train/loss": 1.0, "train/grad_norm": 0.5, "train/lr": 1e-3, "train/tokens": 10.0, "train/seconds": 0.5},
+            **{
+                "train/loss": 1.0,
+                "train/grad_norm": 0.5,
+                "train/lr": 1e-3,
+                "train/tokens": 10.0,
+                "train/seconds": 0.5,
+            },
             **{"train/tokens_per_s": 20.0, "train/memory": 2.0**20, "train/data_s": 0.0, "train/save_s": 0.0},
             "train/flops_per_s": 1e9,
         }
@@ -81,7 +90,9 @@ def test_a_tracker_is_told_every_step_and_evaluation_in_order_and_closed(caplog)
 def test_a_tracker_that_raises_is_said_once_and_the_others_go_on(caplog, fails_at, said, told):
     bad, good = Recorder(fails_at), Recorder()
     play(["bad", "good"], {"bad": bad.start, "good": good.start})
-    assert [record.getMessage() for record in caplog.records] == [f"{said}, and its metrics are in metrics.jsonl"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{said}, and its metrics are in metrics.jsonl"
+    ]
     assert [step for step, _ in bad.lines] == told
     assert [step for step, _ in good.lines] == [1, 2, 3, 3]
 
@@ -102,7 +113,10 @@ def test_a_tracker_that_hangs_holds_nobody_up(caplog):
     assert 94 <= desk.num_dropped <= 96, "one is in its hands, four wait"
     said = [record.getMessage() for record in caplog.records]
     assert "the tracker slow did not end within 0.05 s and is left behind" in said[0]
-    assert f"the tracker slow was too slow: {desk.num_dropped} lines were not told; all are in metrics.jsonl" in said[1]
+    assert (
+        f"the tracker slow was too slow: {desk.num_dropped} lines were not told; all are in metrics.jsonl"
+        in said[1]
+    )
 
 
 def test_a_name_that_stands_twice_is_one_tracker():

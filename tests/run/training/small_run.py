@@ -46,7 +46,11 @@ class Course:
 
     @property
     def plan(self) -> Plan:
-        parts = {"optimizer": OptimizerConfig("adamw", lr=self.lr), "precision": PrecisionConfig(), "data": DataConfig("example")}
+        parts = {
+            "optimizer": OptimizerConfig("adamw", lr=self.lr),
+            "precision": PrecisionConfig(),
+            "data": DataConfig("example"),
+        }
         job = tiny_job(evaluate=self.evaluate, guard=self.guard, **parts)
         spec = replace(job.train, steps=self.steps, noise_scale=self.noise_scale)
         made = plan_of(READING, self.ranks, self.strategies, job=replace(job, train=spec))

@@ -66,7 +66,9 @@ class Course:
             player, lines = player_of(self.reading, plan, world), []
             resumed = resume(player, plan, world, data.digest, step)
             feed = open_feed(data, plan, world.rank)
-            ended = train_loop(player, plan, feed, world, lambda: self.stop(world.rank, player.steps_done), (listing(lines),))
+            ended = train_loop(
+                player, plan, feed, world, lambda: self.stop(world.rank, player.steps_done), (listing(lines),)
+            )
             player.close()
             return resumed, ended, lines
 
@@ -138,7 +140,9 @@ def test_a_run_that_one_rank_asks_to_stop_stops_everywhere_and_goes_on_bit_for_b
 
 
 @pytest.mark.parametrize(("ranks", "told"), [(2, False), (3, True)])
-def test_sums_over_another_transport_are_said_where_more_than_two_ranks_add(tmp_path, monkeypatch, ranks, told):
+def test_sums_over_another_transport_are_said_where_more_than_two_ranks_add(
+    tmp_path, monkeypatch, ranks, told
+):
     Course(tmp_path, ranks=ranks, stop=lambda rank, done: done == 6).play()
     monkeypatch.setattr(ThreadGroup, "transport", "pigeons")
     (resumed, _, _), *_ = Course(tmp_path, ranks=ranks).play()
@@ -165,10 +169,14 @@ def test_finite_data_ends_the_run_with_a_short_batch(tmp_path, ranks):
     for _, ended, _ in course.play():
         assert (ended.step, ended.stopped) == (3, False)
     assert course.kept() == ["step-00000003"]
-    assert sum(tokens for _, _, tokens in course.journal().values()) == int((rows(31)["labels"] != -100).sum())
+    assert sum(tokens for _, _, tokens in course.journal().values()) == int(
+        (rows(31)["labels"] != -100).sum()
+    )
     alone = Course(tmp_path / "alone", ranks=1, epochs=1, count=31)
     alone.play()
-    assert all(course.journal()[step][0] == pytest.approx(alone.journal()[step][0], abs=1e-5) for step in (1, 2, 3))
+    assert all(
+        course.journal()[step][0] == pytest.approx(alone.journal()[step][0], abs=1e-5) for step in (1, 2, 3)
+    )
 
 
 def test_a_run_whose_data_changed_says_so(tmp_path):
@@ -191,7 +199,10 @@ def test_going_back_without_a_change_leaves_later_checkpoints_where_they_are(tmp
     before = {path: path.stat().st_mtime_ns for path in at(tmp_path, 8).iterdir()}
     (resumed, ended, _), _ = course.play(step=4)
     assert resumed.notes == ("resumed from step 4",)
-    assert str(ended.replay) == "8 steps were played again from step 5: each equals its first playing to the last bit"
+    assert (
+        str(ended.replay)
+        == "8 steps were played again from step 5: each equals its first playing to the last bit"
+    )
     assert {path: path.stat().st_mtime_ns for path in at(tmp_path, 8).iterdir()} == before
 
 
@@ -199,7 +210,9 @@ def test_going_back_to_another_course_replaces_no_checkpoint_silently(tmp_path):
     Course(tmp_path).play()
     other = Course(tmp_path, lr=0.3)
     (resumed, _, _), _ = other.play(step=4)
-    assert any(note.startswith("later checkpoints were set aside: step-00000008.aside-") for note in resumed.notes)
+    assert any(
+        note.startswith("later checkpoints were set aside: step-00000008.aside-") for note in resumed.notes
+    )
     aside = [name for name in other.kept() if ".aside-" in name]
     assert [name.split(".")[0] for name in aside] == ["step-00000008", "step-00000012"]
     moved = tmp_path / "looked at" / "step-00000008"
@@ -239,7 +252,9 @@ def test_a_failure_can_say_where_it_happened(tmp_path):
 
 
 def test_steps_whose_gradients_overflow_are_counted_and_a_resumed_run_knows_the_scale(tmp_path: Path):
-    precision = PrecisionConfig("float16", "float16", "float16", master="float32", loss_scale=2.0**20, loss_scale_window=3)
+    precision = PrecisionConfig(
+        "float16", "float16", "float16", master="float32", loss_scale=2.0**20, loss_scale_window=3
+    )
     (_, ended, lines), (_, other, _) = Course(tmp_path / "whole", precision=precision).play()
     left_out = [line for line in lines if line.overflow]
     assert ended.num_overflows == other.num_overflows == len(left_out) > 1
@@ -286,7 +301,13 @@ def test_data_in_which_nothing_counts_ends_the_run_after_one_epoch_and_not_befor
     if valid:
         assert [ended.step for ended in on_threads(rank, plan.mesh)] == [STEPS] * 3
     else:
-        with pytest.raises(PlanError, match=r"(?s)nothing counts in any of the 24 samples, all played up to step 2.*-100"):
+        with pytest.raises(
+            PlanError, match=r"(?s)nothing counts in any of the 24 samples, all played up to step 2.*-100"
+        ):
             on_threads(rank, plan.mesh)
     skipped = [json.loads(text)["skipped"] for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert skipped == [True, True] if not valid else (sorted(set(skipped)) == [False, True] and len(skipped) == STEPS)
+    assert (
+        skipped == [True, True]
+        if not valid
+        else (sorted(set(skipped)) == [False, True] and len(skipped) == STEPS)
+    )

@@ -62,7 +62,9 @@ def test_a_run_that_is_stopped_anywhere_evaluates_and_keeps_the_same(tmp_path, w
     for ended in course.play():
         assert (ended.step, ended.stopped) == (last, True)
     replace(course, stop=lambda rank, done: False).play()
-    assert course.losses("evaluation") == {step: loss for step, loss in whole.losses("evaluation").items() if step != last}
+    assert course.losses("evaluation") == {
+        step: loss for step, loss in whole.losses("evaluation").items() if step != last
+    }
     assert course.best() == whole.best()
     assert compare_checkpoints(course.at(12), whole.at(12)) == []
 
@@ -86,7 +88,9 @@ def test_an_evaluation_that_comes_out_differently_is_said(tmp_path):
     course = Course(tmp_path, change=rises(6))
     course.play()
     (ended, *_) = replace(course, change=rises(5)).play(step=8)
-    assert str(ended.replay) == "the evaluation at step 9 was played again and differs: loss 4.0 then, 5.0 now"
+    assert (
+        str(ended.replay) == "the evaluation at step 9 was played again and differs: loss 4.0 then, 5.0 now"
+    )
 
 
 def test_going_back_under_another_plan_forgets_a_best_that_was_set_aside(tmp_path):
@@ -126,7 +130,10 @@ def test_callbacks_hear_of_evaluations_and_may_stop_the_run(tmp_path):
     course = Course(tmp_path, change=rises(6), callbacks=(spy, Callback(on_evaluate=enough)))
     for ended in course.play():
         assert (ended.step, ended.stopped) == (7, True)
-    assert [each for each in heard if each[0] == "on_evaluate"] == [("on_evaluate", 3, True), ("on_evaluate", 6, True)]
+    assert [each for each in heard if each[0] == "on_evaluate"] == [
+        ("on_evaluate", 3, True),
+        ("on_evaluate", 6, True),
+    ]
     assert [step for name, step, _ in heard if name == "on_save"] == [3, 4, 6, 7]
     assert heard[0][:2] == ("on_train_begin", 0)
     assert heard[-1][:2] == ("on_train_end", 7)

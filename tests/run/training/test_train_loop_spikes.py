@@ -56,7 +56,10 @@ def test_a_run_that_stops_at_a_spike_saves_nothing_new(tmp_path):
     error = caught.value if isinstance(caught.value, LossSpikeError) else caught.value.__cause__
     assert isinstance(error, LossSpikeError)
     samples = open_feed(split_held_out(DATA, course.plan.job.evaluate)[0], course.plan, 0).sample_ids(6)[1]
-    assert f"rank 1: loss nan, gradient norm nan; the forward is finite and the loss is not; samples {samples[0]}, " in str(error)
+    assert (
+        f"rank 1: loss nan, gradient norm nan; the forward is finite and the loss is not; samples {samples[0]}, "
+        in str(error)
+    )
     assert max(course.kept()) == 6
     assert max(course.lines()) == 6
     assert list(course.lines("spike")) == [7]
@@ -82,4 +85,6 @@ def test_without_a_guard_the_first_step_that_is_not_finite_is_named_once(tmp_pat
     with caplog.at_level(logging.WARNING, logger="meshwright.run.training.train_loop"):
         Course(tmp_path, evaluate=EvalConfig(), change=poisoned(5)).play()
     (record,) = [record for record in caplog.records if record.name == "meshwright.run.training.train_loop"]
-    assert record.getMessage().startswith("step 5: the loss is nan and the gradient norm nan; the parameters are lost")
+    assert record.getMessage().startswith(
+        "step 5: the loss is nan and the gradient norm nan; the parameters are lost"
+    )

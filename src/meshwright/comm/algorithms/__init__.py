@@ -31,7 +31,9 @@ def named(name: str, where: str = "") -> Algorithm:
     stem, slash, number = name.partition("/")
     if stem == Hierarchical.name and number.isdecimal() and number.isascii() and int(number) > 0:
         return Hierarchical(int(number))
-    raise PlanError(f"there is no all_reduce algorithm '{name}'", fix=_meant(stem, slash, number), location=where)
+    raise PlanError(
+        f"there is no all_reduce algorithm '{name}'", fix=_meant(stem, slash, number), location=where
+    )
 
 
 def _meant(stem: str, slash: str, number: str) -> str:

@@ -40,9 +40,13 @@ class Demand:
     leaving: float
 
 
-def seconds(algorithm: Algorithm, size: int, nbytes: float, network: NetworkModel, per_host: int = 0) -> float:
+def seconds(
+    algorithm: Algorithm, size: int, nbytes: float, network: NetworkModel, per_host: int = 0
+) -> float:
     """The time of an all-reduce of `nbytes` among `size` ranks, `per_host` of them on each host (0: all on one)."""
-    return sum(count * _round(demand, nbytes, network) for demand, count in demands(algorithm, size, per_host))
+    return sum(
+        count * _round(demand, nbytes, network) for demand, count in demands(algorithm, size, per_host)
+    )
 
 
 def _round(demand: Demand, nbytes: float, network: NetworkModel) -> float:
@@ -55,13 +59,21 @@ def _round(demand: Demand, nbytes: float, network: NetworkModel) -> float:
         else:
             inside = network.round_overhead_s(demand.receiving)
             inside += sum(count * network.intra_host.seconds(share * nbytes) for share, count in demand.host)
-            inside += sum(count * network.busiest_rank.seconds(share * nbytes) for share, count in demand.rank)
+            inside += sum(
+                count * network.busiest_rank.seconds(share * nbytes) for share, count in demand.rank
+            )
     outside = 0.0
     if demand.leaving and network.intra_host is not None and between is None:
-        raise ValueError("messages leave their host, and the network has no price for that; measure it across hosts: bench comm")
+        raise ValueError(
+            "messages leave their host, and the network has no price for that; measure it across hosts: bench comm"
+        )
     if demand.leaving and between is not None:
         outside = between.seconds(demand.leaving * nbytes)
-    added = network.local_sum.seconds(demand.added * nbytes) if network.local_sum is not None and demand.added else 0.0
+    added = (
+        network.local_sum.seconds(demand.added * nbytes)
+        if network.local_sum is not None and demand.added
+        else 0.0
+    )
     return max(inside, outside) + added
 
 
@@ -102,8 +114,12 @@ class _Gathered:
         mine = Counter(len(parcel.pieces) for parcel in (*sent, *come))
         if host not in self.ranks or _total(mine) > _total(self.ranks[host][1]):
             self.ranks[host] = (index, mine)
-        self.out[host] += sum(len(parcel.pieces) for parcel in each.sends) - sum(len(parcel.pieces) for parcel in sent)
-        self.into[host] += sum(len(parcel.pieces) for parcel in each.receives) - sum(len(parcel.pieces) for parcel in come)
+        self.out[host] += sum(len(parcel.pieces) for parcel in each.sends) - sum(
+            len(parcel.pieces) for parcel in sent
+        )
+        self.into[host] += sum(len(parcel.pieces) for parcel in each.receives) - sum(
+            len(parcel.pieces) for parcel in come
+        )
         if each.adds:
             self.added = max(self.added, sum(len(parcel.pieces) for parcel in each.receives))
 

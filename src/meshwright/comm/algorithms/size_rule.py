@@ -79,7 +79,9 @@ def _faults(text: str, where: str) -> Iterator[Diagnostic]:
         yield Diagnostic("auto needs the measured cost of the links", fix, where)
         return
     if not last and not steps:
-        yield Diagnostic(f"'{text}' is neither an algorithm nor a rule by message size", f"write {EXAMPLE}", where)
+        yield Diagnostic(
+            f"'{text}' is neither an algorithm nor a rule by message size", f"write {EXAMPLE}", where
+        )
     elif not last:
         fix = 'let it end with "else" and an algorithm, as in: doubling <= 64 KiB, else ring'
         yield Diagnostic(f"the rule '{text}' does not say what larger messages take", fix, where)
@@ -87,7 +89,11 @@ def _faults(text: str, where: str) -> Iterator[Diagnostic]:
     for part in steps:
         step = STEP.fullmatch(part)
         if step is None:
-            yield Diagnostic(f"'{part}' in the rule '{text}' is no algorithm with a size", "write it so: tree <= 1 MiB", where)
+            yield Diagnostic(
+                f"'{part}' in the rule '{text}' is no algorithm with a size",
+                "write it so: tree <= 1 MiB",
+                where,
+            )
             continue
         yield from _step_faults(step, most, where)
         most = _nbytes(step) if step["unit"] in UNITS else most
@@ -98,7 +104,11 @@ def _faults(text: str, where: str) -> Iterator[Diagnostic]:
 def _step_faults(step: re.Match[str], most: int, where: str) -> Iterator[Diagnostic]:
     yield from _name_faults(step["name"], where)
     if step["unit"] not in UNITS:
-        yield Diagnostic(f"'{step['unit']}' in '{step[0]}' is no unit of a size", f"choose one of: {', '.join(UNITS)}", where)
+        yield Diagnostic(
+            f"'{step['unit']}' in '{step[0]}' is no unit of a size",
+            f"choose one of: {', '.join(UNITS)}",
+            where,
+        )
     elif _nbytes(step) <= most:
         text = f"'{step[0]}' is never reached: messages of up to {_size(most)} are taken before it"
         yield Diagnostic(text, "write the sizes in rising order, each above 0", where)
@@ -107,7 +117,9 @@ def _step_faults(step: re.Match[str], most: int, where: str) -> Iterator[Diagnos
 def _name_faults(name: str, where: str) -> Iterator[Diagnostic]:
     if name == AUTO:
         yield Diagnostic(
-            "auto cannot be a part of a rule: it is a whole one, made from what was measured", "write auto alone", where
+            "auto cannot be a part of a rule: it is a whole one, made from what was measured",
+            "write auto alone",
+            where,
         )
         return
     try:

@@ -106,7 +106,12 @@ def _name(action: Named) -> str:
 
 
 def _act(
-    tensor: torch.Tensor, group: Group, src: Placement, dst: Placement, action: str, meanwhile: Callable[[], None] | None
+    tensor: torch.Tensor,
+    group: Group,
+    src: Placement,
+    dst: Placement,
+    action: str,
+    meanwhile: Callable[[], None] | None,
 ) -> torch.Tensor:
     act = redistribution_name(src, dst)
     if act not in COLLECTIVES and meanwhile is not None:
@@ -125,7 +130,9 @@ def _act(
         case "all_to_all":
             return all_to_all(tensor, group, src_dim, dst_dim, action, meanwhile)
         case "slice":
-            return _stacked(tensor, group, dst_dim, action)[group.index].clone(memory_format=torch.contiguous_format)
+            return _stacked(tensor, group, dst_dim, action)[group.index].clone(
+                memory_format=torch.contiguous_format
+            )
         case "embed":
             return embed(tensor, group, src_dim)
         case "once":
@@ -136,7 +143,9 @@ def _act(
             )
 
 
-def all_reduce(tensor: torch.Tensor, group: Group, action: str = "", meanwhile: Callable[[], None] | None = None) -> torch.Tensor:
+def all_reduce(
+    tensor: torch.Tensor, group: Group, action: str = "", meanwhile: Callable[[], None] | None = None
+) -> torch.Tensor:
     """The sum of all ranks' `tensor`; same shape, new memory."""
     total, work = group.summed(tensor, action=action)
     _ended(work, meanwhile)
@@ -144,7 +153,11 @@ def all_reduce(tensor: torch.Tensor, group: Group, action: str = "", meanwhile: 
 
 
 def all_gather(
-    tensor: torch.Tensor, group: Group, dim: int, action: str = "", meanwhile: Callable[[], None] | None = None
+    tensor: torch.Tensor,
+    group: Group,
+    dim: int,
+    action: str = "",
+    meanwhile: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """All ranks' `tensor` joined along `dim`: [.., s, ..] -> [.., size * s, ..], contiguous. One rank sends nothing."""
     if group.size == 1:
@@ -157,7 +170,11 @@ def all_gather(
 
 
 def reduce_scatter(
-    tensor: torch.Tensor, group: Group, dim: int, action: str = "", meanwhile: Callable[[], None] | None = None
+    tensor: torch.Tensor,
+    group: Group,
+    dim: int,
+    action: str = "",
+    meanwhile: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """This rank's slice along `dim` of the sum of all ranks' `tensor`: [.., size * s, ..] -> [.., s, ..], contiguous.
 
@@ -170,7 +187,12 @@ def reduce_scatter(
 
 
 def all_to_all(
-    tensor: torch.Tensor, group: Group, src: int, dst: int, action: str = "", meanwhile: Callable[[], None] | None = None
+    tensor: torch.Tensor,
+    group: Group,
+    src: int,
+    dst: int,
+    action: str = "",
+    meanwhile: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """The value sharded along dim `dst` instead of `src`: [.., a, .., size * b, ..] -> [.., size * a, .., b, ..].
 
@@ -201,7 +223,9 @@ def _stacked(tensor: torch.Tensor, group: Group, dim: int, action: str) -> torch
     if length % group.size:
         text = f"dim {dim} of a tensor of shape {list(tensor.shape)} has {length} elements"
         text += f", for {group.size} ranks along {' x '.join(group.axes)}"
-        fix = f"make it a multiple of {group.size}, or give these axes a number of ranks that divides {length}"
+        fix = (
+            f"make it a multiple of {group.size}, or give these axes a number of ranks that divides {length}"
+        )
         raise PlanError(f"{text}; needed are equal shards", fix=fix, location=action)
     return tensor.unflatten(dim, (group.size, length // group.size)).movedim(dim, 0)
 

@@ -23,7 +23,10 @@ from meshwright.comm.collectives.group import Group, World
 from meshwright.plan.hardware.network_model import AllReduceTiming
 from meshwright.plan.sharding.mesh import AXES
 
-MOST_REPEATS, ROW = 20, 8 << 20  # all-reduces of a sample: at most so many, and of at most so many bytes together
+MOST_REPEATS, ROW = (
+    20,
+    8 << 20,
+)  # all-reduces of a sample: at most so many, and of at most so many bytes together
 MOST_SWEEPS = 200
 ITEM = 4  # bytes of a float32
 
@@ -49,7 +52,11 @@ def measure(
             samples[name, nbytes].append(_sample(group, operand, name, nbytes, repeats(nbytes)))
         spent = _agreed(group, operand, [repeats(cell[1]) * sum(samples[cell]) for cell in cells])
         share = budget_s / len(cells)
-        wanted = [cell for cell, took in zip(cells, spent, strict=True) if len(samples[cell]) < least or took < share]
+        wanted = [
+            cell
+            for cell, took in zip(cells, spent, strict=True)
+            if len(samples[cell]) < least or took < share
+        ]
         if not wanted:
             break
     slowest = iter(_agreed(group, operand, [took for cell in cells for took in samples[cell]]))

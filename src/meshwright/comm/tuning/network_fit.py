@@ -37,7 +37,10 @@ from meshwright.plan.hardware.network_model import (
 BOUNDS = (16 << 10, 256 << 10, 4 << 20, 0)  # 0: the last band is open
 FASTEST = 1e15  # bytes per second, where a byte costs nothing that could be measured
 PARTS = ("host", "rank", "added", "between")
-FIXED = ("host", "between")  # the parts with a latency of their own; the crowd of a round is that of the others
+FIXED = (
+    "host",
+    "between",
+)  # the parts with a latency of their own; the crowd of a round is that of the others
 
 Feature = tuple[str, int, str]  # a part or "crowd", the band or the number of ranks, "latency" or "bytes"
 
@@ -49,14 +52,21 @@ def fitted(timings: Iterable[AllReduceTiming], per_host: int = 0) -> NetworkMode
     """
     cells = [cell for cell in timings if cell.algorithm != BACKEND]
     if not cells:
-        raise ValueError("only the backend was measured, whose rounds are not known; measure other algorithms too")
+        raise ValueError(
+            "only the backend was measured, whose rounds are not known; measure other algorithms too"
+        )
     asked = [_features(cell, per_host) for cell in cells]
     columns = sorted({feature for each in asked for feature in each})
     matrix = np.array(
-        [[each.get(feature, 0.0) / cell.seconds for feature in columns] for each, cell in zip(asked, cells, strict=True)]
+        [
+            [each.get(feature, 0.0) / cell.seconds for feature in columns]
+            for each, cell in zip(asked, cells, strict=True)
+        ]
     )
     figures = dict(zip(columns, nonnegative(matrix, np.ones(len(cells))), strict=True))
-    crowds = tuple(RoundOverhead(number, float(value)) for (part, number, _), value in figures.items() if part == "crowd")
+    crowds = tuple(
+        RoundOverhead(number, float(value)) for (part, number, _), value in figures.items() if part == "crowd"
+    )
     links = {part: _link(part, figures) for part in PARTS}
     return NetworkModel(crowds, **links)
 
@@ -96,7 +106,9 @@ def series_of(timings: Iterable[AllReduceTiming]) -> tuple[AllReduceSeries, ...]
 
 def nonnegative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     """The x >= 0 with the least |`matrix` x - `target`|."""
-    scale = np.maximum(matrix.max(0), 1e-300)  # columns of one size: bytes and rounds differ by many powers of ten
+    scale = np.maximum(
+        matrix.max(0), 1e-300
+    )  # columns of one size: bytes and rounds differ by many powers of ten
     return nnls(matrix / scale, target)[0] / scale
 
 
@@ -111,7 +123,9 @@ def _features(cell: AllReduceTiming, per_host: int) -> dict[Feature, float]:
 
 def _asked(demand: Demand, nbytes: int) -> list[tuple[Feature, float]]:
     found: list[tuple[Feature, float]] = []
-    messages: dict[str, list[tuple[float, float]]] = {"added": [(demand.added * nbytes, 1)] if demand.added else []}
+    messages: dict[str, list[tuple[float, float]]] = {
+        "added": [(demand.added * nbytes, 1)] if demand.added else []
+    }
     if demand.leaving:
         messages["between"] = [(demand.leaving * nbytes, 1)]
     else:
@@ -136,7 +150,9 @@ def _link(part: str, figures: dict[Feature, float]) -> LinkCost | None:
     for band in numbers:
         slowness, latency = figures[part, band, "bytes"], figures.get((part, band, "latency"), 0.0)
         upto = 0 if band == numbers[-1] else BOUNDS[band]
-        bands.append(SizeBand(upto, float(latency), float(min(FASTEST, 1 / slowness)) if slowness > 0 else FASTEST))
+        bands.append(
+            SizeBand(upto, float(latency), float(min(FASTEST, 1 / slowness)) if slowness > 0 else FASTEST)
+        )
     return LinkCost(tuple(bands)) if bands else None
 
 
@@ -160,8 +176,14 @@ def textbook(cluster: Cluster, ranks: int) -> Textbook:
 
     Raises ValueError when nothing but the backend was measured among so many.
     """
-    found = [series for series in cluster.measurements if series.ranks == ranks and series.algorithm != BACKEND]
-    cells = [(named(each.algorithm), *cell) for each in found for cell in zip(each.nbytes, each.seconds, strict=True)]
+    found = [
+        series for series in cluster.measurements if series.ranks == ranks and series.algorithm != BACKEND
+    ]
+    cells = [
+        (named(each.algorithm), *cell)
+        for each in found
+        for cell in zip(each.nbytes, each.seconds, strict=True)
+    ]
     if not cells:
         raise ValueError(f"no algorithm but the backend was measured among {ranks} ranks; measure them too")
     rows = [
@@ -188,5 +210,7 @@ def banded(nbytes: Sequence[int], took: Sequence[float], num_bands: int) -> Link
         rows = np.array([[1 / took[at], nbytes[at] / took[at]] for at in near])
         latency, slowness = nonnegative(rows, np.ones(len(rows)))
         upto = 0 if end == len(nbytes) else nbytes[end - 1]
-        bands.append(SizeBand(upto, float(latency), float(min(FASTEST, 1 / slowness)) if slowness > 0 else FASTEST))
+        bands.append(
+            SizeBand(upto, float(latency), float(min(FASTEST, 1 / slowness)) if slowness > 0 else FASTEST)
+        )
     return LinkCost(tuple(bands))

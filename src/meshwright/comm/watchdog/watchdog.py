@@ -69,7 +69,9 @@ class Lookout:
 
     abandon: Callable[[], None]
 
-    def __init__(self, store: dist.Store | None, mesh: Mesh, rank: int, ledger: Ledger, limits: WaitLimits) -> None:
+    def __init__(
+        self, store: dist.Store | None, mesh: Mesh, rank: int, ledger: Ledger, limits: WaitLimits
+    ) -> None:
         self.limits, self.abandon = limits, _stay
         self._mesh, self._rank, self._ledger = mesh, rank, ledger
         self._store = None if store is None else Room.of(store, rank)
@@ -140,7 +142,9 @@ class Lookout:
             statements |= self._gather()
         elif self._mesh.world_size > 1:
             repair = "make the world with meshwright.comm.world.rendezvous, or initialise torch.distributed with a store"
-            return CollectiveError(f"{cause}. The other ranks cannot be asked: this world knows no store; {repair}")
+            return CollectiveError(
+                f"{cause}. The other ranks cannot be asked: this world knows no store; {repair}"
+            )
         verdict = blame(statements, self._mesh)
         speaker = min((rank for rank, each in statements.items() if each.waits), default=self._rank)
         return CollectiveError(f"{verdict}\n{cause}", report=str(verdict), is_reporter=speaker == self._rank)
@@ -167,7 +171,11 @@ class Lookout:
 
     def _meet(self) -> None:
         """Learn how the others can be looked at, as far as they have come; open the rings of those on this host."""
-        if self._store is None or len(self._births) == self._mesh.world_size or self._mesh.world_size > RANKS_PER_LOOK:
+        if (
+            self._store is None
+            or len(self._births) == self._mesh.world_size
+            or self._mesh.world_size > RANKS_PER_LOOK
+        ):
             return
         for rank in range(self._mesh.world_size):
             if rank not in self._births and self._store.check([f"born/{rank}"]):
@@ -183,7 +191,9 @@ class Lookout:
         waits = tuple(Wait(order, now - since) for order, since in list(self._waits.values()))
         ledger = self._ledger
         recent, stack = tuple(ledger.recent.issued()), main_stack()
-        return Statement(self._rank, "answers", ledger.phase, ledger.step, recent, waits, stack, at=time.time())
+        return Statement(
+            self._rank, "answers", ledger.phase, ledger.step, recent, waits, stack, at=time.time()
+        )
 
     def _say(self) -> Statement:
         """What this rank says: made, and told the others, once, because what it does after the alarm is of no interest."""
@@ -242,7 +252,11 @@ class Lookout:
     def _ended(self) -> None:
         """Runs when the interpreter ends while this is open: a script that ended by itself, or by an error."""
         error = vars(sys).get("last_value")
-        self.leave(error if isinstance(error, BaseException) else SystemExit("its script ended while the world was open"))
+        self.leave(
+            error
+            if isinstance(error, BaseException)
+            else SystemExit("its script ended while the world was open")
+        )
         self.close()
 
 
@@ -259,7 +273,9 @@ class Waiting:
         self._lookout._waits[self._thread] = (self._order, self._since)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._lookout._waits.pop(self._thread, None)
 
     @property
@@ -270,9 +286,13 @@ class Waiting:
     def check(self) -> None:
         """Return when it is fine to go on waiting. Raises CollectiveError when the limit is reached, or a rank has failed."""
         if self.left_s <= 0:
-            raise self._lookout.report(f"rank {self._lookout._rank} gave up after {time.monotonic() - self._since:.1f} s")
+            raise self._lookout.report(
+                f"rank {self._lookout._rank} gave up after {time.monotonic() - self._since:.1f} s"
+            )
         if self._lookout._alarmed.is_set():
-            raise self._lookout.report(f"rank {self._lookout._rank} stopped waiting: another rank failed, or gave up")
+            raise self._lookout.report(
+                f"rank {self._lookout._rank} stopped waiting: another rank failed, or gave up"
+            )
 
     def failed(self, cause: str) -> CollectiveError:
         """What to raise when the backend itself gives up; `cause` is its own word."""

@@ -26,8 +26,15 @@ SCHEDULES: Mapping[str, tuple[Order, int]] = {
 }
 # gpipe waits as long as 1f1b and holds more, dualpipe waits longer than zb_v and holds weights twice: for those who fix them
 SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zb_v")
-NUMBER_KEYS = {name: name for name in ("dp", "tp", "pp", "cp", "micro", "chunks")} | {"dp_shard": "within", "zero": "shards"}
-CONTEXT_METHODS: Mapping[str, Literal["none", "all", "some"]] = {"ring": "none", "ulysses": "all", "hybrid": "some"}
+NUMBER_KEYS = {name: name for name in ("dp", "tp", "pp", "cp", "micro", "chunks")} | {
+    "dp_shard": "within",
+    "zero": "shards",
+}
+CONTEXT_METHODS: Mapping[str, Literal["none", "all", "some"]] = {
+    "ring": "none",
+    "ulysses": "all",
+    "hybrid": "some",
+}
 NAME_CHOICES: Mapping[str, Sequence[str]] = {
     "schedule": tuple(SCHEDULES),
     "recompute": RERUNS,
@@ -70,7 +77,9 @@ def parse_constraints(assignments: Sequence[str], diagnostics: list[Diagnostic])
         diagnostics += _faults(word, name, value)
         before = numbers.get(NUMBER_KEYS.get(name, "")) if name in NUMBER_KEYS else names.get(name)
         if before is not None and str(before) != value:
-            diagnostics.append(Diagnostic(f"{name} is fixed at {before} and at {value}", "fix it once", "--fix"))
+            diagnostics.append(
+                Diagnostic(f"{name} is fixed at {before} and at {value}", "fix it once", "--fix")
+            )
         if name in NUMBER_KEYS and value.isdecimal():
             numbers[NUMBER_KEYS[name]] = int(value)
         elif name in NAME_CHOICES and value in NAME_CHOICES[name]:
@@ -80,7 +89,11 @@ def parse_constraints(assignments: Sequence[str], diagnostics: list[Diagnostic])
 
 def _faults(word: str, name: str, value: str) -> Iterator[Diagnostic]:
     if name not in NUMBER_KEYS and name not in NAME_CHOICES:
-        yield Diagnostic(f"'{word}' fixes nothing that is known", suggest_name(name, (*NUMBER_KEYS, *NAME_CHOICES)), "--fix")
+        yield Diagnostic(
+            f"'{word}' fixes nothing that is known",
+            suggest_name(name, (*NUMBER_KEYS, *NAME_CHOICES)),
+            "--fix",
+        )
     elif not value:
         usual = ("3" if name == "zero" else "8") if name in NUMBER_KEYS else NAME_CHOICES[name][0]
         yield Diagnostic(f"'{word}' fixes nothing", f"write WORD=VALUE, for example {name}={usual}", "--fix")

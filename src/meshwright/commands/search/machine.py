@@ -70,7 +70,9 @@ def search_machine(
     found = with_host_links(found, hardware)
     profile = find_profile(hardware)
     if profile is not None and profile.kind == "cpu" and count > 1:
-        beside = f", of which {profile.ranks} were at work at once" if profile.ranks > 1 else ", measured alone"
+        beside = (
+            f", of which {profile.ranks} were at work at once" if profile.ranks > 1 else ", measured alone"
+        )
         notes.append(
             f"a device is {profile.threads} threads of {profile.device}{beside}: ranks of a host need as many cores each"
         )
@@ -79,12 +81,18 @@ def search_machine(
         notes.append(f"learnt from {learnt}")
         found = taught(found, learnt)
         if found.rates.product > 1:
-            text = f"products would reach {100 * found.rates.product:.0f} % of the peak of {found.device.name}"
-            notes.append(f"{text}: the run was on faster hardware, or the device was measured while it was busy")
+            text = (
+                f"products would reach {100 * found.rates.product:.0f} % of the peak of {found.device.name}"
+            )
+            notes.append(
+                f"{text}: the run was on faster hardware, or the device was measured while it was busy"
+            )
     return replace(found, count=count), notes
 
 
-def calibrate_from_run(folder: Path, previous: PreviousRun, base_machine: Machine, shape_lookup: ShapeLookup) -> Learnt:
+def calibrate_from_run(
+    folder: Path, previous: PreviousRun, base_machine: Machine, shape_lookup: ShapeLookup
+) -> Learnt:
     """How much longer than planned on `given` the run in `folder`, as it `was`, computed and sent.
 
     Raises PlanError when it computed on another device, or has a plan that is not sketched.
@@ -96,7 +104,9 @@ def calibrate_from_run(folder: Path, previous: PreviousRun, base_machine: Machin
     path = folder / PLAN_FILE
     if not path.is_file():
         raise PlanError(
-            f"there is no {PLAN_FILE} in {folder}", fix="name the folder of a run of `meshwright train`", location=WHERE
+            f"there is no {PLAN_FILE} in {folder}",
+            fix="name the folder of a run of `meshwright train`",
+            location=WHERE,
         )
     request = read_request(path, (), STRATEGIES)
     mesh = Mesh.infer(request.mesh)
@@ -107,7 +117,11 @@ def calibrate_from_run(folder: Path, previous: PreviousRun, base_machine: Machin
     if previous.compute_s is None:
         factor = previous.step_s / planned.seconds
         return Learnt(
-            str(folder), previous.num_steps, factor, factor if mesh.world_size > 1 else None, apart=mesh.world_size == 1
+            str(folder),
+            previous.num_steps,
+            factor,
+            factor if mesh.world_size > 1 else None,
+            apart=mesh.world_size == 1,
         )
     computing = previous.compute_s / (planned.compute + planned.optimizer + planned.fixed)
     return Learnt(
@@ -124,7 +138,11 @@ def parallel_config_of(request: PlanRequest, mesh: Mesh) -> Layout:
     """The layout that a plan's mesh and strategies are, as a search would sketch it. Raises PlanError where it would not."""
     fields = {strategy.name: strategy.as_dict() for strategy in request.strategies or ()}
     faults = [
-        Diagnostic(f"the run has '{name}', which plans that are chosen do not have", "learn from a run without it", WHERE)
+        Diagnostic(
+            f"the run has '{name}', which plans that are chosen do not have",
+            "learn from a run without it",
+            WHERE,
+        )
         for name in fields
         if name not in MODELED_STRATEGIES
     ]
@@ -161,7 +179,9 @@ def _is(device: DeviceSpec, called: str) -> bool:
     known = find_device(called)
     if known is None:
         return device.pattern == re.escape(called)
-    bare = device.pattern == re.escape(device.name)  # a table without `like` and `measured`: its name is all that tells
+    bare = device.pattern == re.escape(
+        device.name
+    )  # a table without `like` and `measured`: its name is all that tells
     return known == find_device(device.name) if bare else known.pattern == device.pattern
 
 

@@ -28,7 +28,12 @@ HF_CONFIG_KEYS = {
     "sequence": "max_position_embeddings",
 }
 
-EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")  # what configs call their number
+EXPERT_KEYS = (
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+)  # what configs call their number
 MAX_PADDING_ROWS = 2  # rows that some families put before the first position
 PARAM_TOLERANCE = 0.1  # of its weights: a model that has so many more or fewer than its sizes say is no decoder of equal layers
 
@@ -62,7 +67,11 @@ def model_size(model: str, sequence: int) -> ModelSize:
 
 def size_warnings(size: ModelSize) -> Iterator[str]:
     """In what a model differs from the decoder that it is priced as, where it does."""
-    shape, matrices, full = size.shape, size.num_matrix_params, "it is priced as if each token saw all before it"
+    shape, matrices, full = (
+        size.shape,
+        size.num_matrix_params,
+        "it is priced as if each token saw all before it",
+    )
     if size.num_windowed_layers and size.attention_window < shape.sequence:
         text = f"{size.num_windowed_layers} of {shape.layers} layers attend to {size.attention_window:,} tokens of rows of {shape.sequence:,}"
         yield f"{text}: {full}, so expect less than these seconds."
@@ -85,8 +94,14 @@ def _learnt(module: Any, positions: object) -> int:
     if not isinstance(positions, int):
         return 0
     for each in module.modules():
-        if isinstance(each, nn.Embedding) and each is not words and 0 <= each.num_embeddings - positions <= MAX_PADDING_ROWS:
-            before = 0 if each.padding_idx is None else each.padding_idx + 1  # rows of the table that stand for no position
+        if (
+            isinstance(each, nn.Embedding)
+            and each is not words
+            and 0 <= each.num_embeddings - positions <= MAX_PADDING_ROWS
+        ):
+            before = (
+                0 if each.padding_idx is None else each.padding_idx + 1
+            )  # rows of the table that stand for no position
             return min(positions, each.num_embeddings - before)
     return 0
 
@@ -96,7 +111,9 @@ def _of_config(source: str, sequence: int) -> ModelSize:
     raise_diagnostics(_nowhere(source))
     config = read_source_config(ModelConfig(source))
     if config is not None:
-        raise_diagnostics(_unsearched(source, config))  # to make a model of many experts, which is refused, takes minutes
+        raise_diagnostics(
+            _unsearched(source, config)
+        )  # to make a model of many experts, which is refused, takes minutes
     loaded = load_model(ModelConfig(source), seed=0)
     module = loaded.deferred_init.instantiate()
     config = config_of(module)
@@ -118,7 +135,9 @@ def _of_config(source: str, sequence: int) -> ModelSize:
         **_beside(said),
         tied=bool(said.get("tie_word_embeddings")),
     )
-    matrices = sum(prod(entry.shape) for entry in loaded.deferred_init.logical_params.values() if len(entry.shape) > 1)
+    matrices = sum(
+        prod(entry.shape) for entry in loaded.deferred_init.logical_params.values() if len(entry.shape) > 1
+    )
     head = said.get("head_dim") if plain.heads > 0 else 0
     wide = [plain, replace(plain, head=head)] if isinstance(head, int) and head != plain.width else [plain]
     both = [replace(each, gated=gated) for each in wide for gated in (False, True)]
@@ -146,7 +165,9 @@ def _unsearched(source: str, config: Any) -> Iterator[Diagnostic]:
     exists = "a plan that exists is counted from its own program"
     if config.is_encoder_decoder:
         yield Diagnostic(
-            f"{source} is an encoder and a decoder, which are not searched yet", f"take a decoder; {exists}", "MODEL"
+            f"{source} is an encoder and a decoder, which are not searched yet",
+            f"take a decoder; {exists}",
+            "MODEL",
         )
     experts = _experts(config.to_dict())
     if experts > 1:
@@ -160,17 +181,25 @@ def _unsized(source: str, config: Any, sequence: int) -> Iterator[Diagnostic]:
     lacking = [theirs for ours, theirs in HF_CONFIG_KEYS.items() if not isinstance(sizes[ours], int)]
     text = config.get_text_config()
     if lacking and text is not config:
-        parts = ", ".join(name for name, part in config.to_dict().items() if isinstance(part, dict) and "model_type" in part)
+        parts = ", ".join(
+            name for name, part in config.to_dict().items() if isinstance(part, dict) and "model_type" in part
+        )
         told = f"{source} is a model of several parts ({parts}), which are not searched yet"
         inner = _sizes(text) | _beside(text.to_dict()) | ({"sequence": sequence} if sequence else {})
         said = " ".join(f"{name} {size}" for name, size in inner.items() if isinstance(size, int) and size)
         said += " tied" if text.to_dict().get("tie_word_embeddings") else ""
-        yield Diagnostic(told, f'plan the one that reads text alone, by its sizes: "{Path(source).stem}: {said}"', "MODEL")
+        yield Diagnostic(
+            told, f'plan the one that reads text alone, by its sizes: "{Path(source).stem}: {said}"', "MODEL"
+        )
     elif lacking == [HF_CONFIG_KEYS["sequence"]]:
         told = f"the config of {source} does not say how long rows are ({lacking[0]})"
         yield Diagnostic(told, "say it: --sequence 2048", "--sequence")
     elif lacking:
-        yield Diagnostic(f"the config of {source} does not say {', '.join(lacking)}", f"say the sizes in words: {FORM}", "MODEL")
+        yield Diagnostic(
+            f"the config of {source} does not say {', '.join(lacking)}",
+            f"say the sizes in words: {FORM}",
+            "MODEL",
+        )
 
 
 def _nowhere(source: str) -> Iterator[Diagnostic]:
@@ -184,7 +213,9 @@ def _nowhere(source: str) -> Iterator[Diagnostic]:
 def _sizes(config: Any) -> dict[str, Any]:
     """The sizes in our words; None where the config does not say one."""
     said = config.to_dict()
-    return {ours: said.get(config.attribute_map.get(theirs, theirs)) for ours, theirs in HF_CONFIG_KEYS.items()}
+    return {
+        ours: said.get(config.attribute_map.get(theirs, theirs)) for ours, theirs in HF_CONFIG_KEYS.items()
+    }
 
 
 def _beside(said: Mapping[str, Any]) -> dict[str, Any]:

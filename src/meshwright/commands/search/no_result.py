@@ -17,10 +17,16 @@ def no_result_error(request: Wish, result: Found) -> PlanError:
     shape, kind = request.shape, request.machine
     if result.nearest is None:
         text = f"no mesh of {kind.count} devices takes {request.batch} rows of {shape.name} as it is fixed"
-        fault, copies = refused(request), sorted({mesh.dp for mesh in meshes(replace(request, batch=kind.count))})
+        fault, copies = (
+            refused(request),
+            sorted({mesh.dp for mesh in meshes(replace(request, batch=kind.count))}),
+        )
         if fault is None and copies and not any(request.batch % dp == 0 for dp in copies):
             what = f"{request.batch} rows on {' or '.join(map(str, copies))} copies"
-            fault = Diagnostic(what, f"each copy takes as many: choose a batch of {copies[0] * (request.batch // copies[0] + 1)}")
+            fault = Diagnostic(
+                what,
+                f"each copy takes as many: choose a batch of {copies[0] * (request.batch // copies[0] + 1)}",
+            )
         fix = "fix fewer axes, or choose a batch that copies can share" if fault is None else fault.fix
         return PlanError(text if fault is None else f"{text}: {fault.problem}", fix=fix, location="plan")
     layout, held = result.nearest
@@ -39,11 +45,11 @@ def _repair(request: Wish) -> str:
     for doubled in range(1, MAX_DOUBLINGS + 1):
         many = count << doubled
         for rows in (batch, max(batch, many)):
-            larger = replace(request, machine=replace(request.machine, count=many), batch=rows, fixed=free, kinds=())
+            larger = replace(
+                request, machine=replace(request.machine, count=many), batch=rows, fixed=free, kinds=()
+            )
             if fits(larger):
                 also = f" and {rows} rows" if rows != batch else ""
                 also += ", dp not fixed" if "dp" in request.fixed else ""
                 return f"more devices ({many}{also}), or ones with more memory"
-    return (
-        f"ones with more memory, or a smaller model or shorter rows: {count << MAX_DOUBLINGS:,} of these devices are not enough"
-    )
+    return f"ones with more memory, or a smaller model or shorter rows: {count << MAX_DOUBLINGS:,} of these devices are not enough"

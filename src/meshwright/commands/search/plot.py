@@ -33,7 +33,9 @@ def write_plot(outcome: SearchOutcome, path: Path) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         fix = "name a file in a folder that can be written to: --plot FILE.html"
-        raise PlanError(f"the plot cannot be written: {error.strerror}", fix=fix, location=str(path)) from error
+        raise PlanError(
+            f"the plot cannot be written: {error.strerror}", fix=fix, location=str(path)
+        ) from error
 
 
 def plotted_candidates(outcome: SearchOutcome) -> list[Candidate]:
@@ -52,7 +54,9 @@ def winner_timeline(request: Wish, best: Candidate) -> SpansByRank:
     """The first micro-batches of a step under `best`: its schedule played on paper, with seconds from the sketch."""
     layout, schedule = best.layout, find_schedule(best.schedule)
     if schedule is None:
-        raise ValueError(f"a layout was chosen with a schedule that is none: '{best.schedule}'; repair verbs/fixing.py")
+        raise ValueError(
+            f"a layout was chosen with a schedule that is none: '{best.schedule}'; repair verbs/fixing.py"
+        )
     count = layout.pp * layout.chunks
     made = parts(request.shape, layout, request.machine)
     one = made.layer + made.met
@@ -63,8 +67,12 @@ def winner_timeline(request: Wish, best: Candidate) -> SpansByRank:
     costs[-1] += made.last
     # the busiest rank takes what the sketch says, gathers and the host's pace included
     lying = schedule.virtual_stages(layout.pp, layout.chunks)
-    busy = [sum(costs[stage.stage].all for stage in lying if stage.pp_rank == rank) for rank in range(layout.pp)]
-    scale = (best.step.compute + best.step.tensor) / layout.micros / max(busy) * (2 if layout.order.both else 1)
+    busy = [
+        sum(costs[stage.stage].all for stage in lying if stage.pp_rank == rank) for rank in range(layout.pp)
+    ]
+    scale = (
+        (best.step.compute + best.step.tensor) / layout.micros / max(busy) * (2 if layout.order.both else 1)
+    )
     halves = [scale * each.backward / 2 for each in costs]
     sent = handover(request.shape, layout, request.machine)
     priced = StageCosts([scale * each.forward for each in costs], halves, halves, transfer=sent)

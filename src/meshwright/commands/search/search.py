@@ -26,7 +26,13 @@ from meshwright.commands.search.no_result import no_result_error
 from meshwright.commands.search.to_config import config_tables, unwritten_notes
 from meshwright.model.loading.loader import load_model
 from meshwright.plan.job.data_source import ModelConfig
-from meshwright.plan.job.errors import Diagnostic, PlanError, collect_diagnostics, raise_diagnostics, suggest_name
+from meshwright.plan.job.errors import (
+    Diagnostic,
+    PlanError,
+    collect_diagnostics,
+    raise_diagnostics,
+    suggest_name,
+)
 from meshwright.planner.analytic.step_time import step
 from meshwright.planner.machine.machine import Machine
 from meshwright.planner.search.heterogeneous import alone, search_unlike, weakest
@@ -81,12 +87,18 @@ def run_search(options: SearchOptions) -> SearchOutcome:
     known = not faults
     given = parse_constraints(options.constraints, faults)
     if options.max_fit and options.max_fit not in LIMITS:
-        faults.append(Diagnostic(f"no limit is called '{options.max_fit}'", suggest_name(options.max_fit, LIMITS), "--fit"))
+        faults.append(
+            Diagnostic(
+                f"no limit is called '{options.max_fit}'", suggest_name(options.max_fit, LIMITS), "--fit"
+            )
+        )
     if model is None or not known:  # without a model and devices nothing can contradict itself
         raise PlanError.from_diagnostics(faults)
     notes = (*notes, *size_warnings(model))
     one = kinds[0] if len(kinds) == 1 else weakest(kinds)
-    wish = given.apply(Wish(model.shape, one, options.batch, longest=model.max_positions, base=base_config(one.device.flops)))
+    wish = given.apply(
+        Wish(model.shape, one, options.batch, longest=model.max_positions, base=base_config(one.device.flops))
+    )
     raise_diagnostics([*faults, *_free(wish, options.max_fit).faults()])
     if options.max_fit:
         return replace(_limited(options, wish, kinds), notes=notes)
@@ -96,7 +108,9 @@ def run_search(options: SearchOptions) -> SearchOutcome:
     return SearchOutcome(options, wish, found, _beside(wish, kinds, found), notes=notes)
 
 
-def find_machines(options: SearchOptions, diagnostics: list[Diagnostic]) -> tuple[list[Machine], tuple[str, ...]]:
+def find_machines(
+    options: SearchOptions, diagnostics: list[Diagnostic]
+) -> tuple[list[Machine], tuple[str, ...]]:
     """The devices of each kind, "h100" or "h100:32,a100:32", and what was measured or learnt of them, in words.
 
     `faults` learns of all that is not known, and of numbers that contradict each other.
@@ -105,7 +119,13 @@ def find_machines(options: SearchOptions, diagnostics: list[Diagnostic]) -> tupl
     if len(words) == 1 and not words[0][1]:
         make = partial(search_machine, for_max_fit=options.max_fit == "devices")
         one = collect_diagnostics(
-            diagnostics, make, words[0][0], options.devices or 1, options.cluster, options.calibration_run, model_shape
+            diagnostics,
+            make,
+            words[0][0],
+            options.devices or 1,
+            options.cluster,
+            options.calibration_run,
+            model_shape,
         )
         return ([one[0]], tuple(one[1])) if one else ([], ())
     lacking = [kind for kind, _, count in words if not count.isdecimal() or int(count) < 1]
@@ -119,17 +139,28 @@ def find_machines(options: SearchOptions, diagnostics: list[Diagnostic]) -> tupl
         diagnostics.append(Diagnostic(text, "leave --devices away, or make the two equal", "--devices"))
     if options.max_fit and len(words) > 1:
         diagnostics.append(
-            Diagnostic(f"--fit {options.max_fit} on several kinds of devices", "look for the limit of one kind", "--fit")
+            Diagnostic(
+                f"--fit {options.max_fit} on several kinds of devices",
+                "look for the limit of one kind",
+                "--fit",
+            )
         )
     for flag, file in (("--cluster", options.cluster), ("--calibrate-from", options.calibration_run)):
         if file and len(words) > 1:
             diagnostics.append(
-                Diagnostic(f"{flag} {file} on several kinds of devices", "leave it away: it says one machine's figures", flag)
+                Diagnostic(
+                    f"{flag} {file} on several kinds of devices",
+                    "leave it away: it says one machine's figures",
+                    flag,
+                )
             )
     single = len(words) == 1
     files = (options.cluster, options.calibration_run) if single else ("", "")
     make = partial(search_machine, for_max_fit=single and options.max_fit == "devices")
-    made = [collect_diagnostics(diagnostics, make, kind, int(count), *files, model_shape) for kind, _, count in words]
+    made = [
+        collect_diagnostics(diagnostics, make, kind, int(count), *files, model_shape)
+        for kind, _, count in words
+    ]
     found = [each for each in made if each is not None]
     return [each for each, _ in found], tuple(note for _, notes in found for note in notes)
 
@@ -138,14 +169,20 @@ def search_view(outcome: SearchOutcome) -> RenderableType:
     """The scenario in words, the ranked layouts, why the first one wins, and what stops the others."""
     shown = choice_view(outcome.request, outcome.result, outcome.options.budget, outcome.comparison)
     notes = [Text(line) for line in outcome.notes]
-    notes += [Text(line, style="yellow") for line in unwritten_notes(outcome.result.best[0], _blocks(outcome))]
+    notes += [
+        Text(line, style="yellow") for line in unwritten_notes(outcome.result.best[0], _blocks(outcome))
+    ]
     return Group(*([limit_view(outcome.max_fit), ""] if outcome.max_fit else []), shown, *notes)
 
 
 def outcome_as_dict(outcome: SearchOutcome) -> dict[str, Any]:
     """The same as plain values."""
     said = choice_dict(outcome.request, outcome.result, outcome.options.budget, outcome.comparison)
-    return said | {"notes": list(outcome.notes)} | ({"limit": limit_dict(outcome.max_fit)} if outcome.max_fit else {})
+    return (
+        said
+        | {"notes": list(outcome.notes)}
+        | ({"limit": limit_dict(outcome.max_fit)} if outcome.max_fit else {})
+    )
 
 
 def write_config(outcome: SearchOutcome, path: Path) -> None:
@@ -185,7 +222,10 @@ def _free(request: Wish, fit: str) -> Wish:
         return replace(request, batch=request.machine.count * request.fixed.get("micro", 1))
     if fit == "devices":
         return replace(
-            request, fixed={word: size for word, size in request.fixed.items() if word not in ("tp", "pp", "cp", "dp")}
+            request,
+            fixed={
+                word: size for word, size in request.fixed.items() if word not in ("tp", "pp", "cp", "dp")
+            },
         )
     return request
 
@@ -193,10 +233,13 @@ def _free(request: Wish, fit: str) -> Wish:
 def _limited(options: SearchOptions, request: Wish, kinds: Sequence[Machine]) -> SearchOutcome:
     found = limit(request, options.max_fit, options.num_kept)
     if found is None or not found.found.best:
-        least = {"batch": "one row", "sequence": "a row of 64 tokens", "layers": "one layer", "devices": "131,072 devices"}
-        text = (
-            f"{request.shape.name}: not even {least[options.max_fit]} is enough of {request.machine.device.name} as it is fixed"
-        )
+        least = {
+            "batch": "one row",
+            "sequence": "a row of 64 tokens",
+            "layers": "one layer",
+            "devices": "131,072 devices",
+        }
+        text = f"{request.shape.name}: not even {least[options.max_fit]} is enough of {request.machine.device.name} as it is fixed"
         raise PlanError(text, fix="fix less, or take devices with more memory", location="--fit")
     one = [replace(kinds[0], count=found.wish.machine.count)]
     return SearchOutcome(options, found.wish, found.found, _beside(found.wish, one, found.found), found)
@@ -207,9 +250,18 @@ def _beside(request: Wish, kinds: Sequence[Machine], found: Found) -> Beside:
     best = found.best[0]
     endless = replace(request.machine, device=replace(request.machine.device, memory=inf))
     faster = 0.999 * best.seconds
-    roomy = next(iter(search(replace(request, machine=endless), 1, below=faster).best), None) if len(kinds) == 1 else None
+    roomy = (
+        next(iter(search(replace(request, machine=endless), 1, below=faster).best), None)
+        if len(kinds) == 1
+        else None
+    )
     turned: float | None = None
-    if best.layout.tp > 1 and best.layout.sharers > 1 and request.machine.count > request.machine.host and not best.dealt:
+    if (
+        best.layout.tp > 1
+        and best.layout.sharers > 1
+        and request.machine.count > request.machine.host
+        and not best.dealt
+    ):
         other = replace(best.layout, outside=not best.layout.outside)
         turned = step(request.shape, other, request.machine).seconds
     each = tuple(alone(request, kinds)) if len(kinds) > 1 else ()
@@ -222,5 +274,9 @@ def _blocks(outcome: SearchOutcome) -> list[str]:
         return []
     model = load_model(ModelConfig(outcome.options.model), seed=0).deferred_init.instantiate()
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    fitting = [name for name in lists if len(list(model.get_submodule(name).children())) == outcome.request.shape.layers]
+    fitting = [
+        name
+        for name in lists
+        if len(list(model.get_submodule(name).children())) == outcome.request.shape.layers
+    ]
     return [f"{fitting[0]}.{number}" for number in range(outcome.request.shape.layers)] if fitting else []

@@ -30,7 +30,11 @@ class BackwardHandlers:
     def __init__(self, state: RankState, step_rng: StepRNG, stage_io: StageIO | None) -> None:
         self._state, self._draws, self._crossing = state, step_rng, stage_io
         self._owed: dict[tuple[str, int], WeightBackward] = {}
-        self.handlers: dict[str, Handler] = {"B": self.full_backward, "I": self.input_backward, "W": self.weight_backward}
+        self.handlers: dict[str, Handler] = {
+            "B": self.full_backward,
+            "I": self.input_backward,
+            "W": self.weight_backward,
+        }
 
     def clear(self) -> None:
         """Let go of halves that a step has left which did not come to its end."""
@@ -59,7 +63,9 @@ class BackwardHandlers:
         """Run the backward of a visit, between what comes from other parts and what goes to them."""
         micro, crossing = action.microbatch or 0, self._crossing
         _, left = self._state.final_glue.pop(micro, (None, None))
-        if left is not None:  # the glue behind the last block, when the gradient of the outputs has come from elsewhere
+        if (
+            left is not None
+        ):  # the glue behind the last block, when the gradient of the outputs has come from elsewhere
             backward(left)
         visit = self._state.forward_passes[micro].block_calls.pop(action.subject, None)
         if visit is None and crossing is not None and not crossing.is_stage_boundary(action.subject):
@@ -76,7 +82,9 @@ class BackwardHandlers:
 class RecomputeHandler:
     """The handler of RECOMPUTE over one rank's state."""
 
-    def __init__(self, state: RankState, driver: ForwardDriver, step_rng: StepRNG, sequence_runner: FullSequenceRunner) -> None:
+    def __init__(
+        self, state: RankState, driver: ForwardDriver, step_rng: StepRNG, sequence_runner: FullSequenceRunner
+    ) -> None:
         self._state, self._drive, self._draws, self._dealing = state, driver, step_rng, sequence_runner
         self._looked_through: set[str] = set()
         self._known = {weight.name: weight.block_calls for weight in state.trained_module.model_spec.params}
@@ -94,5 +102,9 @@ class RecomputeHandler:
             self._drive.recompute(visit)
         if visit.name not in self._looked_through:
             self._looked_through.add(visit.name)
-            alone = ForwardPass(lambda name: None, block_calls={visit.name: BlockCall(visit.name, visit.outputs)})
-            split_graph(alone, BlockCall("")).check_param_users(self._state.trained_module.trainable_parameters, self._known)
+            alone = ForwardPass(
+                lambda name: None, block_calls={visit.name: BlockCall(visit.name, visit.outputs)}
+            )
+            split_graph(alone, BlockCall("")).check_param_users(
+                self._state.trained_module.trainable_parameters, self._known
+            )

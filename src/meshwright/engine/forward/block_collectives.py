@@ -23,7 +23,9 @@ from meshwright.plan.sharding.placement import Placement
 from meshwright.plan.step.action import neighbour_indices
 
 OverlapFn = Callable[[], None] | None  # what is done while a tensor is under way
-RedistributionKey = tuple[int, int, str, Placement, Placement]  # a tensor and its version, the axis, from where, to where
+RedistributionKey = tuple[
+    int, int, str, Placement, Placement
+]  # a tensor and its version, the axis, from where, to where
 
 
 class BlockCollectives:
@@ -53,7 +55,10 @@ class BlockCollectives:
             return self.redistribute_uncached(tensor, axis, src, dst, overlap_fn=overlap_fn)
         key = (id(tensor), tensor._version, axis, src, dst)
         if key not in self._moved:
-            self._moved[key] = tensor, self.redistribute_uncached(tensor, axis, src, dst, overlap_fn=overlap_fn)
+            self._moved[key] = (
+                tensor,
+                self.redistribute_uncached(tensor, axis, src, dst, overlap_fn=overlap_fn),
+            )
         elif overlap_fn is not None:
             overlap_fn()
         return self._moved[key][1]
@@ -83,7 +88,9 @@ class BlockCollectives:
     ) -> torch.Tensor:
         """The same as often as it is asked, and nobody holds on to either tensor; places are those among `near` neighbours."""
         world = self._state.world
-        group = world.group((axis,), neighbour_indices(world.mesh.coordinate(world.rank)[axis], num_neighbours))
+        group = world.group(
+            (axis,), neighbour_indices(world.mesh.coordinate(world.rank)[axis], num_neighbours)
+        )
         return move(_cast(tensor), group, src, dst, lambda: self._state.current_action, overlap_fn)
 
 
@@ -123,5 +130,9 @@ class _RedistributedInBackward:
 def _cast(tensor: torch.Tensor) -> torch.Tensor:
     """As products take it under autocast, unless it is a parameter, or no number."""
     kind = tensor.device.type
-    casts = torch.is_autocast_enabled(kind) and tensor.is_floating_point() and not isinstance(tensor, nn.Parameter)
+    casts = (
+        torch.is_autocast_enabled(kind)
+        and tensor.is_floating_point()
+        and not isinstance(tensor, nn.Parameter)
+    )
     return tensor.to(torch.get_autocast_dtype(kind)) if casts else tensor

@@ -32,7 +32,9 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
 
 EVALUATION_ACTION = "EVALUATE"  # what the ledger calls what is sent
-EVALUATION_DRAW_SITE = "an evaluation, in which the forward draws random numbers: pass training=self.training to F.dropout"
+EVALUATION_DRAW_SITE = (
+    "an evaluation, in which the forward draws random numbers: pass training=self.training to F.dropout"
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,9 @@ def evaluate(
     sums = torch.zeros(3, dtype=torch.float64, device=state.world.device)
     with torch.no_grad(), preserve_module_state(module), autocast, _no_draws(stateless_rng):
         module.eval()
-        micros = _micros(_as_long_as_any(batches, state, plan) if forward_is_collective else batches, plan, state)
+        micros = _micros(
+            _as_long_as_any(batches, state, plan) if forward_is_collective else batches, plan, state
+        )
         for micro, outputs in (
             PipelinedEvaluation(plan, state, driver, sequence_runner, micros, EVALUATION_ACTION).outputs()
             if parts
@@ -87,14 +91,20 @@ def evaluate(
         ):
             if micro.has_samples:
                 sums[0] += sequence_runner.loss_sum(outputs, micro.batch)
-                counted = state.loss.count_weight_and_tokens(micro.batch) if sequence_runner.is_first_rank else (0.0, 0.0)
+                counted = (
+                    state.loss.count_weight_and_tokens(micro.batch)
+                    if sequence_runner.is_first_rank
+                    else (0.0, 0.0)
+                )
                 sums[1:] += torch.tensor(counted, dtype=torch.float64, device=sums.device)
     axes = (*plan.sharding.grad_sum_axes, *(("pp",) if parts else ()))
     state.world.group(axes).all_reduce(sums, action=EVALUATION_ACTION).wait()
     total, count, tokens = sums.tolist()
     if not count > 0:
         text = "no token of the evaluation counts: all labels are ignored, or there are no samples"
-        raise PlanError(text, fix="point evaluate.source at samples with labels, or hold out others", location="evaluate")
+        raise PlanError(
+            text, fix="point evaluate.source at samples with labels, or hold out others", location="evaluate"
+        )
     return Evaluation(total / count, int(tokens), is_token_nll=state.loss.is_token_nll)
 
 
@@ -102,7 +112,10 @@ def _micros(batches: Iterable[LocalBatch], plan: Plan, state: RankState) -> Iter
     """The micro-batches of all `batches`."""
     for batch in batches:
         micros, rows = split_microbatches(batch, plan, state.trained_module.dummy_batch, state.world.device)
-        yield from (EvalMicrobatch(micro, has_samples=index * plan.micro_batch < rows) for index, micro in enumerate(micros))
+        yield from (
+            EvalMicrobatch(micro, has_samples=index * plan.micro_batch < rows)
+            for index, micro in enumerate(micros)
+        )
 
 
 def _outputs(
@@ -117,7 +130,9 @@ def _outputs(
 
 def _as_long_as_any(batches: Iterable[LocalBatch], state: RankState, plan: Plan) -> Iterator[LocalBatch]:
     """`batches`, and then None until all ranks have had theirs. Ranks with other parts of the model have the same ones."""
-    group = state.world.group(axis for axis in AXES if not (axis == "pp" and plan.sharding.block_calls_by_pp_rank))
+    group = state.world.group(
+        axis for axis in AXES if not (axis == "pp" and plan.sharding.block_calls_by_pp_rank)
+    )
     for batch, here in chain(((batch, 1.0) for batch in batches), repeat((None, 0.0))):
         ranks = torch.full((1,), here, dtype=torch.float64, device=state.world.device)
         group.all_reduce(ranks, action=EVALUATION_ACTION).wait()
@@ -137,7 +152,12 @@ def whole_batch_diagnostics(loss: Loss) -> Iterator[Diagnostic]:
 def preserve_module_state(module: nn.Module) -> Iterator[None]:
     """Whatever happens inside, the modes and buffers of `module` are afterwards what they were, to the last bit."""
     modes = [(part, part.training) for part in module.modules()]
-    buffers = [(part, name, buffer) for part in module.modules() for name, buffer in part._buffers.items() if buffer is not None]
+    buffers = [
+        (part, name, buffer)
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
     kept = [(buffer, buffer._version, buffer.clone()) for _, _, buffer in buffers]
     try:
         yield

@@ -43,14 +43,31 @@ def needs_graph_cuts(plan: Plan) -> bool:
 def _interrupted(plan: Plan, actions: tuple[Action, ...]) -> bool:
     """Whether anything else stands within the backwards of a part for one micro-batch, or a part is left out."""
     at = {(action.subject, action.microbatch): i for i, action in enumerate(actions) if action.kind == "B"}
-    mine = [part.block_calls for part in plan.sharding.stages if part.block_calls[0] in plan.sharding.model_spec.block_calls]
+    mine = [
+        part.block_calls
+        for part in plan.sharding.stages
+        if part.block_calls[0] in plan.sharding.model_spec.block_calls
+    ]
     micros = {micro for _, micro in at}
-    spans = [(at.get((visits[-1], micro)), at.get((visits[0], micro)), len(visits)) for visits in mine for micro in micros]
-    return any(last is not None and first is not None and first - last >= length for last, first, length in spans)
+    spans = [
+        (at.get((visits[-1], micro)), at.get((visits[0], micro)), len(visits))
+        for visits in mine
+        for micro in micros
+    ]
+    return any(
+        last is not None and first is not None and first - last >= length for last, first, length in spans
+    )
 
 
 def check_gradient_paths(
-    plan: Plan, state: RankState, loss: torch.Tensor, microbatch: int, outputs: Any, final_glue: BlockCall, *, is_graph_cut: bool
+    plan: Plan,
+    state: RankState,
+    loss: torch.Tensor,
+    microbatch: int,
+    outputs: Any,
+    final_glue: BlockCall,
+    *,
+    is_graph_cut: bool,
 ) -> None:
     """Raise PlanError for a loss that is no scalar, and for paths from it to a parameter that go round the borders of blocks.
 
@@ -64,7 +81,8 @@ def check_gradient_paths(
     subject = state.trained_module
     found = split_graph(state.forward_passes[microbatch], final_glue)
     found.check_param_users(
-        subject.trainable_parameters, {weight.name: weight.block_calls for weight in subject.model_spec.params}
+        subject.trainable_parameters,
+        {weight.name: weight.block_calls for weight in subject.model_spec.params},
     )
     handed = {id(tensor) for tensor in tree_tensors(outputs)}
     used = {name for action in plan.actions if action.kind == "LOSS" for name in action.tensors}

@@ -65,7 +65,10 @@ class LockstepForward:
             if home.sliced_dims
             for name in home.param.names
         }
-        self._divided = {state.trained_module.module.get_submodule(call.name) for call in plan.sharding.model_spec.layer_calls}
+        self._divided = {
+            state.trained_module.module.get_submodule(call.name)
+            for call in plan.sharding.model_spec.layer_calls
+        }
 
     @contextmanager
     def run_in_lockstep(self, action: str) -> Iterator[None]:
@@ -87,7 +90,11 @@ class LockstepForward:
         added = [mark.added_tensors for mark in capturing]
         found = tree_tensors([outputs, *added])
         named = f"{action}({name})"
-        header = _described(name, found, given) if mine else torch.empty(len(found), 2 + MAX_DIMS, dtype=torch.int64)
+        header = (
+            _described(name, found, given)
+            if mine
+            else torch.empty(len(found), 2 + MAX_DIMS, dtype=torch.int64)
+        )
         header = header.to(self._state.world.device)
         if not found:
             return outputs
@@ -97,7 +104,9 @@ class LockstepForward:
             real = tensor
             if kind >= 0:
                 real = (
-                    tensor.contiguous() if mine else torch.empty(dims[:ndim], dtype=BROADCAST_DTYPES[kind], device=header.device)
+                    tensor.contiguous()
+                    if mine
+                    else torch.empty(dims[:ndim], dtype=BROADCAST_DTYPES[kind], device=header.device)
                 )
                 group.broadcast(real, source=owner, action=named).wait()
             elif not mine:
@@ -113,11 +122,17 @@ class LockstepForward:
         """What a block of another rank gives out, without numbers."""
         if self._sliced:
             return self._foretold(name, (args, kwargs), "takes in slices of the stream", None)
-        reals = {id(tensor): tensor for tensor in tree_tensors((args, kwargs)) if not isinstance(tensor, FakeTensor)}
+        reals = {
+            id(tensor): tensor
+            for tensor in tree_tensors((args, kwargs))
+            if not isinstance(tensor, FakeTensor)
+        }
         fakes = {key: self._mode.from_tensor(tensor) for key, tensor in reals.items()}
         back = {id(fake): reals[key] for key, fake in fakes.items()}
         before = [(mark, mark.captured[:]) for mark in capture_marks()]
-        given = replace_tensors((args, kwargs), fakes)  # in place: what the block writes into lists and dicts stays
+        given = replace_tensors(
+            (args, kwargs), fakes
+        )  # in place: what the block writes into lists and dicts stays
         try:
             with self._mode, self._blank(name):
                 return run(*given[0], **given[1])
@@ -141,7 +156,9 @@ class LockstepForward:
         modules = list(self._state.trained_module.blocks[name].named_modules(prefix=name))
         places = [place for _, module in modules for place in (module._parameters, module._buffers)]
         if name not in self._blanks:
-            named = [(at, {} if module in self._divided else self._cut) for at, module in modules for _ in range(2)]
+            named = [
+                (at, {} if module in self._divided else self._cut) for at, module in modules for _ in range(2)
+            ]
             with self._mode:
                 self._blanks[name] = [
                     {key: self._like(each, whole.get(f"{at}.{key}")) for key, each in place.items()}
@@ -164,21 +181,32 @@ class LockstepForward:
     def _foretold(self, name: str, given: Any, why: str, error: Exception | None) -> Any:
         """What a block gives out, by the trial run. Raises PlanError where it is given things that it may change."""
         odd = [
-            type(leaf).__name__ for leaf in value_leaves(given) if not is_constant(leaf) and not isinstance(leaf, torch.Tensor)
+            type(leaf).__name__
+            for leaf in value_leaves(given)
+            if not is_constant(leaf) and not isinstance(leaf, torch.Tensor)
         ]
         if odd or self._state.trained_module.forward_graphs is None:
             what = f"and is given a {odd[0]}" if odd else "and nothing is known of its outputs"
             text = f"the block '{name}' {why}, {what}"
             raise PlanError(
-                text, fix="pass use_cache=False, or call the model under a plan without a pipeline", location="model"
+                text,
+                fix="pass use_cache=False, or call the model under a plan without a pipeline",
+                location="model",
             ) from error
         inputs = self._state.loss.model_inputs(self._state.trained_module.dummy_batch)
-        with ThreadPoolExecutor(1) as elsewhere:  # a forward is under way in this thread, with modes and collectors of its own
-            course = elsewhere.submit(partial(self._state.trained_module.forward_graphs.get, inputs, training=False)).result()
+        with ThreadPoolExecutor(
+            1
+        ) as elsewhere:  # a forward is under way in this thread, with modes and collectors of its own
+            course = elsewhere.submit(
+                partial(self._state.trained_module.forward_graphs.get, inputs, training=False)
+            ).result()
         stub = course.stubs[name]
         for mark in capture_marks():
             mark.captured.extend(
-                map_leaves(added, _placed) for channel, listed in stub.captured if channel == mark.channel for added in listed
+                map_leaves(added, _placed)
+                for channel, listed in stub.captured
+                if channel == mark.channel
+                for added in listed
             )
         return map_leaves(stub.outputs, _placed)
 
@@ -194,7 +222,11 @@ def _described(name: str, found: Sequence[torch.Tensor], given: Sequence[torch.T
     for tensor in found:
         if isinstance(tensor, FakeTensor):
             text = f"the block '{name}' computes with tensors that another rank has: they came to it by way of an object"
-            raise PlanError(text, fix="hand them over as arguments of the block, bare or in tuples and lists", location="model")
+            raise PlanError(
+                text,
+                fix="hand them over as arguments of the block, bare or in tuples and lists",
+                location="model",
+            )
         rows.append(
             [
                 places.get(id(tensor), BROADCAST_DTYPES.index(tensor.dtype)),

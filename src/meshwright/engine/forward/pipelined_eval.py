@@ -72,7 +72,9 @@ def stage_ranks(space: ShardingPlan) -> tuple[int, ...]:
     """For every part of the model the index along pp of the rank that runs it outside of steps."""
     found = list[int]()
     for part in space.stages:
-        able = [index for index, stage in enumerate(space.block_calls_by_pp_rank) if part.block_calls[0] in stage]
+        able = [
+            index for index, stage in enumerate(space.block_calls_by_pp_rank) if part.block_calls[0] in stage
+        ]
         found.append(min(able, key=lambda index: (found.count(index), index)))
     return tuple(found)
 
@@ -108,7 +110,10 @@ class PipelinedEvaluation:
         if state.trained_module.forward_graphs is None:
             raise RuntimeError("a plan has stages, and nothing is known of the courses of its model")
         self._space, self._state, self._drive, self._action = plan.sharding, state, driver, action
-        self._courses, self._compute = state.trained_module.forward_graphs, getattr(torch, plan.job.precision.compute)
+        self._courses, self._compute = (
+            state.trained_module.forward_graphs,
+            getattr(torch, plan.job.precision.compute),
+        )
         self._micros, self._dealing = microbatches, sequence_runner
         self._ranks, self._group = stage_ranks(plan.sharding), state.world.group(("pp",))
         self._planned = tuple(value for part in plan.sharding.stages for value in part.outputs)
@@ -119,7 +124,9 @@ class PipelinedEvaluation:
 
     def outputs(self) -> Iterator[tuple[EvalMicrobatch, Any]]:
         """Each micro-batch with the model's outputs, on the rank that runs the last part; on others nothing comes."""
-        arriving = {peer: self._sent_by(peer) for peer in range(self._group.size) if peer != self._group.index}
+        arriving = {
+            peer: self._sent_by(peer) for peer in range(self._group.size) if peer != self._group.index
+        }
         ahead: deque[tuple[int, int]] = deque()
         for part, number in self._turns(self._group.index):
             self._expect(part, number, arriving)
@@ -131,7 +138,9 @@ class PipelinedEvaluation:
         self._settle(None)
 
     def _turns(self, rank: int) -> Iterator[tuple[int, int]]:
-        return rank_schedule([part for part, owner in enumerate(self._ranks) if owner == rank], self._round, self._begin)
+        return rank_schedule(
+            [part for part, owner in enumerate(self._ranks) if owner == rank], self._round, self._begin
+        )
 
     def _begin(self, number: int) -> bool:
         """Have the forward `number` begun; False where there are not so many."""
@@ -150,15 +159,23 @@ class PipelinedEvaluation:
             inputs, self._compute, training=False, sequence_sharded=self._space.sequence_sharding is not None
         )
         parts = course.boundaries.stages(self._space.split_points)
-        for part, stage in zip(parts, (self._space.block_calls_by_pp_rank[rank] for rank in self._ranks), strict=True):
+        for part, stage in zip(
+            parts, (self._space.block_calls_by_pp_rank[rank] for rank in self._ranks), strict=True
+        ):
             missing = {block_of(visit) for visit in part.block_calls}.difference(map(block_of, stage))
             if missing:
                 text = f"in an evaluation the forward calls '{min(missing)}' in the part that begins with '{part.block_calls[0]}'"
                 fix = "call each block in the same place as in training, or choose cuts so that both places are in one part"
-                raise PlanError(f"{text}, and the rank of that has not its weights", fix=fix, location="model")
+                raise PlanError(
+                    f"{text}, and the rank of that has not its weights", fix=fix, location="model"
+                )
         # which of them go in slices is known of rows of the plan's length
-        crossed = StageValueShards(self._space, (*self._planned, *(value for part in parts for value in part.outputs)))
-        return _PipelinedForward(micro, inputs, course, parts, list(stage_transfers(parts, self._ranks)), crossed)
+        crossed = StageValueShards(
+            self._space, (*self._planned, *(value for part in parts for value in part.outputs))
+        )
+        return _PipelinedForward(
+            micro, inputs, course, parts, list(stage_transfers(parts, self._ranks)), crossed
+        )
 
     def _sent_by(self, peer: int) -> Iterator[tuple[int, StageTransfer]]:
         """What `peer` sends to this rank, in its order."""
@@ -168,7 +185,9 @@ class PipelinedEvaluation:
                 if hop.source == part and self._ranks[hop.target] == self._group.index:
                     yield number, hop
 
-    def _expect(self, part: int, number: int, arriving: Mapping[int, Iterator[tuple[int, StageTransfer]]]) -> None:
+    def _expect(
+        self, part: int, number: int, arriving: Mapping[int, Iterator[tuple[int, StageTransfer]]]
+    ) -> None:
         """Post the receives of what a part takes, and of all that its senders send before."""
         for hop in self._into(part, number):
             while hop not in self._forwards[number].recvs:
@@ -181,7 +200,9 @@ class PipelinedEvaluation:
         return [hop for hop in found if self._ranks[hop.source] != self._group.index]
 
     def _receive(self, forward: _PipelinedForward, hop: StageTransfer) -> None:
-        tensor = torch.empty(self._shape(forward, hop), dtype=getattr(torch, hop.value.dtype), device=self._state.world.device)
+        tensor = torch.empty(
+            self._shape(forward, hop), dtype=getattr(torch, hop.value.dtype), device=self._state.world.device
+        )
         forward.values[hop.value.name] = tensor
         group, peer = p2p_group(self._state.world, ("pp",), self._ranks[hop.source], is_sender=False)
         forward.recvs[hop] = group.receive(tensor, source=peer, action=self._named(hop))
@@ -227,7 +248,11 @@ class PipelinedEvaluation:
         if tuple(tensor.shape) != shape or dtype != hop.value.dtype:
             said = f"{hop.value.dtype} {list(shape)}, and is {dtype} {list(tensor.shape)}"
             text = f"in an evaluation the value '{hop.value}' crosses between parts, which the trial run showed as {said}"
-            raise PlanError(text, fix="let the forward give out the same shapes and dtypes as in the trial run", location="model")
+            raise PlanError(
+                text,
+                fix="let the forward give out the same shapes and dtypes as in the trial run",
+                location="model",
+            )
         group, peer = p2p_group(self._state.world, ("pp",), self._ranks[hop.target], is_sender=True)
         work = group.send(tensor, target=peer, action=self._named(hop))
         self._sending.append((due, work, tensor))

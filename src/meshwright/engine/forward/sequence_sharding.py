@@ -20,7 +20,11 @@ from torch import nn
 from meshwright.comm.collectives.redistribute import move
 from meshwright.engine.runtime.loss import Batch
 from meshwright.engine.runtime.state import RankState
-from meshwright.model.sequence_parallel.attention_call import AttentionImpl, AttentionMode, ShardedAttentionCall
+from meshwright.model.sequence_parallel.attention_call import (
+    AttentionImpl,
+    AttentionMode,
+    ShardedAttentionCall,
+)
 from meshwright.model.sequence_parallel.conv_call import Conv1dImpl, Conv1dMode
 from meshwright.model.sequence_parallel.hf_attention import patch_attention
 from meshwright.model.sequence_parallel.sharded_activation import OutputShards, wrap_block_outputs
@@ -37,7 +41,11 @@ from meshwright.plan.sharding.placement import P, R, S
 def make_sequence_runner(plan: Plan, state: RankState) -> "FullSequenceRunner":
     """How this rank runs the model on the tokens that it has."""
     deal, tokens = plan.sharding.sequence_sharding, plan.model_spec.sequence_info
-    return FullSequenceRunner(state) if deal is None or tokens is None else ShardedSequenceRunner(plan, state, deal, tokens)
+    return (
+        FullSequenceRunner(state)
+        if deal is None or tokens is None
+        else ShardedSequenceRunner(plan, state, deal, tokens)
+    )
 
 
 class FullSequenceRunner:
@@ -83,13 +91,17 @@ class FullSequenceRunner:
 class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
     """One rank's part of the tokens of what it runs."""
 
-    def __init__(self, plan: Plan, state: RankState, sequence_sharding: SequenceSharding, sequence_info: SequenceInfo) -> None:
+    def __init__(
+        self, plan: Plan, state: RankState, sequence_sharding: SequenceSharding, sequence_info: SequenceInfo
+    ) -> None:
         ShardedForward.__init__(self, sequence_info, SequenceLengths(self._share, {}))
         FullSequenceRunner.__init__(self, state)
         self._deal, self._tokens = sequence_sharding, sequence_info
         self._group = state.world.group(plan.sharding.token_axes)
         self.is_first_rank = self._group.index == 0
-        precision = plan.job.precision  # under autocast, what glue brings together travels as products take it
+        precision = (
+            plan.job.precision
+        )  # under autocast, what glue brings together travels as products take it
         self._wire = None if precision.compute == precision.parameters else getattr(torch, precision.compute)
         self._shares: dict[int, TokenShard] = {}  # by length
         self._forms: dict[tuple[Any, ...], SequenceLengths] = {}  # by shapes
@@ -98,7 +110,8 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
         self._active, self._depth, self._again, self._answering = False, 0, "", False
         self._calls: dict[str, int] = {}
         self._plugged = patch_attention(
-            state.trained_module.module, lambda queries, keys: self.next_attention_shards(self._visit) if self._asks() else None
+            state.trained_module.module,
+            lambda queries, keys: self.next_attention_shards(self._visit) if self._asks() else None,
         )
         self._handles = [
             handle
@@ -136,7 +149,12 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
     @contextmanager
     def recompute_context(self, batch: Batch, block_call: str) -> Iterator[None]:
         before = self.lengths, self._again, self._num_attention_calls, self._num_conv_calls
-        self.lengths, self._again, self._num_attention_calls, self._num_conv_calls = self._lengths_of(batch), block_call, 0, 0
+        self.lengths, self._again, self._num_attention_calls, self._num_conv_calls = (
+            self._lengths_of(batch),
+            block_call,
+            0,
+            0,
+        )
         try:
             with self._attending():
                 yield
@@ -154,7 +172,9 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
         share = self._read(outputs, told) if loss.is_token_sum else None
         targets = [key for key in self._tokens.targets if key in batch]
         if share is not None and all(batch[key].shape[1] == share.length for key in targets):
-            mine = {key: share.take_local(value, 1) if key in targets else value for key, value in batch.items()}
+            mine = {
+                key: share.take_local(value, 1) if key in targets else value for key, value in batch.items()
+            }
             return loss.total(_own(outputs, told), mine)
         return loss.total(wrap_block_outputs(outputs, told), batch) * float(self.is_first_rank)
 
@@ -163,8 +183,14 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
 
         Logits of a row as a whole, or of all tokens, are alike on all ranks.
         """
-        split, known = self._state.loss.vocab_parallel, dict(zip(map(id, tree_tensors(outputs)), told, strict=True))
-        read = [known.get(id(each)) for each in tree_tensors(split.logits(outputs) if split is not None else outputs)]
+        split, known = (
+            self._state.loss.vocab_parallel,
+            dict(zip(map(id, tree_tensors(outputs)), told, strict=True)),
+        )
+        read = [
+            known.get(id(each))
+            for each in tree_tensors(split.logits(outputs) if split is not None else outputs)
+        ]
         shares = {None if each is None else each[1].length: each for each in read}
         (found,) = shares.values() if len(shares) == 1 else (None,)
         return None if found is None else found[1]
@@ -173,10 +199,16 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
     def _attending(self) -> Iterator[None]:
         with ExitStack() as stack:
             if self._answer is not None:
-                stack.enter_context(AttentionMode(self._answered, lambda: self.take_attention_shards(self._visit), self._asks))
+                stack.enter_context(
+                    AttentionMode(self._answered, lambda: self.take_attention_shards(self._visit), self._asks)
+                )
             if self._beside is not None and self._conv_calls:
                 stack.enter_context(
-                    Conv1dMode(self._beside, lambda: self.take_convolution(self._visit) if self._asks() else None, self._aside)
+                    Conv1dMode(
+                        self._beside,
+                        lambda: self.take_convolution(self._visit) if self._asks() else None,
+                        self._aside,
+                    )
                 )
             yield
 
@@ -208,16 +240,24 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
         if form not in self._forms:
             lengths = SequenceLengths.from_inputs(self._share, self._tokens, batch)
             if self._state.trained_module.sequence_check is not None:
-                self._state.trained_module.sequence_check.check(self._tokens, self._deal, lengths.known_lengths)
+                self._state.trained_module.sequence_check.check(
+                    self._tokens, self._deal, lengths.known_lengths
+                )
             self._forms[form] = lengths
         return self._forms[form]
 
     def _share(self, length: int) -> TokenShard:
         if length not in self._shares:
             spans = self._deal.token_ranges(length, self._group.index)
-            together = self._deal.inner_group_ranges(length, self._group.index) if self._deal.num_inner_ranks > 1 else ()
+            together = (
+                self._deal.inner_group_ranges(length, self._group.index)
+                if self._deal.num_inner_ranks > 1
+                else ()
+            )
             keeps = not self._tokens.has_untracked_writes
-            self._shares[length] = TokenShard(length, spans, partial(self._bring, length), self._add, together, keeps)
+            self._shares[length] = TokenShard(
+                length, spans, partial(self._bring, length), self._add, together, keeps
+            )
         return self._shares[length]
 
     def _bring(self, length: int, local: torch.Tensor, dim: int) -> torch.Tensor:
@@ -228,7 +268,9 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
         pad = [0, 0] * (local.ndim - 1 - dim) + [0, most - local.shape[dim]]
         padded = F.pad(local, pad) if pad[-1] else local
         wire = local.dtype if self._wire is None or not local.is_floating_point() else self._wire
-        met = move(padded.to(wire), self._group, S(dim), R, lambda: self._state.current_action).to(local.dtype)
+        met = move(padded.to(wire), self._group, S(dim), R, lambda: self._state.current_action).to(
+            local.dtype
+        )
         places = torch.empty(length, dtype=torch.int64)
         for index in range(self._group.size):
             at = torch.tensor(span_positions(self._deal.token_ranges(length, index)))

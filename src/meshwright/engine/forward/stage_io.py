@@ -31,7 +31,9 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.stage_values import DimSizes, StageValueShards
 from meshwright.plan.step.action import Action, Transfer
 
-MAX_CACHED_SHAPES = 4096  # of values that are remembered; where rows have more lengths than that, some are found again
+MAX_CACHED_SHAPES = (
+    4096  # of values that are remembered; where rows have more lengths than that, some are found again
+)
 
 
 @dataclass
@@ -51,7 +53,9 @@ class _MicrobatchValues:
         return sum(rest, start=first)
 
 
-def make_stage_io(plan: Plan, state: RankState, driver: ForwardDriver, sequence_runner: FullSequenceRunner) -> "StageIO | None":
+def make_stage_io(
+    plan: Plan, state: RankState, driver: ForwardDriver, sequence_runner: FullSequenceRunner
+) -> "StageIO | None":
     """What this rank's parts take and give; None where it runs the whole model."""
     if not plan.sharding.block_calls_by_pp_rank:
         return None
@@ -123,7 +127,12 @@ class StageIO:
         call = partial(self._state.trained_module.module, **inputs)
         # what draws numbers draws them where the model's forward stands; and what stands for all tokens is made anew in each
         scripts = self._scripts if skip_block is None and dealt is None else None
-        how = {"script_cache": scripts, "inputs": inputs, "glue_shape": self._crossed.glue_shape, "sharded_forward": dealt}
+        how = {
+            "script_cache": scripts,
+            "inputs": inputs,
+            "glue_shape": self._crossed.glue_shape,
+            "sharded_forward": dealt,
+        }
         ran = run_stage(
             call,
             self._drive,
@@ -140,7 +149,9 @@ class StageIO:
         if ran.closing_call is None or ran.forward_pass is None:
             raise RuntimeError("a part was run without gradients in a step")
         held.stage_runs[first_block_call] = ran
-        held.values |= {name: leaf.detach() for name, leaf in ran.sent_values.items()}  # for other parts of this rank
+        held.values |= {
+            name: leaf.detach() for name, leaf in ran.sent_values.items()
+        }  # for other parts of this rank
         known = self._state.forward_passes.setdefault(microbatch, ran.forward_pass)
         if known is not ran.forward_pass:
             known.block_calls |= ran.forward_pass.block_calls
@@ -158,7 +169,9 @@ class StageIO:
             return
         held = self._held[microbatch]
         ran = held.stage_runs[part.block_calls[0]]
-        for name in ran.sent_values.keys() & held.gradients.keys():  # who has sent all these gradients has the value
+        for name in (
+            ran.sent_values.keys() & held.gradients.keys()
+        ):  # who has sent all these gradients has the value
             for work in held.sends.pop(name, ()):
                 work.wait()  # at once; it lets go of the value
         whole = {}  # what has the graph of the part: one backward is that of all its visits
@@ -199,11 +212,15 @@ class StageIO:
             case "SEND_GRAD":
                 self._sent(action, move, held.pop_gradient(name), value, micro)
             case "RECV" | "RECV_GRAD" if move.replica_axes:
-                held.slices[action.subject] = self._received(action, move, self._piece(value, micro, move.replica_axes))
+                held.slices[action.subject] = self._received(
+                    action, move, self._piece(value, micro, move.replica_axes)
+                )
             case "RECV":
                 held.values[name] = self._received(action, move, self._blank(value, micro))
             case "RECV_GRAD":
-                held.gradients.setdefault(name, []).append(self._received(action, move, self._blank(value, micro)))
+                held.gradients.setdefault(name, []).append(
+                    self._received(action, move, self._blank(value, micro))
+                )
             case "CONCAT":
                 held.values[name] = self._joined(action, move, held.slices.pop(action.subject), value, micro)
             case "CONCAT_GRAD":
@@ -212,7 +229,9 @@ class StageIO:
             case other:
                 raise RuntimeError(f"{action.name}: nothing is known of a {other} between parts")
 
-    def _sent(self, action: Action, move: Transfer, tensor: torch.Tensor, value: StageValue, micro: int) -> None:
+    def _sent(
+        self, action: Action, move: Transfer, tensor: torch.Tensor, value: StageValue, micro: int
+    ) -> None:
         shape, dtype = self._shape(value, micro), getattr(torch, value.dtype)
         if tuple(tensor.shape) != shape or tensor.dtype != dtype:
             found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
@@ -221,7 +240,10 @@ class StageIO:
             raise PlanError(text, fix=fix, location="model")
         tensor = tensor.detach().contiguous()
         if move.replica_axes:
-            index, piece = self._state.world.group(move.replica_axes).index, self._piece(value, micro, move.replica_axes)
+            index, piece = (
+                self._state.world.group(move.replica_axes).index,
+                self._piece(value, micro, move.replica_axes),
+            )
             mine = tensor.view(-1)[index * len(piece) : (index + 1) * len(piece)]
             if len(mine) < len(piece):
                 piece.zero_()[: len(mine)].copy_(mine)
@@ -240,7 +262,9 @@ class StageIO:
             self._state.works[action.name] = group.receive(tensor, source=peer, action=action.name)
         return tensor
 
-    def _joined(self, action: Action, move: Transfer, piece: torch.Tensor, value: StageValue, micro: int) -> torch.Tensor:
+    def _joined(
+        self, action: Action, move: Transfer, piece: torch.Tensor, value: StageValue, micro: int
+    ) -> torch.Tensor:
         """The whole value, in which the pieces of all ranks are put."""
         group, shape = self._state.world.group(move.axes), self._shape(value, micro)
         whole = piece.new_empty(group.size * len(piece))
@@ -261,12 +285,19 @@ class StageIO:
             if missing:
                 shapes = ", ".join(f"{key} {list(value.shape[1:])}" for key, value in inputs.items())
                 text = f"on rows of {shapes} the forward does not make '{missing[0]}', which crosses between parts"
-                raise PlanError(text, fix="make the plan from such rows, or let the forward take one way", location="model")
+                raise PlanError(
+                    text,
+                    fix="make the plan from such rows, or let the forward take one way",
+                    location="model",
+                )
         return held.forward_graph
 
     def _shape(self, value: StageValue, micro: int) -> tuple[int, ...]:
         """The shape that this rank has of it."""
-        rows, dims = next(iter(self._state.microbatches[micro].values())).shape[0], self._course(micro).dim_sizes[value.name]
+        rows, dims = (
+            next(iter(self._state.microbatches[micro].values())).shape[0],
+            self._course(micro).dim_sizes[value.name],
+        )
         key = value.name, dims, rows
         if key not in self._shapes:
             if len(self._shapes) >= MAX_CACHED_SHAPES:

@@ -21,7 +21,9 @@ from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.sharding.param_sharding import ParamSharding
 
 NUM_HIDDEN_STATE_DIMS, HIDDEN_DIM = 3, -1  # rows, tokens, width
-BACKWARD_DRAW_SITE = "a recomputation in backward, which redraws its dropout: turn off the model's own checkpointing"
+BACKWARD_DRAW_SITE = (
+    "a recomputation in backward, which redraws its dropout: turn off the model's own checkpointing"
+)
 
 
 class StepRNG:
@@ -104,14 +106,24 @@ def draw_shardings(plan: Plan, rank: int, sites: DrawSites) -> dict[str, tuple[D
     found = {}
     for site in sites.layouts:
         columns, rows = (layers.get(f"{layer}.weight") for layer in sites.layer_pairs.get(site, ("", "")))
-        inner = _cut(columns, "out") or _cut(rows, "in")  # columns that heads share may be whole on every rank
+        inner = _cut(columns, "out") or _cut(
+            rows, "in"
+        )  # columns that heads share may be whole on every rank
         mine = []
-        for axis in (axis for axis in AXES if axis in inner or space.residual_layout.placement(axis).dim is not None):
+        for axis in (
+            axis for axis in AXES if axis in inner or space.residual_layout.placement(axis).dim is not None
+        ):
             dim = None if axis in inner else _from_end(space.residual_layout.placement(axis).dim or 0)
             within = dim == HIDDEN_DIM and site in sites.layer_pairs  # whatever dim the width has become
-            mine.append(DrawSharding(space.mesh.size(axis), coordinate[axis], None if within else dim, inner.get(axis)))
+            mine.append(
+                DrawSharding(
+                    space.mesh.size(axis), coordinate[axis], None if within else dim, inner.get(axis)
+                )
+            )
         others = (
-            axis for axis in space.param_slice_axes if axis not in inner and space.residual_layout.placement(axis).dim is None
+            axis
+            for axis in space.param_slice_axes
+            if axis not in inner and space.residual_layout.placement(axis).dim is None
         )
         mine += [DrawSharding(space.mesh.size(axis), coordinate[axis], declared=False) for axis in others]
         if space.sequence_sharding is not None:
@@ -128,7 +140,11 @@ def draw_shardings(plan: Plan, rank: int, sites: DrawSites) -> dict[str, tuple[D
 
 def _cut(home: ParamSharding | None, side: str) -> dict[str, DimSplit]:
     """The axes along which that side of a weight is cut, and how."""
-    cuts = {axis: home.param.dim_split(dim) for axis, dim in home.sliced_dims.items()} if home is not None else {}
+    cuts = (
+        {axis: home.param.dim_split(dim) for axis, dim in home.sliced_dims.items()}
+        if home is not None
+        else {}
+    )
     return {axis: cut for axis, cut in cuts.items() if cut.side == side}
 
 

@@ -66,11 +66,15 @@ class ChunkedLossRuntime:
         return taken
 
     def _total(self, outputs: Any, batch: Batch) -> torch.Tensor:
-        taken = self._loss.vocab_parallel.logits(outputs) if self._loss.vocab_parallel is not None else outputs
+        taken = (
+            self._loss.vocab_parallel.logits(outputs) if self._loss.vocab_parallel is not None else outputs
+        )
         if storage_id(taken) not in self._given or taken.ndim <= TOKEN_DIM:
             text = f"what the loss takes, {list(taken.shape)}, was changed behind the head, which leaves its product to the loss"
             raise PlanError(
-                text, fix=f"return the head's output from the model as it is, or {CHUNKED_LOSS_FIX}", location="model"
+                text,
+                fix=f"return the head's output from the model as it is, or {CHUNKED_LOSS_FIX}",
+                location="model",
             )
         self._given.discard(storage_id(taken))
         weight, bias = self._head.get_parameter("weight"), self._head._parameters.get("bias")
@@ -83,7 +87,9 @@ class ChunkedLossRuntime:
 def check_is_token_sum(loss: Loss) -> None:
     """Raise PlanError for a loss that cannot be taken for some tokens at a time."""
     if not loss.is_token_sum or loss.vocab_parallel is None:
-        text = "the loss does not say that it is a sum over tokens (by_token), and which logits it takes (split)"
+        text = (
+            "the loss does not say that it is a sum over tokens (by_token), and which logits it takes (split)"
+        )
         raise PlanError(text, fix=f"say so in Loss(...), or {CHUNKED_LOSS_FIX}", location="loss")
 
 
@@ -94,7 +100,9 @@ class _SkipHeadProduct(TorchFunctionMode):
         super().__init__()
         self._weight = weight
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if func is F.linear and len(args) > 1 and args[1] is self._weight:
             return args[0].view_as(args[0])
         return func(*args, **(kwargs or {}))
@@ -139,7 +147,10 @@ class _ChunkedLossCall:
             found.hidden = torch.empty_like(hidden)
             found.weight = torch.zeros_like(weight) if weight.requires_grad else None
             found.bias = torch.zeros_like(bias) if bias is not None and bias.requires_grad else None
-        held = [None if each is None else each.detach().to(self.compute_dtype or each.dtype) for each in (weight, bias)]
+        held = [
+            None if each is None else each.detach().to(self.compute_dtype or each.dtype)
+            for each in (weight, bias)
+        ]
         for size in chunk_sizes(self.length, num_chunks):
             some = slice(at, at + size)
             x = hidden[:, some].detach().to(self.compute_dtype or hidden.dtype)
@@ -154,7 +165,9 @@ class _ChunkedLossCall:
         """The loss of the tokens `some`, whose part of `taken` is `x`; their gradients are added to what is `found`."""
         batch = {key: self._some(value, some) for key, value in self.batch.items()}
         if seed is None:
-            return self.loss.total(replace_tensors(copy_containers(self.outputs), {id(self.hidden): F.linear(x, *held)}), batch)
+            return self.loss.total(
+                replace_tensors(copy_containers(self.outputs), {id(self.hidden): F.linear(x, *held)}), batch
+            )
 
         def learnt(gradient: torch.Tensor) -> None:
             if found.hidden is not None:
@@ -171,10 +184,15 @@ class _ChunkedLossCall:
                 torch.autograd.backward([total], [torch.full_like(total, seed)])
         return total.detach()
 
-    def _through(self, x: torch.Tensor, held: list[Any], batch: Batch, learnt: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    def _through(
+        self, x: torch.Tensor, held: list[Any], batch: Batch, learnt: Callable[[torch.Tensor], None]
+    ) -> torch.Tensor:
         """The loss, of logits that nobody here keeps: of what the loss keeps of them they may go before its backward."""
         return self.loss.total(
-            replace_tensors(copy_containers(self.outputs), {id(self.hidden): _LogitsProduct.apply(x, *held, learnt)}), batch
+            replace_tensors(
+                copy_containers(self.outputs), {id(self.hidden): _LogitsProduct.apply(x, *held, learnt)}
+            ),
+            batch,
         )
 
     def _some(self, value: torch.Tensor, some: slice) -> torch.Tensor:
@@ -202,7 +220,13 @@ class _ChunkedLossFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, taken: torch.Tensor, weight: torch.Tensor, bias: Any, one: _ChunkedLossCall, pieces: int, seed: float
+        ctx: Any,
+        taken: torch.Tensor,
+        weight: torch.Tensor,
+        bias: Any,
+        one: _ChunkedLossCall,
+        pieces: int,
+        seed: float,
     ) -> torch.Tensor:
         found = one.compute(taken, weight, bias, pieces, seed)
         ctx.found, ctx.seed = found, torch.full_like(found.total, seed)

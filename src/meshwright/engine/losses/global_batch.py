@@ -44,12 +44,20 @@ class GlobalBatchLoss:
         start_collective: Callable[[Action, torch.Tensor], None],
     ) -> None:
         self._plan, self._state, self._num_rows, self._start = plan, state, num_samples, start_collective
-        self.handlers: dict[str, Handler] = {"GATHER": self.gather, "SCATTER": self.scatter, "BROADCAST": self.broadcast}
-        gathers = [action for action in plan.actions if action.kind == "GATHER" and action.transfer is not None]
+        self.handlers: dict[str, Handler] = {
+            "GATHER": self.gather,
+            "SCATTER": self.scatter,
+            "BROADCAST": self.broadcast,
+        }
+        gathers = [
+            action for action in plan.actions if action.kind == "GATHER" and action.transfer is not None
+        ]
         self._collective = gathers[0].transfer.collective if gathers and gathers[0].transfer else "all_gather"
         self._axes = gathers[0].transfer.axes if gathers and gathers[0].transfer else ()
         self._outputs = {column.name: place for place, column in enumerate(plan.model_spec.outputs)}
-        self._columns = {column.name: column for column in (*plan.model_spec.targets, *plan.model_spec.outputs)}
+        self._columns = {
+            column.name: column for column in (*plan.model_spec.targets, *plan.model_spec.outputs)
+        }
         self._inputs = {column.name: column for column in plan.model_spec.inputs}
         self._gathered = [action.subject for action in gathers if action.subject != BATCH_INFO]
         self._batch: Batch = {}
@@ -79,7 +87,9 @@ class GlobalBatchLoss:
         group = self._group
         if not self._mine:
             self._mine = distinct_tensors(self._state.final_glue[action.microbatch or 0][0])
-        tensor = self._facts() if action.subject == BATCH_INFO else self._padded(self._columns[action.subject])
+        tensor = (
+            self._facts() if action.subject == BATCH_INFO else self._padded(self._columns[action.subject])
+        )
         sent = _bytes(tensor)
         output = sent.new_empty(group.size * sent.numel()) if self.computes_loss else None
         self._arriving[action.subject] = output
@@ -110,9 +120,14 @@ class GlobalBatchLoss:
         """Start handing out a parameter, or the gradient norm, as index 0 has it."""
         state = self._state
         if action.subject == GRAD_NORM:
-            state.grad_norm_tensor = torch.tensor([state.grad_norm], dtype=torch.float64, device=state.world.device)
+            state.grad_norm_tensor = torch.tensor(
+                [state.grad_norm], dtype=torch.float64, device=state.world.device
+            )
         self._start(
-            action, state.grad_norm_tensor if action.subject == GRAD_NORM else state.trained_module.parameters[action.subject]
+            action,
+            state.grad_norm_tensor
+            if action.subject == GRAD_NORM
+            else state.trained_module.parameters[action.subject],
         )
 
     def loss_sum(self, outputs: Any) -> torch.Tensor | None:
@@ -161,7 +176,11 @@ class GlobalBatchLoss:
     def _facts(self) -> torch.Tensor:
         """How many rows this rank has, and the sum of each output that the loss takes and that is not per row."""
         columns = self._plan.model_spec.outputs
-        shared = [self._mine[place] for place, column in enumerate(columns) if column.used_by_loss and not column.per_sample]
+        shared = [
+            self._mine[place]
+            for place, column in enumerate(columns)
+            if column.used_by_loss and not column.per_sample
+        ]
         rows = torch.tensor(self._state.num_samples, dtype=torch.float64, device=self._state.world.device)
         return torch.stack([rows, *(tensor.detach().double().sum() for tensor in shared)])
 
@@ -169,7 +188,9 @@ class GlobalBatchLoss:
         """How many rows each rank of the group brings, in rank order."""
         group = self._group
         facts = self._arriving.get(BATCH_INFO)
-        if facts is None:  # index 0 has handed them out: as many as there are to each, in the order of the batch
+        if (
+            facts is None
+        ):  # index 0 has handed them out: as many as there are to each, in the order of the batch
             return [self._dealt(index) for index in range(group.size)]
         told = facts.view(torch.int64).view(group.size, -1)  # as bits: a NaN equals a NaN
         if not (told[:, 1:] == told[0, 1:]).all():
@@ -202,7 +223,9 @@ class GlobalBatchLoss:
         """The rows of all ranks that have arrived of `column`, without the padding: (rows of the global batch, ...)."""
         arrived = self._arriving[column.name]
         if arrived is None:
-            raise RuntimeError(f"{column.name} did not arrive on a rank that takes the loss; this is a bug: report the plan")
+            raise RuntimeError(
+                f"{column.name} did not arrive on a rank that takes the loss; this is a bug: report the plan"
+            )
         parts = arrived.view(self._dtype(column)).view(len(counts), self._plan.micro_batch, *column.shape)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 

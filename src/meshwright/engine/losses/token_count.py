@@ -19,7 +19,9 @@ from meshwright.plan.step.single_device import stepped_microbatches
 class TokenCounter:
     """What one rank's rows weigh, and all ranks' together; `start` starts the collective of an action on a tensor."""
 
-    def __init__(self, plan: Plan, state: RankState, start_collective: Callable[[Action, torch.Tensor], None]) -> None:
+    def __init__(
+        self, plan: Plan, state: RankState, start_collective: Callable[[Action, torch.Tensor], None]
+    ) -> None:
         self._plan, self._state, self._start = plan, state, start_collective
         self._alone = frozenset(stepped_microbatches(plan.actions))
         self._each = bool(self._alone) and plan.num_data > 1
@@ -33,11 +35,17 @@ class TokenCounter:
     def count(self, action: Action) -> None:
         """Count what this rank's rows weigh, and start adding it up over the ranks."""
         state = self._state
-        counted = [state.loss.count_weight_and_tokens(micro) for micro in state.microbatches[: state.num_real_microbatches]]
+        counted = [
+            state.loss.count_weight_and_tokens(micro)
+            for micro in state.microbatches[: state.num_real_microbatches]
+        ]
         state.microbatch_weights = [weight for weight, _ in counted]
         weight, tokens = (sum(numbers) for numbers in zip((0.0, 0.0), *counted, strict=True))
         each = (
-            [*state.microbatch_weights, *[0.0] * (self._plan.num_microbatches - len(state.microbatch_weights))]
+            [
+                *state.microbatch_weights,
+                *[0.0] * (self._plan.num_microbatches - len(state.microbatch_weights)),
+            ]
             if self._each
             else []
         )
@@ -68,7 +76,11 @@ class TokenCounter:
             return self.totals()[0]
         if self._each:
             return self._told()[4 + microbatch]
-        return self._state.microbatch_weights[microbatch] if microbatch < len(self._state.microbatch_weights) else 0.0
+        return (
+            self._state.microbatch_weights[microbatch]
+            if microbatch < len(self._state.microbatch_weights)
+            else 0.0
+        )
 
     @property
     def num_updates(self) -> int:

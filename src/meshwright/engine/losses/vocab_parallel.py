@@ -24,7 +24,11 @@ class VocabParallelLogits:
     """The logits of the rank of `state` under `plan`; where that leaves them whole, nothing is done."""
 
     def __init__(self, plan: Plan, state: RankState) -> None:
-        self._state, self._axes, self._split = state, plan.sharding.logits_layout.axes_with("S"), state.loss.vocab_parallel
+        self._state, self._axes, self._split = (
+            state,
+            plan.sharding.logits_layout.axes_with("S"),
+            state.loss.vocab_parallel,
+        )
         logits = plan.model_spec.logits
         if not self._axes or logits is None or self._split is None:
             self._split = None
@@ -64,7 +68,10 @@ class VocabParallelLogits:
         padded = mine.new_zeros(*mine.shape[:-1], largest)
         padded[..., : words.size] = mine
         arrived = all_gather(padded, group, padded.ndim - 1, action).unflatten(-1, (group.size, largest))
-        sizes = [words.vocab_size // group.size + (index < words.vocab_size % group.size) for index in range(group.size)]
+        sizes = [
+            words.vocab_size // group.size + (index < words.vocab_size % group.size)
+            for index in range(group.size)
+        ]
         return torch.cat([arrived[..., index, :size] for index, size in enumerate(sizes)], -1)
 
 

@@ -41,7 +41,9 @@ class Adafactor(PerParamOptimizer):
     def __init__(self, groups: Any, lr: float = 1e-2) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
 
-    def update_param(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update_param(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
         gradient = gradient.to(get_compute_dtype(parameter))
         state["step"] = state.get("step", 0) + 1
         fresh = state["step"] ** DECAY_EXPONENT

@@ -41,22 +41,32 @@ class AdamW8bit(PerParamOptimizer):
     shard_alignment: ClassVar[ShardAlignment] = "block"
     blockwise_state_keys: ClassVar[frozenset[str]] = frozenset({"exp_avg_scale", "exp_avg_sq_scale"})
 
-    def __init__(self, groups: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8) -> None:
+    def __init__(
+        self, groups: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8
+    ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._numbers = {"exp_avg": quantization_levels(signed=True), "exp_avg_sq": quantization_levels(signed=False)}
+        self._numbers = {
+            "exp_avg": quantization_levels(signed=True),
+            "exp_avg_sq": quantization_levels(signed=False),
+        }
         self._there: dict[tuple[str, torch.device, torch.dtype], torch.Tensor] = {}
 
-    def update_param(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update_param(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
         dtype = get_compute_dtype(parameter)
         if not state:
             state["step"] = 0
             moments = {key: torch.zeros_like(parameter, dtype=dtype) for key in self._numbers}
         else:
             moments = {
-                key: dequantize_blocks(state[key], state[f"{key}_scale"], self._of(key, parameter)) for key in self._numbers
+                key: dequantize_blocks(state[key], state[f"{key}_scale"], self._of(key, parameter))
+                for key in self._numbers
             }
         state["step"] += 1
-        adamw_update(parameter, gradient.to(dtype), moments["exp_avg"], moments["exp_avg_sq"], state["step"], group)
+        adamw_update(
+            parameter, gradient.to(dtype), moments["exp_avg"], moments["exp_avg_sq"], state["step"], group
+        )
         for key, moment in moments.items():
             state[key], state[f"{key}_scale"] = quantize_blocks(moment, self._of(key, parameter))
 

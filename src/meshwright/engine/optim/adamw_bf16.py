@@ -46,7 +46,9 @@ class AdamWBF16(PerParamOptimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.state_dtype = state_dtype
 
-    def update_param(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update_param(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
         if not state:
             state["step"] = 0
             state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype)

@@ -30,12 +30,18 @@ class Lion(PerParamOptimizer):
     shard_alignment: ClassVar[ShardAlignment] = "element"
 
     def __init__(
-        self, groups: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), state_dtype: torch.dtype | None = None
+        self,
+        groups: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
         self.state_dtype = state_dtype
 
-    def update_param(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update_param(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
         if "exp_avg" not in state:
             state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype)
         (beta1, beta2), lr, dtype = group["betas"], group["lr"], get_compute_dtype(parameter)

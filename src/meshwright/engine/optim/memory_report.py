@@ -17,8 +17,15 @@ def memory_by_category(
     buckets are all buffers for messages.
     """
     buckets, cut = state.buckets.values(), flat_params.memory_by_category()
-    in_bucket = {name for bucket in buckets for name, view in bucket.views.items() if view.dtype == bucket.parameters[name].dtype}
-    whole = {name: p for name, p in state.trained_module.parameters.items() if not flat_params.is_flattened(name)}
+    in_bucket = {
+        name
+        for bucket in buckets
+        for name, view in bucket.views.items()
+        if view.dtype == bucket.parameters[name].dtype
+    }
+    whole = {
+        name: p for name, p in state.trained_module.parameters.items() if not flat_params.is_flattened(name)
+    }
     apart = (p for name, p in whole.items() if p.requires_grad and name not in in_bucket)
     states = [held for optimizer in optimizers for held in optimizer.state.values()]
     kept = [value for held in states for value in held.values() if isinstance(value, torch.Tensor)]

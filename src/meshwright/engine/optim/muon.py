@@ -45,20 +45,29 @@ class Muon(PerParamOptimizer):
 
     def __init__(self, groups: Any, lr: float = 1e-3, momentum: float = 0.95) -> None:
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
-        odd = [tuple(parameter.shape) for group in self.param_groups for parameter in group["params"] if parameter.ndim != 2]
+        odd = [
+            tuple(parameter.shape)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.ndim != 2
+        ]
         if odd:
             text = f"Muon got a parameter of shape {odd[0]}; needed are whole matrices"
             fix = 'let it step 2-D weights only, and shards keep them whole: set it in the job, optimizer.name = "muon"'
             raise PlanError(text, fix=fix, location="optimizer")
 
-    def update_param(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update_param(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter)
         lr, mu = group["lr"], group["momentum"]
         state["momentum"].lerp_(gradient, 1 - mu)
         ahead = gradient.lerp(state["momentum"], mu)
         update = orthogonalize(ahead).to(parameter.dtype)
-        parameter.mul_(1 - lr * group["weight_decay"]).sub_(update, alpha=lr * UPDATE_RMS * max(parameter.shape) ** 0.5)
+        parameter.mul_(1 - lr * group["weight_decay"]).sub_(
+            update, alpha=lr * UPDATE_RMS * max(parameter.shape) ** 0.5
+        )
 
 
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:

@@ -78,7 +78,9 @@ def make_param_groups(
 def _by_stepper(
     spec: OptimizerConfig, parameters: Mapping[str, nn.Parameter], weights: ParamSpecs | None
 ) -> dict[RuleKey, OptimizerParamGroups]:
-    weights = weights or {name: ParamSpec(name, tuple(parameter.shape), ()) for name, parameter in parameters.items()}
+    weights = weights or {
+        name: ParamSpec(name, tuple(parameter.shape), ()) for name, parameter in parameters.items()
+    }
     groups: dict[tuple[RuleKey, float, float], dict[str, Any]] = {}
     unused = {group.pattern for group in spec.groups}
     for name, weight in weights.items():
@@ -87,14 +89,16 @@ def _by_stepper(
             unused.discard(said.pattern)
         stepper, lr, decay = (found.optimizer, found.momentum), found.lr, found.weight_decay
         group = groups.setdefault((stepper, lr, decay), {"params": [], "lr": lr, "weight_decay": decay})
-        if name in parameters:  # groups are the same on every rank, also where one has no piece of their weights
+        if (
+            name in parameters
+        ):  # groups are the same on every rank, also where one has no piece of their weights
             group["params"].append(parameters[name])
     if unused:
-        text = (
-            f"the patterns {', '.join(sorted(unused))} match no trainable parameter (or an earlier pattern takes all of theirs)"
-        )
+        text = f"the patterns {', '.join(sorted(unused))} match no trainable parameter (or an earlier pattern takes all of theirs)"
         raise PlanError(
-            text, fix=f"write patterns such as '*.weight'; a name here is '{next(iter(weights))}'", location="optimizer.groups"
+            text,
+            fix=f"write patterns such as '*.weight'; a name here is '{next(iter(weights))}'",
+            location="optimizer.groups",
         )
     by_stepper: dict[RuleKey, OptimizerParamGroups] = {}
     for (stepper, _, _), group in groups.items():
@@ -121,7 +125,9 @@ def make_optimizers(
     named = [group.pattern for group in config.groups if group.name is not None]
     if named:
         text = f"the groups {', '.join(named)} name an optimizer, and one that was passed makes its own"
-        raise PlanError(text, fix="remove `name` from the groups, or pass no optimizer", location="optimizer.groups")
+        raise PlanError(
+            text, fix="remove `name` from the groups, or pass no optimizer", location="optimizer.groups"
+        )
     given = optimizer_factory(make_param_groups(config, parameters, param_specs))
     optimizers = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given)
     check_optimizers(optimizers, parameters)
@@ -129,7 +135,9 @@ def make_optimizers(
     return optimizers
 
 
-def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
+def check_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]
+) -> None:
     """Raise PlanError unless `optimizers` together hold each of `parameters` once, and nothing else."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     held = [id(parameter) for group in all_param_groups(optimizers) for parameter in group["params"]]
@@ -160,13 +168,17 @@ def param_group_numbers(optimizers: Sequence[torch.optim.Optimizer]) -> Optimize
 
 
 def local_optimizer_state(
-    optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter], initial: OptimizerNumbers
+    optimizers: Sequence[torch.optim.Optimizer],
+    parameters: Mapping[str, nn.Parameter],
+    initial: OptimizerNumbers,
 ) -> dict[str, torch.Tensor]:
     """The optimizers' state by `key/logical name`, and the numbers of its groups that differ from `initial`.
 
     A Python number becomes a 0-dim tensor, and its kind is noted at the key. Raises PlanError for state that is neither.
     """
-    found: dict[str, Any] = {name: value for name, value in param_group_numbers(optimizers).items() if initial.get(name) != value}
+    found: dict[str, Any] = {
+        name: value for name, value in param_group_numbers(optimizers).items() if initial.get(name) != value
+    }
     for name, parameter in parameters.items():
         for optimizer in optimizers:
             held = optimizer.state.get(parameter, {})
@@ -175,13 +187,20 @@ def local_optimizer_state(
 
 
 def load_local_optimizer_state(
-    optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter], state_dict: Mapping[str, torch.Tensor]
+    optimizers: Sequence[torch.optim.Optimizer],
+    parameters: Mapping[str, nn.Parameter],
+    state_dict: Mapping[str, torch.Tensor],
 ) -> None:
     """Replace the optimizers' state by copies of `saved` (as `state_tensors` gave it), on each parameter's device.
 
     Raises PlanError for state of a parameter that is not among `parameters`.
     """
-    owners = {id(p): optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    owners = {
+        id(p): optimizer
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
     groups = all_param_groups(optimizers)
     for optimizer in optimizers:
         optimizer.state.clear()
@@ -193,7 +212,11 @@ def load_local_optimizer_state(
             continue
         if name not in parameters:
             fix = "train the same parameters as the run that saved it, or load into a new run folder"
-            raise PlanError(f"the checkpoint holds '{key}' of {name}, which is not trained here", fix=fix, location="optimizer")
+            raise PlanError(
+                f"the checkpoint holds '{key}' of {name}, which is not trained here",
+                fix=fix,
+                location="optimizer",
+            )
         optimizer = owners[id(parameters[name])]
         # torch keeps step counters on the CPU, unless a kernel reads them
         on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
@@ -209,22 +232,31 @@ def _as_tensor(entry: str, value: Any) -> tuple[str, torch.Tensor]:
     kind = type(value).__name__
     if kind not in dtypes:
         text = f"the optimizer keeps a {kind} as '{key}' of {name}; what can be saved are tensors and numbers"
-        raise PlanError(text, fix="use an optimizer whose state is tensors by parameter", location="optimizer")
+        raise PlanError(
+            text, fix="use an optimizer whose state is tensors by parameter", location="optimizer"
+        )
     return f"{key}:{kind}/{name}", torch.tensor(value, dtype=dtypes[kind])
 
 
 def clip_in_step(
-    optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], norm: torch.Tensor, max_norm: float
+    optimizers: Sequence[torch.optim.Optimizer],
+    parameters: Sequence[nn.Parameter],
+    norm: torch.Tensor,
+    max_norm: float,
 ) -> None:
     """Have the gradients (of total `norm`) scaled down to `limit`, as torch.nn.utils.clip_grad_norm_ does."""
     if not _divide_while_reading(optimizers, parameters, (norm + 1e-6) / max_norm):
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
 
-def divide_in_step(optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], divisor: float) -> None:
+def divide_in_step(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[nn.Parameter], divisor: float
+) -> None:
     """Have the gradients of `parameters` divided by `divisor` before they are stepped."""
     if not _divide_while_reading(optimizers, parameters, torch.tensor(divisor)):
-        torch._foreach_div_([parameter.grad for parameter in parameters if parameter.grad is not None], divisor)
+        torch._foreach_div_(
+            [parameter.grad for parameter in parameters if parameter.grad is not None], divisor
+        )
 
 
 def _divide_while_reading(
@@ -241,7 +273,9 @@ def _divide_while_reading(
     )
     if fused and all(parameter.dtype != torch.float64 for parameter in parameters):
         for optimizer in optimizers:
-            vars(optimizer)["grad_scale"] = divisor.float().to(parameters[0].device) if parameters else divisor.float()
+            vars(optimizer)["grad_scale"] = (
+                divisor.float().to(parameters[0].device) if parameters else divisor.float()
+            )
         return True
     return False
 

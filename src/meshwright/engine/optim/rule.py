@@ -42,7 +42,9 @@ class PerParamOptimizer(torch.optim.Optimizer, ABC):
 
     shard_alignment: ClassVar[ShardAlignment]
     blockwise_state_keys: ClassVar[frozenset[str]] = frozenset()
-    state_dtype: torch.dtype | None = None  # the dtype of its moments, whatever is stepped; None: they follow that
+    state_dtype: torch.dtype | None = (
+        None  # the dtype of its moments, whatever is stepped; None: they follow that
+    )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  torch has two overloads
@@ -58,7 +60,9 @@ class PerParamOptimizer(torch.optim.Optimizer, ABC):
         return loss
 
     @abstractmethod
-    def update_param(self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def update_param(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
         """Change `parameter` and `state`, which is empty before the first step, in place.
 
         `group` holds lr, weight_decay and what else the rule needs.
@@ -91,16 +95,25 @@ def get_blockwise_state_keys(optimizer: torch.optim.Optimizer) -> frozenset[str]
 
 
 def check_shard_alignments(
-    optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter], shard_alignments: ShardAlignments
+    optimizers: Sequence[torch.optim.Optimizer],
+    parameters: Mapping[str, nn.Parameter],
+    shard_alignments: ShardAlignments,
 ) -> None:
     """Raise PlanError where an optimizer steps a weight that is cut more finely than it bears; `grains` are those of the cuts."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     for optimizer in optimizers:
         needed, kind = required_shard_alignment(optimizer), type(optimizer).__name__
         mine = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-        cut = next((name for name in mine if name in shard_alignments and _too_fine(shard_alignments[name], needed)), None)
+        cut = next(
+            (name for name in mine if name in shard_alignments and _too_fine(shard_alignments[name], needed)),
+            None,
+        )
         if cut is not None:
-            known = f"needs the grain '{needed}'" if needed else "does not say whether it may see a part of a weight"
+            known = (
+                f"needs the grain '{needed}'"
+                if needed
+                else "does not say whether it may see a part of a weight"
+            )
             text = f"{kind} {known}, and the plan cuts {cut} by {shard_alignments[cut]}"
             fix = (
                 f'if it computes every element by itself, say so: class {kind}: grain = "element"; else have whole weights on '

@@ -15,7 +15,11 @@ from math import prod
 import torch
 from torch import nn
 
-from meshwright.engine.optim.optimizers import OptimizerNumbers, load_local_optimizer_state, local_optimizer_state
+from meshwright.engine.optim.optimizers import (
+    OptimizerNumbers,
+    load_local_optimizer_state,
+    local_optimizer_state,
+)
 from meshwright.engine.optim.rule import PerParamOptimizer, get_blockwise_state_keys
 from meshwright.engine.params.flat_params import FlatParams
 from meshwright.engine.runtime.state import TrainedModule
@@ -52,18 +56,30 @@ def model_state_dict(trained_module: TrainedModule, flat_params: FlatParams) -> 
     found: dict[str, SavedTensor] = {}
     owned = flat_params.matrix_owners.optimizer_params
     for weight in trained_module.model_spec.params:
-        name, piece, spans = weight.name, flat_params.param_shard(weight.name), flat_params.param_slices.spans(weight.name)
+        name, piece, spans = (
+            weight.name,
+            flat_params.param_shard(weight.name),
+            flat_params.param_slices.spans(weight.name),
+        )
         if name in flat_params.matrix_owners.param_names:
             found |= {f"model/{name}": _all_of(owned[name])} if name in owned else {}
-        elif piece is not None and name in flat_params.reported_param_names:  # beside slices, copies of a shard may end elsewhere
-            found[f"model/{name}"] = TensorShard(flat_params.shard_values(piece), piece.begin, weight.shape, spans)
+        elif (
+            piece is not None and name in flat_params.reported_param_names
+        ):  # beside slices, copies of a shard may end elsewhere
+            found[f"model/{name}"] = TensorShard(
+                flat_params.shard_values(piece), piece.begin, weight.shape, spans
+            )
         elif not flat_params.is_flattened(name):
             value = flat_params.master_weights.exact_value(name, trained_module.parameters[name])
-            found[f"model/{name}"] = TensorShard(value.reshape(-1), 0, weight.shape, spans) if spans else value
+            found[f"model/{name}"] = (
+                TensorShard(value.reshape(-1), 0, weight.shape, spans) if spans else value
+            )
     return found | {f"buffer/{name}": buffer for name, buffer in persistent_buffers(trained_module.module)}
 
 
-def filter_stage_state(state_dict: Mapping[str, SavedTensor], trained_module: TrainedModule) -> dict[str, SavedTensor]:
+def filter_stage_state(
+    state_dict: Mapping[str, SavedTensor], trained_module: TrainedModule
+) -> dict[str, SavedTensor]:
     """`saved`; of a rank that runs a part of the model, what belongs to that: others hold the rest, and write it."""
     if not trained_module.remote_param_names:
         return dict(state_dict)
@@ -79,7 +95,10 @@ def filter_stage_state(state_dict: Mapping[str, SavedTensor], trained_module: Tr
 
 
 def optimizer_state_dict(
-    optimizers: Sequence[torch.optim.Optimizer], trained_module: TrainedModule, flat_params: FlatParams, numbers: OptimizerNumbers
+    optimizers: Sequence[torch.optim.Optimizer],
+    trained_module: TrainedModule,
+    flat_params: FlatParams,
+    numbers: OptimizerNumbers,
 ) -> dict[str, SavedTensor]:
     """The state of the optimizers, as this rank holds it, and the `numbers` of their groups that have changed."""
     found: dict[str, SavedTensor] = {}
@@ -116,7 +135,9 @@ def load_model_state(
         for name, parameter in trained_module.parameters.items():
             if flat_params.is_flattened(name) and not flat_params.stores_locally(name):
                 continue
-            whole = state_dict[f"model/{name}"] if name in flat_params.matrix_owners.optimizer_params else None
+            whole = (
+                state_dict[f"model/{name}"] if name in flat_params.matrix_owners.optimizer_params else None
+            )
             mine = (
                 flat_params.param_slices.load_slice(name, state_dict, f"model/{name}")
                 if whole is None
@@ -149,12 +170,18 @@ def load_optimizer_state(
 
     owned, by_block = flat_params.optimizer_params(), _by_block(optimizers)
     shapes = {weight.name: weight.shape for weight in trained_module.model_spec.params}
-    alike = {id(p) for each in optimizers if _follows(each) for group in each.param_groups for p in group["params"]}
+    alike = {
+        id(p) for each in optimizers if _follows(each) for group in each.param_groups for p in group["params"]
+    }
 
     def part(entry: str) -> torch.Tensor:
         key, _, name = entry.partition("/")
         piece, counts = flat_params.param_shard(name), key.partition(":")[0] == "step" or name not in owned
-        cut = not counts and name not in flat_params.matrix_owners.optimizer_params and bool(flat_params.param_slices.spans(name))
+        cut = (
+            not counts
+            and name not in flat_params.matrix_owners.optimizer_params
+            and bool(flat_params.param_slices.spans(name))
+        )
         sliced = cut and tensor_shape(state_dict, entry) == shapes[name]
         tensor = flat_params.param_slices.load_slice(name, state_dict, entry) if sliced else state_dict[entry]
         by_element = sliced or (not counts and tensor.shape == shapes[name])
@@ -172,7 +199,8 @@ def load_optimizer_state(
     mine = [
         entry
         for entry, name in names
-        if name in owned or name not in {*trained_module.trainable_parameters, *trained_module.remote_param_names}
+        if name in owned
+        or name not in {*trained_module.trainable_parameters, *trained_module.remote_param_names}
     ]
     load_local_optimizer_state(optimizers, owned, LazyTensors(mine, part))
 

@@ -26,15 +26,30 @@ class OptimizerUpdate:
     """One rank's optimizers over what `store` holds; `made` tells that the caller made them."""
 
     def __init__(
-        self, plan: Plan, state: RankState, flat_params: FlatParams, optimizers: Optimizers, *, is_user_made: bool
+        self,
+        plan: Plan,
+        state: RankState,
+        flat_params: FlatParams,
+        optimizers: Optimizers,
+        *,
+        is_user_made: bool,
     ) -> None:
         precision = plan.job.precision.effective
         self.loss_scale = LossScale(precision) if precision.scales_loss else None
-        self._plan, self._state, self._store, self._optimizers, self._made = plan, state, flat_params, optimizers, is_user_made
+        self._plan, self._state, self._store, self._optimizers, self._made = (
+            plan,
+            state,
+            flat_params,
+            optimizers,
+            is_user_made,
+        )
         self._stepped, self._casts = flat_params.optimizer_params(), precision.gradients != precision.master
         self._rounds = precision.master != precision.parameters
         clips = (action for action in plan.actions if action.kind == "CLIP")
-        self._meant = {clip.name: [self._stepped[name] for name in clip.tensors if name in self._stepped] for clip in clips}
+        self._meant = {
+            clip.name: [self._stepped[name] for name in clip.tensors if name in self._stepped]
+            for clip in clips
+        }
         self._divisor, self._checked = 1.0, False
         self._apart = bool(plan.sharding.grad_norm_axes)  # no rank knows the norm: GLOBAL_NORM adds it up
         self._buffer = torch.empty(0)
@@ -69,12 +84,16 @@ class OptimizerUpdate:
     def step(self) -> None:
         """Let the optimizers step, and bring the weights up to date with what was stepped."""
         self._store.master_weights.assign_alias_grads()
-        bundles = list(self._store.update_groups()) if self._casts or self._rounds or not self._checked else []
+        bundles = (
+            list(self._store.update_groups()) if self._casts or self._rounds or not self._checked else []
+        )
         if not self._casts:
             self._step_all()
         elif not self._buffer.numel():
             sizes = [sum(parameter.numel() for parameter in bundle.parameters) for bundle in bundles]
-            like = next((bundle.parameters[0].detach() for bundle in bundles if bundle.parameters), self._buffer)
+            like = next(
+                (bundle.parameters[0].detach() for bundle in bundles if bundle.parameters), self._buffer
+            )
             self._buffer = like.new_empty(sum(sizes) if self._made else max(sizes, default=0))
         for bundle in (_joined(bundles),) if self._casts and self._made else bundles:
             if self._casts:
@@ -93,7 +112,12 @@ class OptimizerUpdate:
 
     def _gradients(self, parameters: list[nn.Parameter]) -> Iterator[torch.Tensor]:
         if self._casts:
-            yield from (grad for bundle in self._store.update_groups() for grad in bundle.gradients if grad is not None)
+            yield from (
+                grad
+                for bundle in self._store.update_groups()
+                for grad in bundle.gradients
+                if grad is not None
+            )
         else:
             yield from (parameter.grad for parameter in parameters if parameter.grad is not None)
 
@@ -106,7 +130,9 @@ class OptimizerUpdate:
         at = 0
         for parameter, gradient in zip(bundle.parameters, bundle.gradients, strict=True):
             place = self._buffer[at : at + parameter.numel()].view(parameter.shape)
-            parameter.grad = place.zero_() if gradient is None else place.copy_(gradient.view(parameter.shape))
+            parameter.grad = (
+                place.zero_() if gradient is None else place.copy_(gradient.view(parameter.shape))
+            )
             at += parameter.numel()
         if self._divisor != 1.0:
             self._buffer[:at].div_(self._divisor)
@@ -123,11 +149,15 @@ class OptimizerUpdate:
                 if gradient is not None:
                     yield "gradients", name, gradient
                 for optimizer in () if self._made else self._optimizers:
-                    if isinstance(optimizer, PerParamOptimizer):  # its moments have dtypes and shapes of their own: core/rules.py
+                    if isinstance(
+                        optimizer, PerParamOptimizer
+                    ):  # its moments have dtypes and shapes of their own: core/rules.py
                         continue
                     kept = optimizer.state.get(parameter, {}).values()
                     alike = (
-                        each for each in kept if isinstance(each, torch.Tensor) and each.shape == parameter.shape and each.ndim
+                        each
+                        for each in kept
+                        if isinstance(each, torch.Tensor) and each.shape == parameter.shape and each.ndim
                     )
                     yield from (("moments", name, each) for each in alike if each.is_floating_point())
 
@@ -140,4 +170,6 @@ def _joined(bundles: list[UpdateGroup]) -> UpdateGroup:
             bundle.finish()
 
     parameters = tuple(parameter for bundle in bundles for parameter in bundle.parameters)
-    return UpdateGroup(parameters, tuple(gradient for bundle in bundles for gradient in bundle.gradients), finish)
+    return UpdateGroup(
+        parameters, tuple(gradient for bundle in bundles for gradient in bundle.gradients), finish
+    )

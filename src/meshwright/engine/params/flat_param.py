@@ -44,7 +44,9 @@ from meshwright.plan.strategy import Handler
 class WeightStash:
     """Of `weights`, by name, the versions that are kept; `stepped` are what the optimizer steps in the same memory."""
 
-    def __init__(self, weights: Mapping[str, nn.Parameter], optimizer_params: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self, weights: Mapping[str, nn.Parameter], optimizer_params: Mapping[str, nn.Parameter]
+    ) -> None:
         self._weights = list(weights.values())
         self._stepped = [optimizer_params.get(name) for name in weights]
         self._kept: dict[str, list[torch.Tensor]] = {}
@@ -113,9 +115,15 @@ class MasterWeights:
 
     def __init__(self, plan: Plan, state: RankState, flat_param_names: Container[str]) -> None:
         precision, subject = plan.job.precision.effective, state.trained_module
-        self._weights = {name: weight for name, weight in subject.trainable_parameters.items() if name not in flat_param_names}
+        self._weights = {
+            name: weight
+            for name, weight in subject.trainable_parameters.items()
+            if name not in flat_param_names
+        }
         self._bundles = [
-            names for each in plan.sharding.param_groups() if (names := [w.name for w in each.params if w.name in self._weights])
+            names
+            for each in plan.sharding.param_groups()
+            if (names := [w.name for w in each.params if w.name in self._weights])
         ]
         keeps = any(action.kind == "STASH" for action in plan.actions)
         self._masters: dict[str, nn.Parameter] = {}
@@ -161,13 +169,17 @@ class MasterWeights:
         stepped = self.optimizer_params
         for names in self._bundles:
             gradients = tuple(self._weights[name].grad for name in names)
-            yield UpdateGroup(tuple(stepped[name] for name in names), gradients, lambda names=names: self._round(names))
+            yield UpdateGroup(
+                tuple(stepped[name] for name in names), gradients, lambda names=names: self._round(names)
+            )
 
     @torch.no_grad()
     def _round(self, names: list[str]) -> None:
         for name in names:
             if name in self._masters:
-                self._weights[name].data.copy_(self._masters[name])  # graphs that have met an older version see no write
+                self._weights[name].data.copy_(
+                    self._masters[name]
+                )  # graphs that have met an older version see no write
 
 
 @dataclass
@@ -210,7 +222,11 @@ class FlatParam:
     def param_gradient(self, name: str) -> torch.Tensor | None:
         """The summed gradient of that part, flat; None before the first."""
         piece = self.param_shard(name)
-        return None if self.gradient is None else self.gradient[piece.shard_offset : piece.shard_offset + piece.numel]
+        return (
+            None
+            if self.gradient is None
+            else self.gradient[piece.shard_offset : piece.shard_offset + piece.numel]
+        )
 
     @property
     def master_nbytes(self) -> int:
@@ -243,5 +259,7 @@ class FlatParam:
         """What is stepped of it, with the places of `gradient`."""
         gradients = tuple(self.shard_view(gradient, piece) for piece in self.param_shards)
         return UpdateGroup(
-            tuple(self.optimizer_params[piece.name] for piece in self.param_shards), gradients, self.update_shard_from_master
+            tuple(self.optimizer_params[piece.name] for piece in self.param_shards),
+            gradients,
+            self.update_shard_from_master,
         )

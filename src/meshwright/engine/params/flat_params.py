@@ -35,7 +35,9 @@ class FlatParams:
         self.matrix_owners = MatrixOwners(plan, state, self._of)
         self.param_slices.slice_params(state.trained_module)
         roles = {role: getattr(torch, dtype) for role, dtype in plan.job.precision.roles.items()}
-        self._dtype, self._wire, self._kept, self._master = (roles[r] for r in ("parameters", "reduce", "gradients", "master"))
+        self._dtype, self._wire, self._kept, self._master = (
+            roles[r] for r in ("parameters", "reduce", "gradients", "master")
+        )
         self._like = next(
             iter(state.trained_module.parameters.values())
         )  # buffers are of its kind: on its device, fake where it is
@@ -52,12 +54,17 @@ class FlatParams:
         for name, arena in plan.sharding.flat_param_specs().items():
             first = arena.params[0][0]
             flat = self._homes[first].is_stored_sharded
-            held = self._stored_flat(arena, taken[first][0].name, taken[first][0].nbytes) if flat else self._stored_whole(arena)
+            held = (
+                self._stored_flat(arena, taken[first][0].name, taken[first][0].nbytes)
+                if flat
+                else self._stored_whole(arena)
+            )
             self.by_param_group[name] = held
             self._of |= dict.fromkeys((weight for weight, _, _ in arena.params), held)
             if self._homes[first].param.trainable and first not in self.matrix_owners.param_names:
                 held.optimizer_params = {
-                    p.name: nn.Parameter(held.shard_values(p).detach().view(self._stepped_as(p))) for p in held.param_shards
+                    p.name: nn.Parameter(held.shard_values(p).detach().view(self._stepped_as(p)))
+                    for p in held.param_shards
                 }
         self.master_weights = MasterWeights(plan, state, self._of.keys() | self.matrix_owners.param_names)
         sums = [action for action in plan.actions if action.kind in ("REDUCE", "ACCUMULATE")]
@@ -65,7 +72,9 @@ class FlatParams:
             action.kind == "ACCUMULATE" or action.allocations for action in sums
         )  # gradients stay where they are summed
         packs = (action for action in plan.actions if action.kind == "PACK")
-        self._gathering = {hold.name for action in packs for hold in action.allocations}  # buffers that gradients are packed into
+        self._gathering = {
+            hold.name for action in packs for hold in action.allocations
+        }  # buffers that gradients are packed into
         self._packed: dict[str, torch.Tensor] = {}  # what is under way, by the name of its PACK
 
     def optimizer_params(self) -> dict[str, nn.Parameter]:
@@ -100,7 +109,9 @@ class FlatParams:
     def param_shard(self, name: str) -> ParamShard | None:
         """What this rank has of the weight `name` in its shard; None where that is nothing, or the weight lies in no arena."""
         held = self._of.get(name)
-        return None if held is None else next((piece for piece in held.param_shards if piece.name == name), None)
+        return (
+            None if held is None else next((piece for piece in held.param_shards if piece.name == name), None)
+        )
 
     def stores_locally(self, name: str) -> bool:
         """Whether anything of the weight `name`, which lies in an arena, is kept on this rank between its uses."""
@@ -121,14 +132,18 @@ class FlatParams:
     def unshard(self, action: Action) -> None:
         """Start gathering a bundle from its shards."""
         held = self._of[action.tensors[0]]
-        self._state.works[action.name] = held.group.all_gather(held.full_tensor, held.shard, action=action.name)
+        self._state.works[action.name] = held.group.all_gather(
+            held.full_tensor, held.shard, action=action.name
+        )
 
     def pack(self, action: Action) -> bool:
         """Put the gradients of a bundle into the places of its arena; False when it lies in none."""
         held = self._of.get(action.tensors[0])
         if held is None:
             return False
-        flat = self._buffer(action.allocations[0].name, action.allocations[0].nbytes, self._wire)[: held.spec.numel]
+        flat = self._buffer(action.allocations[0].name, action.allocations[0].nbytes, self._wire)[
+            : held.spec.numel
+        ]
         parameters, end = self._state.trained_module.parameters, 0
         for name, numel, start in sorted(held.spec.params, key=lambda each: each[2]):
             flat[end:start].zero_()
@@ -165,7 +180,9 @@ class FlatParams:
         held = self._of[action.tensors[0]]
         mine = self._packed_by(action)[held.shard_slice]
         gradient = self._gradient(held)
-        gradient.copy_(mine) if action.allocations else gradient.add_(mine)  # the first is there when it takes room
+        gradient.copy_(mine) if action.allocations else gradient.add_(
+            mine
+        )  # the first is there when it takes room
 
     def _packed_by(self, action: Action) -> torch.Tensor:
         """The buffer into which the gradients that `action` goes on with were packed."""
@@ -185,7 +202,9 @@ class FlatParams:
             if name not in self._of and name in self._first
         )
         mine += [parameter.grad for parameter in whole if parameter.grad is not None]
-        self.grad_sqnorm = total_norm(mine).double().square().view(1) if mine else torch.zeros_like(self.grad_sqnorm)
+        self.grad_sqnorm = (
+            total_norm(mine).double().square().view(1) if mine else torch.zeros_like(self.grad_sqnorm)
+        )
 
     def _counted(self, held: FlatParam, gradient: torch.Tensor) -> list[torch.Tensor]:
         """The parts of the shard `gradient` that count here; all of it, mostly."""
@@ -211,7 +230,11 @@ class FlatParams:
     def unshard_block(self, block: str, action: str) -> None:
         """Have the weights whole that a visit of `block` uses, but for the root's; all ranks take part."""
         for held in self.by_param_group.values():
-            if held.is_sharded and ROOT not in held.block_calls and any(block_of(visit) == block for visit in held.block_calls):
+            if (
+                held.is_sharded
+                and ROOT not in held.block_calls
+                and any(block_of(visit) == block for visit in held.block_calls)
+            ):
                 held.group.all_gather(held.full_tensor, held.shard, action=action).wait()
 
     def full_values(self, action: str, *, use_masters: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
@@ -221,7 +244,9 @@ class FlatParams:
         """
         for name, parameter in self._state.trained_module.parameters.items():
             if name not in self._of:
-                value = self.master_weights.exact_value(name, parameter) if use_masters else parameter.detach()
+                value = (
+                    self.master_weights.exact_value(name, parameter) if use_masters else parameter.detach()
+                )
                 yield name, self.param_slices.gather_full(name, value, action)
         for held in self.by_param_group.values():
             yield from self._gathered(held, held.optimizer_tensor if use_masters else held.shard, action)
@@ -236,11 +261,18 @@ class FlatParams:
             if held.gradient is not None:
                 yield from self._gathered(held, held.gradient, action)
 
-    def _gathered(self, held: FlatParam, shard: torch.Tensor, action: str) -> Iterator[tuple[str, torch.Tensor]]:
+    def _gathered(
+        self, held: FlatParam, shard: torch.Tensor, action: str
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         whole = shard.new_empty(held.spec.numel)
         held.group.all_gather(whole, shard, action=action).wait()
         for name, numel, start in held.spec.params:
-            yield name, self.param_slices.gather_full(name, whole[start : start + numel].view(held.views[name].shape), action)
+            yield (
+                name,
+                self.param_slices.gather_full(
+                    name, whole[start : start + numel].view(held.views[name].shape), action
+                ),
+            )
 
     def _stored_whole(self, arena: FlatParamSpec) -> FlatParam:
         whole = self._like.new_zeros(arena.numel, dtype=self._dtype)
@@ -273,14 +305,20 @@ class FlatParams:
 
     def _held(self, arena: FlatParamSpec, whole: torch.Tensor) -> FlatParam:
         group, shapes = self._state.world.group(arena.axes), self._state.trained_module.parameters
-        views = {name: whole[start : start + numel].view(shapes[name].shape) for name, numel, start in arena.params}
+        views = {
+            name: whole[start : start + numel].view(shapes[name].shape) for name, numel, start in arena.params
+        }
         held = FlatParam(arena, group, whole, whole, views, self._homes[arena.params[0][0]].param.block_calls)
         held.shard = whole[held.shard_slice]
         return held
 
     def _with_master(self, held: FlatParam) -> FlatParam:
         first = held.spec.params[0][0]
-        if self._master != self._dtype and self._homes[first].param.trainable and first not in self.matrix_owners.param_names:
+        if (
+            self._master != self._dtype
+            and self._homes[first].param.trainable
+            and first not in self.matrix_owners.param_names
+        ):
             held.master = held.shard.new_zeros(held.spec.shard_numel, dtype=self._master)
         return held
 
@@ -314,12 +352,17 @@ class FlatParams:
 
         A buffer in which gradients stay is one of gradients.
         """
-        held, sizes = self.by_param_group.values(), {name: buffer.nbytes for name, buffer in self._buffers.items()}
+        held, sizes = (
+            self.by_param_group.values(),
+            {name: buffer.nbytes for name, buffer in self._buffers.items()},
+        )
         kept = sum(0 if each.gradient is None or self._in_place else each.gradient.nbytes for each in held)
         stays = sum(sizes.pop(name) for name in list(sizes) if self._in_place and name in self._gathering)
         return {
             "parameters": sum((each.shard if each.is_sharded else each.full_tensor).nbytes for each in held),
-            "master": sum(each.master_nbytes for each in held) + self.master_weights.nbytes + self.matrix_owners.nbytes,
+            "master": sum(each.master_nbytes for each in held)
+            + self.master_weights.nbytes
+            + self.matrix_owners.nbytes,
             "gradients": kept + stays,
             "buffers": sum(sizes.values()),
         }

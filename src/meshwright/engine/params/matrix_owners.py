@@ -46,9 +46,15 @@ class MatrixOwners:
         roles = {role: getattr(torch, dtype) for role, dtype in plan.job.precision.roles.items()}
         self._sent, self._back, stepped = roles["gradients"], roles["parameters"], roles["master"]
         self._casts = self._sent != stepped
-        self._parcels: dict[str, list[tuple[MatrixParcel, tuple[str, ...]]]] = defaultdict(list)  # by bundle; the names sent here
-        self._slices: dict[tuple[str, ...], list[dict[str, _ParamSlice]]] = {}  # by axes, of every rank along them
-        self._like = next(iter(state.trained_module.parameters.values())).detach().new_empty(0)  # no memory: shards come and go
+        self._parcels: dict[str, list[tuple[MatrixParcel, tuple[str, ...]]]] = defaultdict(
+            list
+        )  # by bundle; the names sent here
+        self._slices: dict[
+            tuple[str, ...], list[dict[str, _ParamSlice]]
+        ] = {}  # by axes, of every rank along them
+        self._like = (
+            next(iter(state.trained_module.parameters.values())).detach().new_empty(0)
+        )  # no memory: shards come and go
         self._gradients: dict[str, torch.Tensor] = {}
         self.param_names: set[str] = set()
         self.optimizer_params: dict[str, nn.Parameter] = {}
@@ -66,7 +72,10 @@ class MatrixOwners:
             blank = state.trained_module.initial_values
             value = blank[name] if name in blank else state.trained_module.parameters[name].detach()
             self.optimizer_params[name] = nn.Parameter(value.to(stepped, copy=True))
-        self.handlers: dict[str, Handler] = {"GATHER_GRAD": self.gather_grads, "SCATTER_PARAM": self.scatter_params}
+        self.handlers: dict[str, Handler] = {
+            "GATHER_GRAD": self.gather_grads,
+            "SCATTER_PARAM": self.scatter_params,
+        }
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +141,11 @@ class MatrixOwners:
     def _place(self, name: str) -> torch.Tensor:
         """Where this rank keeps its slice of a weight."""
         held = self._held.get(name)
-        return self._state.trained_module.parameters[name].data if held is None else held.shard_values(held.param_shard(name))
+        return (
+            self._state.trained_module.parameters[name].data
+            if held is None
+            else held.shard_values(held.param_shard(name))
+        )
 
     def _parts(
         self, parcel: MatrixParcel, names: tuple[str, ...], flat: torch.Tensor
@@ -148,9 +161,14 @@ class MatrixOwners:
 
 def _slices(plan: Plan, axes: tuple[str, ...], index: int) -> Iterator[tuple[str, _ParamSlice]]:
     """What the rank at `index` along `axes` has of each weight that has an owner among them."""
-    coordinate, logical = owner_coordinate(plan.sharding, axes, index), plan.sharding.all_ranks or plan.sharding
+    coordinate, logical = (
+        owner_coordinate(plan.sharding, axes, index),
+        plan.sharding.all_ranks or plan.sharding,
+    )
     local = {home.param.name: home.param.shape for home in logical.at_coordinate(coordinate).param_shardings}
-    for home in (home for home in logical.param_shardings if home.owner_axes == axes and home.param.name in local):
+    for home in (
+        home for home in logical.param_shardings if home.owner_axes == axes and home.param.name in local
+    ):
         spans = tuple(side.dim_ranges for side in logical.dim_shards(home, coordinate))
         yield home.param.name, _ParamSlice(local[home.param.name], spans)
 

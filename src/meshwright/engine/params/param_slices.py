@@ -27,7 +27,9 @@ def copy_slice_into(full_tensor: torch.Tensor, spans: Sequence[DimRanges], local
         return
     dim, at = spans[0].dim, 0
     for first, end in spans[0].ranges:
-        copy_slice_into(full_tensor.narrow(dim, first, end - first), spans[1:], local_slice.narrow(dim, at, end - first))
+        copy_slice_into(
+            full_tensor.narrow(dim, first, end - first), spans[1:], local_slice.narrow(dim, at, end - first)
+        )
         at += end - first
 
 
@@ -49,13 +51,19 @@ class ParamSlices:
         blank = trained_module.initial_values
         if not self._sides:
             return
-        in_arenas = {name for arena in self._plan.sharding.flat_param_specs().values() for name, _, _ in arena.params}
+        in_arenas = {
+            name for arena in self._plan.sharding.flat_param_specs().values() for name, _, _ in arena.params
+        }
         for name in self._sides:
             parameter = trained_module.parameters[name]
             if name in blank and name in in_arenas:
                 parameter.data = parameter.data.new_zeros(()).expand(self._cut_before(name)[-1])
             else:
-                values = self.load_slice(name, blank) if name in blank else self.local_slice(name, parameter.detach())
+                values = (
+                    self.load_slice(name, blank)
+                    if name in blank
+                    else self.local_slice(name, parameter.detach())
+                )
                 parameter.data = values.to(parameter.dtype).clone(memory_format=torch.contiguous_format)
         trained_module.initial_values = LazyTensors(blank, lambda name: self.load_slice(name, blank))
 
@@ -73,9 +81,13 @@ class ParamSlices:
 
     def gather_full(self, name: str, local_slice: torch.Tensor, action: str) -> torch.Tensor:
         """The logical values of the weight `name`, of which this rank has `mine`; all ranks that have slices take part."""
-        for side, shape in reversed(list(zip(self._sides.get(name, ()), self._cut_before(name), strict=False))):
+        for side, shape in reversed(
+            list(zip(self._sides.get(name, ()), self._cut_before(name), strict=False))
+        ):
             group = self._world.group(side.axes)
-            shapes = [side.dim_split.local_shape(shape, index, side.num_ranks) for index in range(side.num_ranks)]
+            shapes = [
+                side.dim_split.local_shape(shape, index, side.num_ranks) for index in range(side.num_ranks)
+            ]
             largest = max(map(prod, shapes))
             sent = local_slice.new_zeros(largest)
             sent[: local_slice.numel()] = local_slice.reshape(-1)

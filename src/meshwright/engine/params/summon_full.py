@@ -33,7 +33,9 @@ def summon_full_params(
         return
     order = _UnshardOrder(fetch)
     hooks = (
-        trained_module.module.register_forward_pre_hook(lambda *_: order.begin(trained_module.model_spec.block_calls)),
+        trained_module.module.register_forward_pre_hook(
+            lambda *_: order.begin(trained_module.model_spec.block_calls)
+        ),
         trained_module.module.register_forward_hook(lambda *_: order.end()),
     )
     with ExitStack() as stack:

@@ -26,7 +26,9 @@ def create_groups(plan: Plan, world: World) -> None:
     """Have `world` make every group that any rank of `plan` needs in a step; all ranks call this, with the lists of all."""
     moves = (move for _, actions in plan.program.roles for action in actions for move in action.transfers)
     found = {
-        (tuple(axis for axis in AXES if axis in move.axes), among) for move in moves for among in move.member_groups(plan.mesh)
+        (tuple(axis for axis in AXES if axis in move.axes), among)
+        for move in moves
+        for among in move.member_groups(plan.mesh)
     }
     if world.directed:
         found |= set(_ways(plan))

@@ -55,7 +55,11 @@ class VocabShard:
 
 
 def vocab_parallel_cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, vocab_shard: VocabShard, label_smoothing: float = 0.0
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    weights: torch.Tensor,
+    vocab_shard: VocabShard,
+    label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     """The sum over tokens of weight times cross-entropy: a scalar, the same on every rank. Differentiable.
 
@@ -79,7 +83,12 @@ def vocab_parallel_cross_entropy(
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, words: VocabShard, smoothing: float
+        ctx: Any,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor,
+        words: VocabShard,
+        smoothing: float,
     ) -> torch.Tensor:
         here, places = _places(labels, words)
         sums = torch.zeros(
@@ -175,9 +184,15 @@ class Loss:
     is_token_sum: bool = False
     is_token_nll: bool = False
 
-    def wrap_total(self, wrap: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]) -> "Loss":
+    def wrap_total(
+        self, wrap: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]
+    ) -> "Loss":
         """This loss with its totals as `wrap` changes them."""
-        split = None if self.vocab_parallel is None else replace(self.vocab_parallel, total=wrap(self.vocab_parallel.total))
+        split = (
+            None
+            if self.vocab_parallel is None
+            else replace(self.vocab_parallel, total=wrap(self.vocab_parallel.total))
+        )
         return replace(self, total=wrap(self.total), vocab_parallel=split)
 
     def model_inputs(self, batch: Batch) -> Batch:
@@ -216,13 +231,23 @@ def token_cross_entropy(label_smoothing: float = 0.0) -> Loss:
     """
     if not 0 <= label_smoothing <= 1:
         text = f"label_smoothing = {label_smoothing}"
-        raise PlanError(text, fix="write a number from 0, the label alone, to 1, all words alike", location="loss")
+        raise PlanError(
+            text, fix="write a number from 0, the label alone, to 1, all words alike", location="loss"
+        )
     smooth = label_smoothing > 0
-    split = VocabParallelLoss(get_logits, partial(_split_total, smoothing=label_smoothing), NUM_TOKEN_STATS + smooth)
+    split = VocabParallelLoss(
+        get_logits, partial(_split_total, smoothing=label_smoothing), NUM_TOKEN_STATS + smooth
+    )
     total = partial(_token_total, smoothing=label_smoothing)
     targets = ("labels", LOSS_WEIGHTS_KEY)
     return Loss(
-        total, _token_count, targets, _tokens_if_weighted, vocab_parallel=split, is_token_sum=True, is_token_nll=not smooth
+        total,
+        _token_count,
+        targets,
+        _tokens_if_weighted,
+        vocab_parallel=split,
+        is_token_sum=True,
+        is_token_nll=not smooth,
     )
 
 
@@ -285,7 +310,9 @@ def _token_total(outputs: Any, batch: Batch, smoothing: float) -> torch.Tensor:
 def _split_total(outputs: Any, batch: Batch, words: VocabShard, smoothing: float) -> torch.Tensor:
     logits, labels = get_logits(outputs), batch["labels"].reshape(-1)
     weights = _weights(batch) if LOSS_WEIGHTS_KEY in batch else (batch["labels"] != IGNORE_INDEX)
-    return vocab_parallel_cross_entropy(logits.reshape(-1, logits.shape[-1]), labels, weights.reshape(-1), words, smoothing)
+    return vocab_parallel_cross_entropy(
+        logits.reshape(-1, logits.shape[-1]), labels, weights.reshape(-1), words, smoothing
+    )
 
 
 def _token_count(batch: Batch) -> torch.Tensor:
@@ -294,7 +321,9 @@ def _token_count(batch: Batch) -> torch.Tensor:
     weights = _weights(batch)
     if (weights < 0).any():
         text = f"loss_weights from {weights.min().item():g} up; a weight below 0 would train towards a higher loss"
-        raise PlanError(text, fix="give weights from 0 up; 0 leaves a token out", location="batch.loss_weights")
+        raise PlanError(
+            text, fix="give weights from 0 up; 0 leaves a token out", location="batch.loss_weights"
+        )
     return weights.double().sum()
 
 

@@ -82,15 +82,21 @@ class LossSpikeError(PlanError):
     `samples` are the ids of the step's samples by rank, where the caller knows them.
     """
 
-    def __init__(self, spike: LossSpike, stop_reason: str = "", samples: Mapping[int, list[int]] | None = None) -> None:
+    def __init__(
+        self, spike: LossSpike, stop_reason: str = "", samples: Mapping[int, list[int]] | None = None
+    ) -> None:
         self.spike, self.stop_reason = spike, stop_reason
         lines = [f"{' and '.join(spike.reasons)}{stop_reason}"]
         first = [spike.culprit] if spike.culprit else []
         ordered = [*first, *(suspect for suspect in spike.rank_reports if suspect not in first)]
         for suspect in ordered[:MAX_SHOWN_RANKS]:
             ids = (samples or {}).get(suspect.rank)
-            lines.append(str(suspect) if ids is None else f"{suspect}; samples {', '.join(map(str, ids)) or 'none'}")
-        lines += [f"and {len(ordered) - MAX_SHOWN_RANKS} more ranks"] if len(ordered) > MAX_SHOWN_RANKS else []
+            lines.append(
+                str(suspect) if ids is None else f"{suspect}; samples {', '.join(map(str, ids)) or 'none'}"
+            )
+        lines += (
+            [f"and {len(ordered) - MAX_SHOWN_RANKS} more ranks"] if len(ordered) > MAX_SHOWN_RANKS else []
+        )
         super().__init__("\n  ".join(lines), fix=SPIKE_FIX, location=f"step {spike.step}")
 
 
@@ -99,7 +105,9 @@ class SpikeDetector:
 
     def __init__(self, guard: LossGuard) -> None:
         self.guard = guard
-        self._usual: dict[str, deque[float]] = {name: deque(maxlen=guard.window) for name in ("loss", "gradient norm")}
+        self._usual: dict[str, deque[float]] = {
+            name: deque(maxlen=guard.window) for name in ("loss", "gradient norm")
+        }
         self._in_a_row = 0
 
     def check_step(self, loss: float, grad_norm: float) -> tuple[str, ...]:
@@ -118,7 +126,9 @@ class SpikeDetector:
     def repeated_skip_reason(self) -> str:
         """Why skipping leads nowhere, in words, when a whole window of steps was skipped without a good one between."""
         full = self._in_a_row >= self.guard.window
-        return f"; the last {self._in_a_row} steps were all skipped, so this is no passing spike" if full else ""
+        return (
+            f"; the last {self._in_a_row} steps were all skipped, so this is no passing spike" if full else ""
+        )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What must be saved: the window, oldest first, as (steps, 2), and how many steps were skipped in a row."""

@@ -11,7 +11,9 @@ LocalBatch = Batch | Sequence[Batch] | None  # all of a rank's rows of a step, o
 BatchShapes = tuple[tuple[str, tuple[int, ...]], ...]  # of the tensors of one micro-batch, by name
 
 
-def split_microbatches(batch: LocalBatch, plan: Plan, dummy_batch: Batch, device: torch.device) -> tuple[list[Batch], int]:
+def split_microbatches(
+    batch: LocalBatch, plan: Plan, dummy_batch: Batch, device: torch.device
+) -> tuple[list[Batch], int]:
     """The micro-batches of one step on `device`, and how many rows they hold; those behind the last row are `stand_in`.
 
     Raises ValueError for a batch with more rows than the plan's, or whose tensors differ in rows, and for micro-batches of which
@@ -25,7 +27,9 @@ def split_microbatches(batch: LocalBatch, plan: Plan, dummy_batch: Batch, device
     for first in range(0, max(rows, plan.local_batch), size):
         part = dummy_batch
         if batch is not None and first < rows:
-            part = batch if rows <= size else {key: value[first : first + size] for key, value in batch.items()}
+            part = (
+                batch if rows <= size else {key: value[first : first + size] for key, value in batch.items()}
+            )
         micros.append({key: value.to(device) for key, value in part.items()})
     return micros, rows
 
@@ -36,23 +40,38 @@ def microbatch_shapes(batch: LocalBatch, plan: Plan, dummy_batch: Batch) -> tupl
     return tuple(tuple((key, tuple(value.shape)) for key, value in micro.items()) for micro in micros)
 
 
-def _given(batches: Sequence[Batch], plan: Plan, stand_in: Batch, device: torch.device) -> tuple[list[Batch], int]:
+def _given(
+    batches: Sequence[Batch], plan: Plan, stand_in: Batch, device: torch.device
+) -> tuple[list[Batch], int]:
     """Micro-batches as they were given."""
     counts = [count_samples(batch, plan) for batch in batches]
     full = [plan.micro_batch] * (len(counts) - 1)
-    if len(counts) > plan.num_microbatches or counts[:-1] != full or any(count > plan.micro_batch for count in counts[-1:]):
+    if (
+        len(counts) > plan.num_microbatches
+        or counts[:-1] != full
+        or any(count > plan.micro_batch for count in counts[-1:])
+    ):
         text = f"micro-batches of {', '.join(map(str, counts))} rows; needed are at most {plan.num_microbatches} of {plan.micro_batch}"
         raise ValueError(f"{text}; pass full ones, of which the last may have fewer rows")
     filled = [*batches, *[stand_in] * (plan.num_microbatches - len(counts))]
     return [{key: value.to(device) for key, value in part.items()} for part in filled], sum(counts)
 
 
-def single_microbatch(batch: LocalBatch, plan: Plan, dummy_batch: Batch, device: torch.device) -> tuple[list[Batch], int]:
+def single_microbatch(
+    batch: LocalBatch, plan: Plan, dummy_batch: Batch, device: torch.device
+) -> tuple[list[Batch], int]:
     """The one micro-batch of a rank that may read for others: all its rows, or `stand_in`; and how many rows it holds."""
     if batch is not None and not isinstance(batch, Mapping):
-        raise ValueError("a list of micro-batches, where one rank reads for others; pass all rows as one batch")
+        raise ValueError(
+            "a list of micro-batches, where one rank reads for others; pass all rows as one batch"
+        )
     rows = 0 if batch is None else count_samples(batch, plan)
-    return [{key: value.to(device) for key, value in (batch if batch is not None and rows else dummy_batch).items()}], rows
+    return [
+        {
+            key: value.to(device)
+            for key, value in (batch if batch is not None and rows else dummy_batch).items()
+        }
+    ], rows
 
 
 def count_samples(batch: Batch, plan: Plan) -> int:

@@ -88,7 +88,9 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The norm over all of `tensors`, 0-dim; that of half types is taken in float32, where their squares have room."""
     if not any(tensor.dtype in HALF_DTYPES for tensor in tensors):
         return torch.nn.utils.get_total_norm(tensors)
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each, dtype=torch.float32) for each in tensors]))
+    return torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(each, dtype=torch.float32) for each in tensors])
+    )
 
 
 def check_dtype_support(precision: PrecisionConfig, device: torch.device) -> None:
@@ -99,10 +101,13 @@ def check_dtype_support(precision: PrecisionConfig, device: torch.device) -> Non
             (x @ x).sum().backward()
         except RuntimeError as error:
             text = f"the device {device} cannot compute in {dtype}: {str(error).splitlines()[0]}"
-            raise PlanError(text, fix='set parameters and compute to "float32"', location="precision.compute") from error
+            raise PlanError(
+                text, fix='set parameters and compute to "float32"', location="precision.compute"
+            ) from error
     if device.type == "cpu" and precision.scales_loss:
         logger.warning(
-            "float16 on %s is right and slow: up to 70 times slower than float32 or bfloat16 where no instruction has it", device
+            "float16 on %s is right and slow: up to 70 times slower than float32 or bfloat16 where no instruction has it",
+            device,
         )
 
 
@@ -113,4 +118,6 @@ def check_dtypes_match_plan(plan: Plan, tensors: Iterable[tuple[str, str, torch.
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype != roles[role]:
             text = f"the {role} of {name} are {dtype} in memory, and the plan says {roles[role]}"
-            raise RuntimeError(f"{text}; this is a bug: report the plan, and train without precision.{role} meanwhile")
+            raise RuntimeError(
+                f"{text}; this is a bug: report the plan, and train without precision.{role} meanwhile"
+            )

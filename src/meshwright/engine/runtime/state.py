@@ -42,7 +42,9 @@ class GradBucket:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
         self.parameters = dict(parameters)
-        first = next(iter(self.parameters.values()))  # the buffer is of its kind: on its device, and fake where it is fake
+        first = next(
+            iter(self.parameters.values())
+        )  # the buffer is of its kind: on its device, and fake where it is fake
         self.buffer = first.new_empty(sum(p.numel() for p in self.parameters.values()), dtype=dtype)
         self.views: dict[str, torch.Tensor] = {}
         start = 0
@@ -125,7 +127,10 @@ class TrainedModule:
             foreign = self.parameters[name]
             foreign.data = foreign.detach().new_zeros(()).expand(foreign.shape)
         return replace(
-            self, parameters=mine, model_spec=model_spec, remote_param_names=frozenset(self.parameters.keys() - mine.keys())
+            self,
+            parameters=mine,
+            model_spec=model_spec,
+            remote_param_names=frozenset(self.parameters.keys() - mine.keys()),
         )
 
     @property
@@ -144,7 +149,9 @@ class RankState:
     microbatches: list[Batch] = field(default_factory=list)
     num_real_microbatches: int = 0  # micro-batches with rows; those behind them only stand in
     num_samples: int = 0  # the rows in them
-    microbatch_weights: list[float] = field(default_factory=list)  # what counts in each of the real micro-batches
+    microbatch_weights: list[float] = field(
+        default_factory=list
+    )  # what counts in each of the real micro-batches
     loss_sum: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     step_totals: torch.Tensor = field(default_factory=lambda: torch.zeros(4, dtype=torch.float64))
     forward_passes: dict[int, ForwardPass] = field(default_factory=dict)
@@ -154,7 +161,9 @@ class RankState:
     grad_norm: float = 0.0
     loss_factor: float = 1.0  # what the loss is multiplied by before its backward
     current_action: str = ""  # the action under way: what collectives inside of a block are booked under
-    local_sqnorms: dict[str, torch.Tensor] = field(default_factory=dict)  # squared norms of gradients before they are summed
+    local_sqnorms: dict[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # squared norms of gradients before they are summed
     noise_scale: float | None = None
     grad_norm_tensor: torch.Tensor = field(
         default_factory=lambda: torch.zeros(1, dtype=torch.float64)
@@ -176,7 +185,9 @@ class RankState:
 
     def packed_gradients(self, names: Sequence[str]) -> torch.Tensor:
         """The stretch of a bucket in which the gradients of `names` lie."""
-        return next(bucket for bucket in self.buckets.values() if names[0] in bucket.views).flat_gradients(names)
+        return next(bucket for bucket in self.buckets.values() if names[0] in bucket.views).flat_gradients(
+            names
+        )
 
     def action_tensor(self, subject: str) -> torch.Tensor:
         """The flat tensor that an action on `subject` moves: a bucket, or one parameter's gradient."""

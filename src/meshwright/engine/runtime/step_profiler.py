@@ -26,7 +26,9 @@ from meshwright.comm.collectives.group import Work
 from meshwright.plan.step.action import Action, StreamName
 from meshwright.plan.strategy import Handler
 
-ResolvedAction = tuple[Action, Handler | None, tuple[str, ...]]  # an action, who does it, and the wire actions it waits for
+ResolvedAction = tuple[
+    Action, Handler | None, tuple[str, ...]
+]  # an action, who does it, and the wire actions it waits for
 Timestamp = float | torch.cuda.Event
 
 GLUE, WAIT, ISSUE = "glue", "wait", "issue"  # kinds of span that are no action's
@@ -67,7 +69,9 @@ class StepProfiler:
         self._device = device
         self._origin, self._origin_s = self._now(), perf_counter()
 
-    def begin_span(self, name: str, kind: str, stream: StreamName = "compute", action: Action | None = None) -> None:
+    def begin_span(
+        self, name: str, kind: str, stream: StreamName = "compute", action: Action | None = None
+    ) -> None:
         """Begin the span `name`; on the compute lane, inside the one that was begun last and has not ended."""
         span = _OpenSpan(name, kind, stream, action, self._now())
         self._spans.append(span)
@@ -77,7 +81,9 @@ class StepProfiler:
     def end_span(self) -> None:
         """End the span of the compute lane that was begun last."""
         now = self._now()
-        next(span for span in reversed(self._spans) if span.stream == "compute" and span.end is None).end = now
+        next(
+            span for span in reversed(self._spans) if span.stream == "compute" and span.end is None
+        ).end = now
 
     def mark_waited(self, name: str) -> bool:
         """Whether somebody has waited for the wire action `name`; from now on somebody has."""
@@ -102,7 +108,14 @@ class StepProfiler:
         if self._cuda:
             torch.cuda.synchronize(self._device)
         return [
-            ProfilerSpan(span.name, span.kind, span.stream, self._seconds(span.begin), self._seconds(span.end), span.action)
+            ProfilerSpan(
+                span.name,
+                span.kind,
+                span.stream,
+                self._seconds(span.begin),
+                self._seconds(span.end),
+                span.action,
+            )
             for span in self._spans
             if span.end is not None
         ]
@@ -128,7 +141,9 @@ def wrap_with_profiler(
     return [(action, _told(handler, waits, works, profiler), ()) for action, handler, waits in entries]
 
 
-def _told(handler: Handler | None, waits: tuple[str, ...], works: Mapping[str, Work], watch: StepProfiler) -> Handler:
+def _told(
+    handler: Handler | None, waits: tuple[str, ...], works: Mapping[str, Work], watch: StepProfiler
+) -> Handler:
     def act(action: Action) -> None:
         for name in waits:
             wait_for_work(name, works[name], watch)

@@ -21,7 +21,13 @@ from meshwright.engine.params.flat_params import FlatParams
 from meshwright.engine.runtime.loss_guard import LossSpike, LossSpikeError, SpikeDetector
 from meshwright.engine.runtime.microbatches import LocalBatch, single_microbatch, split_microbatches
 from meshwright.engine.runtime.state import GradBucket, Metrics, RankState, bucket_actions
-from meshwright.engine.step.spike_diagnosis import FullModelReplay, MicrobatchReplay, ReplayFindings, StageReplay, diagnose_spike
+from meshwright.engine.step.spike_diagnosis import (
+    FullModelReplay,
+    MicrobatchReplay,
+    ReplayFindings,
+    StageReplay,
+    diagnose_spike,
+)
 from meshwright.model.blocks.driver import BeforeBlock, ForwardDriver, backward, backward_from
 from meshwright.model.rng.sites import StatelessRNG
 from meshwright.plan.plan import Plan
@@ -44,11 +50,22 @@ class ActionHandlers:
         stage_io: StageIO | None,
         sequence_runner: FullSequenceRunner,
     ) -> None:
-        self.plan, self.state, self.flat_params, self.update, self._inner = plan, state, flat_params, update, block_collectives
+        self.plan, self.state, self.flat_params, self.update, self._inner = (
+            plan,
+            state,
+            flat_params,
+            update,
+            block_collectives,
+        )
         self.spike_detector = None if plan.job.guard.action == "off" else SpikeDetector(plan.job.guard)
         self.spike: LossSpike | None = None
         self.overflow = False  # of this step
-        self._drive, self._dice, self._crossing, self._dealing = driver, stateless_rng, stage_io, sequence_runner
+        self._drive, self._dice, self._crossing, self._dealing = (
+            driver,
+            stateless_rng,
+            stage_io,
+            sequence_runner,
+        )
         self._step, self._checked, self._under_way, self._squared = 0, False, False, False
         self._counting = TokenCounter(plan, state, self.start_collective)
         self.step_totals = self._counting.totals
@@ -74,7 +91,9 @@ class ActionHandlers:
         self._leads = plan.is_primary_rank(state.world.rank)
         meets = any(action.kind == "GATHER" for action in plan.actions)
         self._exchange = (
-            GlobalBatchLoss(plan, state, lambda: int(self.step_totals()[2]), self.start_collective) if meets else None
+            GlobalBatchLoss(plan, state, lambda: int(self.step_totals()[2]), self.start_collective)
+            if meets
+            else None
         )
         if self._exchange is not None:
             self.handlers |= self._exchange.handlers
@@ -86,7 +105,9 @@ class ActionHandlers:
         """
         cut = single_microbatch if self.plan.sharding.primary_rank_axes else split_microbatches
         micros, rows = cut(batch, self.plan, self.state.trained_module.dummy_batch, self.state.world.device)
-        self.state.begin_step(micros, num_real_microbatches=min(len(micros), -(-rows // self.plan.micro_batch)))
+        self.state.begin_step(
+            micros, num_real_microbatches=min(len(micros), -(-rows // self.plan.micro_batch))
+        )
         self.state.num_samples = rows
         if self._exchange is not None:
             self._exchange.begin_step()
@@ -96,7 +117,9 @@ class ActionHandlers:
         self._counting.begin_step(rows, stop=stop)
         self._step, self.spike, self.overflow, self._squared = step, None, False, False
         self.step_rng.step = step
-        if self._under_way:  # the last step did not come to its end: what it left must not be added to this one
+        if (
+            self._under_way
+        ):  # the last step did not come to its end: what it left must not be added to this one
             self.update.weight_stash.discard_all()
             self._end()
         self._under_way = True
@@ -135,10 +158,14 @@ class ActionHandlers:
         ):
             reached = self.step_rng.track_block_calls(before_block)
             if self._crossing is not None:
-                self._crossing.forward(first_block_call, microbatch, inputs, reached, after_block, self.step_rng.skip_block)
+                self._crossing.forward(
+                    first_block_call, microbatch, inputs, reached, after_block, self.step_rng.skip_block
+                )
                 return
             call = partial(self._dealing.run_model, state.trained_module.module, inputs)
-            outputs, closing, state.forward_passes[microbatch] = self._drive.forward(reached, call, after_block)
+            outputs, closing, state.forward_passes[microbatch] = self._drive.forward(
+                reached, call, after_block
+            )
             state.final_glue[microbatch] = outputs, closing
 
     def compute_loss(self, action: Action) -> None:
@@ -153,7 +180,9 @@ class ActionHandlers:
         if micro >= state.num_real_microbatches:
             total = total * 0.0
         if not self._checked:
-            check_gradient_paths(self.plan, state, total, micro, outputs, closing, is_graph_cut=self._drive.cut_graph)
+            check_gradient_paths(
+                self.plan, state, total, micro, outputs, closing, is_graph_cut=self._drive.cut_graph
+            )
             self._checked = True
         state.loss_sum += total.detach()
         del outputs
@@ -168,7 +197,9 @@ class ActionHandlers:
         outputs, closing = state.final_glue[micro]
         total = exchange.loss_sum(outputs)
         if total is not None and not self._checked:
-            check_gradient_paths(self.plan, state, total, micro, outputs, closing, is_graph_cut=self._drive.cut_graph)
+            check_gradient_paths(
+                self.plan, state, total, micro, outputs, closing, is_graph_cut=self._drive.cut_graph
+            )
             self._checked = True
         if total is not None and exchange.reports_loss:
             state.loss_sum += total.detach()
@@ -197,7 +228,9 @@ class ActionHandlers:
         """Start adding up what the ranks that use a bundle have of its gradients: of those in an arena, its own shard."""
         held = self.flat_params.by_param_group.get(action.subject)
         gradient = None if held is None else held.gradient
-        self.start_collective(action, self.state.packed_gradients(action.tensors) if gradient is None else gradient)
+        self.start_collective(
+            action, self.state.packed_gradients(action.tensors) if gradient is None else gradient
+        )
 
     def reduce_loss(self, action: Action) -> None:
         """Start adding up the loss over the ranks."""
@@ -207,7 +240,9 @@ class ActionHandlers:
         """Take the squared norm of this rank's share of the gradients; those of several steps are added up."""
         before, add = self.flat_params.grad_sqnorm, self._squared
         self.flat_params.compute_sqnorm()
-        self.flat_params.grad_sqnorm = self.flat_params.grad_sqnorm + before if add else self.flat_params.grad_sqnorm
+        self.flat_params.grad_sqnorm = (
+            self.flat_params.grad_sqnorm + before if add else self.flat_params.grad_sqnorm
+        )
         self._squared = action.microbatch is not None
 
     def clip(self, action: Action) -> None:
@@ -220,7 +255,12 @@ class ActionHandlers:
 
         Raises Spiked for a harmful step that shall end the run.
         """
-        if self._counting.loss_weight(action.microbatch) and self._leads and not self._overflowed() and not self._harmful():
+        if (
+            self._counting.loss_weight(action.microbatch)
+            and self._leads
+            and not self._overflowed()
+            and not self._harmful()
+        ):
             self.update.step()
         self._end()
         self._under_way = action.microbatch is not None  # more steps may follow
@@ -233,7 +273,12 @@ class ActionHandlers:
         """The loss over `batches` of all ranks; see `engine.evaluation`."""
         how = self._dice, self._dealing, self._autocast()
         return evaluate(
-            self.plan, self.state, self._drive, *how, batches, forward_is_collective=self.flat_params.forward_is_collective
+            self.plan,
+            self.state,
+            self._drive,
+            *how,
+            batches,
+            forward_is_collective=self.flat_params.forward_is_collective,
         )
 
     def _overflowed(self) -> bool:
@@ -242,7 +287,9 @@ class ActionHandlers:
         A loss that is not finite is for the guard, where there is one: no scale helps a forward.
         """
         scale, norm = self.update.loss_scale, self.state.grad_norm
-        if scale is None or (self.spike_detector is not None and not isfinite(norm) and not isfinite(self._told_loss())):
+        if scale is None or (
+            self.spike_detector is not None and not isfinite(norm) and not isfinite(self._told_loss())
+        ):
             return False
         self.overflow = scale.update_on_overflow(norm, self._step + 1)
         return self.overflow
@@ -270,7 +317,9 @@ class ActionHandlers:
         seen = ReplayFindings(self.plan, self.state, count, self._dealing.loss_sum)
         how = self.plan, self.state, seen, self.forward, self._fetch_again
         return (
-            FullModelReplay(*how) if self._crossing is None else StageReplay(*how, self._crossing, self._backward.full_backward)
+            FullModelReplay(*how)
+            if self._crossing is None
+            else StageReplay(*how, self._crossing, self._backward.full_backward)
         )
 
     def _fetch_again(self, block: str) -> None:
@@ -282,14 +331,28 @@ class ActionHandlers:
         count, stop, rows, tokens = self.step_totals()
         skipped = not count or self.spike is not None or self.overflow
         scale = None if self.update.loss_scale is None else self.update.loss_scale.value
-        said = (step, self._whole_loss(), self._norm(), lr, int(tokens), stop > 0, skipped, self.spike, int(rows))
+        said = (
+            step,
+            self._whole_loss(),
+            self._norm(),
+            lr,
+            int(tokens),
+            stop > 0,
+            skipped,
+            self.spike,
+            int(rows),
+        )
         return Metrics(*said, self.state.noise_scale, self.overflow, scale)
 
     def _norm(self) -> float:
         """The norm of the whole gradient; where ranks step more than once, the root of the mean square of those of all steps."""
         if self._squared:
             return (self.flat_params.grad_sqnorm.item() / self._counting.num_updates) ** 0.5
-        return self.state.grad_norm_tensor.item() if self.plan.sharding.primary_rank_axes else self.state.grad_norm
+        return (
+            self.state.grad_norm_tensor.item()
+            if self.plan.sharding.primary_rank_axes
+            else self.state.grad_norm
+        )
 
     def _whole_loss(self) -> float:
         """The loss of the global batch; LOSS_SUM has ended."""

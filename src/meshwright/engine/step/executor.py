@@ -29,7 +29,13 @@ from meshwright.engine.forward.stage_io import StageIO, make_stage_io
 from meshwright.engine.losses.chunked import ChunkedLossRuntime
 from meshwright.engine.losses.vocab_parallel import VocabParallelLogits
 from meshwright.engine.optim.memory_report import memory_by_category
-from meshwright.engine.optim.optimizers import OptimizerFactory, all_param_groups, lr_factor, make_optimizers, param_group_numbers
+from meshwright.engine.optim.optimizers import (
+    OptimizerFactory,
+    all_param_groups,
+    lr_factor,
+    make_optimizers,
+    param_group_numbers,
+)
 from meshwright.engine.optim.state_dict import (
     SavedTensor,
     filter_stage_state,
@@ -46,7 +52,13 @@ from meshwright.engine.runtime.cpu_allocator import trim_heap
 from meshwright.engine.runtime.microbatches import LocalBatch
 from meshwright.engine.runtime.module_patches import ModulePatches
 from meshwright.engine.runtime.state import Metrics, RankState
-from meshwright.engine.runtime.step_profiler import GLUE, ResolvedAction, StepProfiler, wait_for_works, wrap_with_profiler
+from meshwright.engine.runtime.step_profiler import (
+    GLUE,
+    ResolvedAction,
+    StepProfiler,
+    wait_for_works,
+    wrap_with_profiler,
+)
 from meshwright.engine.step.actions import ActionHandlers
 from meshwright.engine.step.gather_full import gather_full_values
 from meshwright.engine.step.gradient_noise import GradientNoiseScale
@@ -128,7 +140,9 @@ class StrategyRuntime:
 
     def shift(self, output: torch.Tensor, tensor: torch.Tensor, axis: str, offset: int = 1) -> Work:
         """Start sending `tensor` to the rank `by` places on along `axis`, and filling `output`, for the action under way."""
-        return self.state.world.group((axis,)).shift(output, tensor, by=offset, action=self.state.current_action)
+        return self.state.world.group((axis,)).shift(
+            output, tensor, by=offset, action=self.state.current_action
+        )
 
     def start_send_recv(self, action: Action) -> None:
         """Start sending or receiving a value between parts of the model, or its gradient."""
@@ -170,24 +184,43 @@ class Executor(StrategyRuntime):
             for home in plan.sharding.param_shardings
             if home.flat_shard_axes or home.sliced_dims
         }
-        self.optimizers = make_optimizers(plan.job.optimizer, self.flat_params.optimizer_params(), optimizer, weights, grains)
+        self.optimizers = make_optimizers(
+            plan.job.optimizer, self.flat_params.optimizer_params(), optimizer, weights, grains
+        )
         self._base_lrs = [group["lr"] for group in all_param_groups(self.optimizers)]
         self._numbers = param_group_numbers(self.optimizers)
         self._inner = BlockCollectives(state)
-        self._sockets, self._dealing = ModulePatches(state.trained_module.module), make_sequence_runner(plan, state)
+        self._sockets, self._dealing = (
+            ModulePatches(state.trained_module.module),
+            make_sequence_runner(plan, state),
+        )
         self._pieces = ChunkedLossRuntime(plan, state, self._sockets)
         bound: dict[str, Handler] = {}
-        for strategy in plan.strategies:  # before the blocks' own forwards are replaced: a block may be a socket itself
+        for (
+            strategy
+        ) in plan.strategies:  # before the blocks' own forwards are replaced: a block may be a socket itself
             bound |= strategy.bind(self)
         self._sockets.apply_wrappers()
         self._drive = ForwardDriver(
-            state.trained_module.blocks, in_place=plan.sharding.model_spec.writes_in_place, cut_graph=needs_graph_cuts(plan)
+            state.trained_module.blocks,
+            in_place=plan.sharding.model_spec.writes_in_place,
+            cut_graph=needs_graph_cuts(plan),
         )
-        self._update = OptimizerUpdate(plan, state, self.flat_params, self.optimizers, is_user_made=optimizer is not None)
+        self._update = OptimizerUpdate(
+            plan, state, self.flat_params, self.optimizers, is_user_made=optimizer is not None
+        )
         self._crossing = make_stage_io(plan, state, self._drive, self._dealing)
         self._abreast = LockstepForward(plan, state, self._drive)
         self._acts = ActionHandlers(
-            plan, state, self.flat_params, self._update, self._drive, self._inner, stateless_rng, self._crossing, self._dealing
+            plan,
+            state,
+            self.flat_params,
+            self._update,
+            self._drive,
+            self._inner,
+            stateless_rng,
+            self._crossing,
+            self._dealing,
         )
         self._noise, self._again = (
             GradientNoiseScale(plan, state, self._acts),
@@ -198,11 +231,21 @@ class Executor(StrategyRuntime):
         )
         handlers |= {kind: self._with_state(act) for kind, act in (extra_handlers or {}).items()}
         self._list = self._resolve(plan.actions, handlers)
-        forwards = [(i, action) for i, (action, _, _) in enumerate(self._list) if action.kind in FORWARD_KINDS]
+        forwards = [
+            (i, action) for i, (action, _, _) in enumerate(self._list) if action.kind in FORWARD_KINDS
+        ]
         self._place = {(action.subject, action.microbatch): i for i, action in forwards}
-        begins = {plan.sharding.model_spec.block_calls[0]} if self._crossing is None else self._crossing.first_block_calls
-        self._starts = [i for i, action in forwards if action.subject in begins]  # where a forward of the model starts
-        self._now: Sequence[ResolvedAction] = self._list  # what this step plays: the list, or the same under watch
+        begins = (
+            {plan.sharding.model_spec.block_calls[0]}
+            if self._crossing is None
+            else self._crossing.first_block_calls
+        )
+        self._starts = [
+            i for i, action in forwards if action.subject in begins
+        ]  # where a forward of the model starts
+        self._now: Sequence[ResolvedAction] = (
+            self._list
+        )  # what this step plays: the list, or the same under watch
 
     def step(self, batch: LocalBatch, *, stop: bool = False, profiler: StepProfiler | None = None) -> Metrics:
         """Train one global step on this rank's samples; the same numbers come back on every rank.
@@ -215,7 +258,10 @@ class Executor(StrategyRuntime):
         acts, state = self._acts, self.state
         acts.begin_step(self.steps_done, batch, stop=stop)
         lr = self._set_lr()
-        self._cursor, self._now = 0, self._list if profiler is None else wrap_with_profiler(self._list, state.works, profiler)
+        self._cursor, self._now = (
+            0,
+            self._list if profiler is None else wrap_with_profiler(self._list, state.works, profiler),
+        )
         for first in self._starts:
             self._play_to(first)
             start, _, waits = self._list[first]
@@ -268,7 +314,9 @@ class Executor(StrategyRuntime):
         """Take up `saved`, whole tensors by full name, after `steps_done` global steps; each is asked for once at most."""
         subject = self.state.trained_module
         dtypes = load_model_state(subject, self.flat_params, state_dict)
-        load_optimizer_state(self.optimizers, subject, self.flat_params, strip_prefix("optimizer/", state_dict), dtypes)
+        load_optimizer_state(
+            self.optimizers, subject, self.flat_params, strip_prefix("optimizer/", state_dict), dtypes
+        )
         if self._update.loss_scale is not None:
             self._update.loss_scale.load_state_dict(strip_prefix("loss_scale/", state_dict))
         usual = strip_prefix("guard/", state_dict)
@@ -281,11 +329,21 @@ class Executor(StrategyRuntime):
     def full_params(self, action: str) -> Iterator[None]:
         """Have the module's forward find its weights, and give whole outputs, outside of steps; all ranks run the same."""
         subject = self.state.trained_module
-        joined, abreast = self._logits.full_logits(subject.module, action), self._abreast.run_in_lockstep(action)
-        with summon_full_params(subject, self.flat_params, self._drive, action), joined, abreast, self._pieces.full_logits():
+        joined, abreast = (
+            self._logits.full_logits(subject.module, action),
+            self._abreast.run_in_lockstep(action),
+        )
+        with (
+            summon_full_params(subject, self.flat_params, self._drive, action),
+            joined,
+            abreast,
+            self._pieces.full_logits(),
+        ):
             yield
 
-    def gather_parameters(self, *, keep_result: bool = True, use_masters: bool = False) -> dict[str, torch.Tensor]:
+    def gather_parameters(
+        self, *, keep_result: bool = True, use_masters: bool = False
+    ) -> dict[str, torch.Tensor]:
         """Every logical parameter, whole, with its present value; all ranks call this, and nothing of it is in the ledger.
 
         A rank that does not `keep` them only takes part, and holds one bundle at a time. `exact`: masters, where there are any.
@@ -303,7 +361,9 @@ class Executor(StrategyRuntime):
         with self.state.world.ledger.silent():
             mine = self.flat_params.full_gradients("WHOLE")
             whole = (
-                mine if local_only else gather_full_values(self.plan, self.state, mine, self.plan.model_spec.trainable, "WHOLE")
+                mine
+                if local_only
+                else gather_full_values(self.plan, self.state, mine, self.plan.model_spec.trainable, "WHOLE")
             )
             return {name: each / self._update.loss_scale_value for name, each in whole}
 

@@ -27,11 +27,18 @@ def gather_full_values(
         return
     held, group, device = dict(local_values), state.world.group(("pp",)), state.world.device
     owned = [(weight, plan.sharding.pp_ranks_using(weight)[0]) for weight in param_specs]
-    kinds = [BROADCAST_DTYPES.index(held[weight.name].dtype) if source == group.index else 0 for weight, source in owned]
-    told = torch.tensor(kinds, dtype=torch.float64, device=device)  # what has a master is in another dtype than what is frozen
+    kinds = [
+        BROADCAST_DTYPES.index(held[weight.name].dtype) if source == group.index else 0
+        for weight, source in owned
+    ]
+    told = torch.tensor(
+        kinds, dtype=torch.float64, device=device
+    )  # what has a master is in another dtype than what is frozen
     group.all_reduce(told, action=action).wait()
     for (weight, source), kind in zip(owned, told.tolist(), strict=True):
-        blank = torch.empty(0 if group.index == source else weight.numel, dtype=BROADCAST_DTYPES[int(kind)], device=device)
+        blank = torch.empty(
+            0 if group.index == source else weight.numel, dtype=BROADCAST_DTYPES[int(kind)], device=device
+        )
         flat = held[weight.name].contiguous().view(-1) if group.index == source else blank
         group.broadcast(flat, source=source, action=action).wait()
         yield weight.name, flat.view(weight.shape)

@@ -61,9 +61,13 @@ class GradientNoiseScale:
         self._num_parts = (
             plan.num_microbatches if plan.num_data > 1 else 1
         )  # micro-batches behind a gradient that is measured once
-        self._part = {action.name: action.microbatch for action in plan.actions if action.kind == "GRAD_SQNORM"}
+        self._part = {
+            action.name: action.microbatch for action in plan.actions if action.kind == "GRAD_SQNORM"
+        }
         lists = (actions for _, actions in plan.program.roles)  # a rank may have no weight that is trained
-        self._micros = sorted({action.microbatch for each in lists for action in each if action.kind == "GRAD_SQNORM"}, key=str)
+        self._micros = sorted(
+            {action.microbatch for each in lists for action in each if action.kind == "GRAD_SQNORM"}, key=str
+        )
         coordinate = plan.mesh.coordinate(state.world.rank)
         self._counted = frozenset(plan.sharding.params_counted_in_sum(coordinate))
         self._tells = not any(
@@ -74,7 +78,9 @@ class GradientNoiseScale:
 
     def compute_grad_sqnorm(self, action: Action) -> None:
         """Take the squared norm of the gradients of `action.tensors`, as they are on this rank alone."""
-        parameters = (self._state.trained_module.parameters[name] for name in action.tensors if name in self._counted)
+        parameters = (
+            self._state.trained_module.parameters[name] for name in action.tensors if name in self._counted
+        )
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = total_norm(grads) if grads else torch.zeros(())
         self._state.local_sqnorms[action.name] = norm.double().to(self._state.world.device) ** 2
@@ -88,14 +94,21 @@ class GradientNoiseScale:
         for name, square in self._state.local_sqnorms.items():
             squares[self._part[name]].append(square)
         count, weights = self._acts.step_totals()[0] or 1.0, self._state.microbatch_weights
-        behind = {micro: weights[: self._num_parts] if micro is None else weights[micro : micro + 1] for micro in self._micros}
+        behind = {
+            micro: weights[: self._num_parts] if micro is None else weights[micro : micro + 1]
+            for micro in self._micros
+        }
         shares = {micro: sum(counted) / count for micro, counted in behind.items()}
         none = torch.zeros((), dtype=torch.float64, device=self._state.world.device)
-        total = torch.stack([sum(squares[micro], none) / (share or 1.0) for micro, share in shares.items()]).sum()
+        total = torch.stack(
+            [sum(squares[micro], none) / (share or 1.0) for micro, share in shares.items()]
+        ).sum()
         told = shares if self._tells else {}
         known = [sum(told.values(), 0.0), float(sum(share > 0 for share in told.values()))]
         total = total / self._acts.update.loss_scale_value**2
-        self._message = torch.cat([total.view(1), torch.tensor(known, dtype=torch.float64, device=total.device)])
+        self._message = torch.cat(
+            [total.view(1), torch.tensor(known, dtype=torch.float64, device=total.device)]
+        )
         self._acts.start_collective(action, self._message)
 
     def update_noise_scale(self, action: Action) -> None:
@@ -103,9 +116,13 @@ class GradientNoiseScale:
         squares, share, parts = (number.item() for number in self._message)
         rows = self._acts.step_totals()[2]
         if share and self._acts.spike is None and not self._acts.overflow:
-            found = estimate_signal_and_noise(squares / share, rows * share / parts, self._state.grad_norm**2, rows)
+            found = estimate_signal_and_noise(
+                squares / share, rows * share / parts, self._state.grad_norm**2, rows
+            )
             if found is not None:
-                self._averages = AVERAGE_DECAY * self._averages + (1 - AVERAGE_DECAY) * torch.tensor(found, dtype=torch.float64)
+                self._averages = AVERAGE_DECAY * self._averages + (1 - AVERAGE_DECAY) * torch.tensor(
+                    found, dtype=torch.float64
+                )
         self._state.noise_scale = simple_noise_scale(*self._averages.tolist())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -114,7 +131,11 @@ class GradientNoiseScale:
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Take up what `tensors` gave; without it, start anew."""
-        self._averages = state_dict["averages"].cpu().clone() if "averages" in state_dict else torch.zeros_like(self._averages)
+        self._averages = (
+            state_dict["averages"].cpu().clone()
+            if "averages" in state_dict
+            else torch.zeros_like(self._averages)
+        )
 
 
 def estimate_signal_and_noise(

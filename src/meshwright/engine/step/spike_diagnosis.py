@@ -72,9 +72,18 @@ class ReplayFindings:
     the indices of those.
     """
 
-    def __init__(self, plan: Plan, state: RankState, count: float, loss_sum: Callable[[Any, Batch], torch.Tensor]) -> None:
-        self._state, self._anatomy, self._count, self._total = state, plan.sharding.model_spec, count or 1.0, loss_sum
-        self._completed: dict[str | None, list[str]] = defaultdict(list)  # by the visit whose backward completes them
+    def __init__(
+        self, plan: Plan, state: RankState, count: float, loss_sum: Callable[[Any, Batch], torch.Tensor]
+    ) -> None:
+        self._state, self._anatomy, self._count, self._total = (
+            state,
+            plan.sharding.model_spec,
+            count or 1.0,
+            loss_sum,
+        )
+        self._completed: dict[str | None, list[str]] = defaultdict(
+            list
+        )  # by the visit whose backward completes them
         users = {
             home.param.name: plan.sharding.pp_ranks_using(home.param)
             for home in plan.sharding.logical_param_shardings
@@ -90,7 +99,9 @@ class ReplayFindings:
     def check_outputs(self, microbatch: int, block_calls: Mapping[str, BlockCall]) -> None:
         """Look at what visits have given out."""
         if self.first_nonfinite is None:
-            odd = (name for name, visit in block_calls.items() if any(_odd(leaf) for _, leaf in visit.outputs))
+            odd = (
+                name for name, visit in block_calls.items() if any(_odd(leaf) for _, leaf in visit.outputs)
+            )
             self.first_nonfinite = next(((microbatch, "forward", name) for name in odd), None)
 
     def compute_loss(self, microbatch: int) -> None:
@@ -106,7 +117,10 @@ class ReplayFindings:
 
     def check_gradients(self, microbatch: int, name: str) -> None:
         """Look at the gradients of a visit whose backward has ended; those that it completes are squared, and let go of."""
-        grads = (self._state.trained_module.parameters[weight.name].grad for weight in self._anatomy.params_of(name))
+        grads = (
+            self._state.trained_module.parameters[weight.name].grad
+            for weight in self._anatomy.params_of(name)
+        )
         if self.first_nonfinite is None and any(grad is not None and _odd(grad) for grad in grads):
             self.first_nonfinite = microbatch, "backward", name
         self.add_sqnorms(self._completed[name])
@@ -124,7 +138,12 @@ class FullModelReplay:
     """Of a rank that runs the whole model."""
 
     def __init__(
-        self, plan: Plan, state: RankState, findings: ReplayFindings, forward: ForwardFn, unshard_block: UnshardFn
+        self,
+        plan: Plan,
+        state: RankState,
+        findings: ReplayFindings,
+        forward: ForwardFn,
+        unshard_block: UnshardFn,
     ) -> None:
         self.findings, self._state, self._forward, self._fetch = findings, state, forward, unshard_block
         self._visits = plan.sharding.model_spec.block_calls
@@ -165,7 +184,9 @@ class StageReplay:
     ) -> None:
         self.findings, self._state, self._forward, self._fetch = findings, state, forward, unshard_block
         self._list, self._crossing, self._flow, self._pp = plan.actions, stage_io, run_backward, plan.mesh.pp
-        for work in state.works.values():  # what the step has sent was taken: the norm of all gradients is known
+        for (
+            work
+        ) in state.works.values():  # what the step has sent was taken: the norm of all gradients is known
             work.wait()
         state.final_glue.clear()
         state.forward_passes.clear()
@@ -178,9 +199,13 @@ class StageReplay:
             for name in state.works.keys() & set(action.waits):
                 state.works[name].wait()
             if action.kind in FORWARD_KINDS and action.subject in self._crossing.first_block_calls:
-                self._forward(microbatch, lambda visit: self._fetch(block_of(visit)), first_block_call=action.subject)
+                self._forward(
+                    microbatch, lambda visit: self._fetch(block_of(visit)), first_block_call=action.subject
+                )
                 visits = state.forward_passes[microbatch].block_calls
-                self.findings.check_outputs(microbatch, {name: visit for name, visit in visits.items() if name not in begun})
+                self.findings.check_outputs(
+                    microbatch, {name: visit for name, visit in visits.items() if name not in begun}
+                )
                 begun |= visits.keys()
             elif action.kind == "LOSS":
                 self.findings.compute_loss(microbatch)
@@ -230,22 +255,43 @@ def diagnose_spike(plan: Plan, state: RankState, replay: MicrobatchReplay) -> tu
     norms = {name: squares[name] ** 0.5 for name in names}
     odd = [name for name in names if not isfinite(norms[name])]
     if stage == "backward":
-        odd = [name for name in odd if name in {weight.name for weight in plan.model_spec.params_of(block)}] or odd
+        odd = [
+            name for name in odd if name in {weight.name for weight in plan.model_spec.params_of(block)}
+        ] or odd
     largest = odd[0] if odd else max(names, key=lambda name: norms[name])
     if not stage and odd:
         stage, block = "backward", ""
     if not block:
-        block = next((w.block_calls[0] for w in plan.model_spec.params if w.name == largest and w.block_calls[0] in visits), "")
+        block = next(
+            (
+                w.block_calls[0]
+                for w in plan.model_spec.params
+                if w.name == largest and w.block_calls[0] in visits
+            ),
+            "",
+        )
     total = sum(norm**2 for norm in norms.values()) ** 0.5
     place = visits.index(block) if block in visits else -1
-    mine = [loss, total, STEP_PHASES.index(stage), place, names.index(largest) if state.num_real_microbatches else -1]
+    mine = [
+        loss,
+        total,
+        STEP_PHASES.index(stage),
+        place,
+        names.index(largest) if state.num_real_microbatches else -1,
+    ]
     told = _exchanged(state, mine)
     return tuple(_suspect(rank, row, visits, names) for rank, row in enumerate(told))
 
 
-def _joined(plan: Plan, state: RankState, seen: ReplayFindings) -> tuple[float, Mapping[str, float], StepPhase, str]:
+def _joined(
+    plan: Plan, state: RankState, seen: ReplayFindings
+) -> tuple[float, Mapping[str, float], StepPhase, str]:
     """Of all ranks that play these rows the loss, the squares of whole gradients, and where a number first was not finite."""
-    space, names, visits = plan.sharding, [weight.name for weight in plan.model_spec.trainable], plan.model_spec.block_calls
+    space, names, visits = (
+        plan.sharding,
+        [weight.name for weight in plan.model_spec.trainable],
+        plan.model_spec.block_calls,
+    )
     if not space.model_parallel_axes:
         _, stage, block = seen.first_nonfinite or (0, "", "")
         return seen.loss, seen.sqnorms, stage, block
@@ -256,7 +302,12 @@ def _joined(plan: Plan, state: RankState, seen: ReplayFindings) -> tuple[float, 
     )  # those with other slices have the same loss
     mine = [seen.sqnorms[name] if name in counted else 0.0 for name in names]
     micro, stage, block = seen.first_nonfinite or (-1, "", "")
-    mine += [seen.loss if tells else 0.0, micro, STEP_PHASES.index(stage), visits.index(block) if block in visits else -1]
+    mine += [
+        seen.loss if tells else 0.0,
+        micro,
+        STEP_PHASES.index(stage),
+        visits.index(block) if block in visits else -1,
+    ]
     group = state.world.group(space.model_parallel_axes)
     told = torch.tensor(mine, dtype=torch.float64, device=state.world.device)
     gathered = told.new_empty(group.size * len(told))
@@ -264,9 +315,16 @@ def _joined(plan: Plan, state: RankState, seen: ReplayFindings) -> tuple[float, 
     rows = gathered.view(group.size, -1)
     met = [(int(micro), int(kind), int(place)) for micro, kind, place in rows[:, -3:].tolist() if kind]
     last, none = STEP_PHASES.index("backward"), (-1, 0, -1)
-    _, kind, place = min(met, key=lambda each: (*each[:2], -each[2] if each[1] == last else each[2]), default=none)
+    _, kind, place = min(
+        met, key=lambda each: (*each[:2], -each[2] if each[1] == last else each[2]), default=none
+    )
     *squares, loss = rows[:, :-3].sum(0).tolist()
-    return loss, dict(zip(names, squares, strict=True)), STEP_PHASES[kind], visits[place] if place >= 0 else ""
+    return (
+        loss,
+        dict(zip(names, squares, strict=True)),
+        STEP_PHASES[kind],
+        visits[place] if place >= 0 else "",
+    )
 
 
 def _exchanged(state: RankState, mine: list[float]) -> list[list[float]]:

@@ -42,7 +42,14 @@ from meshwright.model.tensor_parallel.layer_roles import find_layer_roles, hidde
 from meshwright.model.tensors.fake_cache import clear_fake_caches
 from meshwright.model.tensors.float64_mode import run_in_float64
 from meshwright.model.trial.divisible_layers import find_divisible_layers, traced_roles
-from meshwright.model.trial.trial import PROBE_BATCH, TrialFindings, depends_on_values, make_fake, param_block_calls, run_trial
+from meshwright.model.trial.trial import (
+    PROBE_BATCH,
+    TrialFindings,
+    depends_on_values,
+    make_fake,
+    param_block_calls,
+    run_trial,
+)
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import ROOT, BatchTensor, ModelSpec, ParamSpec, block_of
 from meshwright.plan.model_spec.op_costs import ModelMemory
@@ -56,9 +63,7 @@ SECOND_BATCH_SIZE = 5
 TrialResult = tuple[
     TrialFindings, DrawSites, tuple[BatchTensor, ...]
 ]  # what a trial shows; the columns are what is handed to the loss
-NUMPY_RANDOM_NOTE = (
-    "the forward draws numbers with numpy.random: where they reach its outputs, another plan trains another model; draw with"
-)
+NUMPY_RANDOM_NOTE = "the forward draws numbers with numpy.random: where they reach its outputs, another plan trains another model; draw with"
 NUMPY_RANDOM_NOTE += " torch.rand, or turn off what draws (in transformers' models of speech apply_spec_augment, or a layer drop)"
 FindLossInputs = Callable[[Any, Any], tuple[BatchTensor, ...]]
 
@@ -90,7 +95,9 @@ class AnalyzedModel:
 
     def for_example(self, example: Example) -> "AnalyzedModel":
         """The reading of the same model on rows like those of `example`, a batch that has them of another length."""
-        return analyze(self.loaded_model, example, tuple(each.name for each in self.model_spec.targets), self.loss_spec)
+        return analyze(
+            self.loaded_model, example, tuple(each.name for each in self.model_spec.targets), self.loss_spec
+        )
 
     @cached_property
     def sequence_info(self) -> SequenceInfo | None:
@@ -117,7 +124,9 @@ class AnalyzedModel:
     def measure_memory(self, param_dtype: torch.dtype, compute_dtype: torch.dtype) -> ModelMemory | None:
         """What the model holds in memory in these dtypes, weighed when it is first asked; None where nobody can tell."""
         if (param_dtype, compute_dtype) not in self._memory_by_dtypes:
-            self._memory_by_dtypes[param_dtype, compute_dtype] = self._measure_memory(param_dtype, compute_dtype)
+            self._memory_by_dtypes[param_dtype, compute_dtype] = self._measure_memory(
+                param_dtype, compute_dtype
+            )
         return self._memory_by_dtypes[param_dtype, compute_dtype]
 
     @cached_property
@@ -132,7 +141,9 @@ class AnalyzedModel:
             return self.make_module("cpu", param_dtype, mode)[:2]
 
         casts = None if compute_dtype == param_dtype else compute_dtype
-        return measure_memory(MemoryTrial(make, self.example_samples, self.loss_spec, self.model_spec.writes_in_place, casts))
+        return measure_memory(
+            MemoryTrial(make, self.example_samples, self.loss_spec, self.model_spec.writes_in_place, casts)
+        )
 
     def make_module(
         self,
@@ -156,11 +167,18 @@ class AnalyzedModel:
             use_eager_experts(module)
         if dtype == torch.float64:
             run_in_float64(module)
-        return set_training_mode(module), get_blocks(module, self.block_names), dict(module.named_parameters())
+        return (
+            set_training_mode(module),
+            get_blocks(module, self.block_names),
+            dict(module.named_parameters()),
+        )
 
 
 def analyze(
-    loaded_model: LoadedModel, example: Example, target_names: tuple[str, ...], loss_spec: LossSpec | None = None
+    loaded_model: LoadedModel,
+    example: Example,
+    target_names: tuple[str, ...],
+    loss_spec: LossSpec | None = None,
 ) -> AnalyzedModel:
     """The reading of the model that `loaded` builds, learnt from a forward on rows like those of `example`.
 
@@ -188,7 +206,9 @@ def analyze(
     held = param_owners(module, get_blocks(module, names))
     holders = {name: held.get(id(parameter), []) for name, parameter in module.named_parameters()}
     hidden = hidden_matrices(module)
-    shown = find_divisible_layers(module, found, sockets, roles, loss_spec, partial(try_splits_on_slices, plan, names, inputs))
+    shown = find_divisible_layers(
+        module, found, sockets, roles, loss_spec, partial(try_splits_on_slices, plan, names, inputs)
+    )
     sites.layer_pairs = sites_between_layers(found.layer_uses.uses, found.num_draws, shown.calls)
     weights = tuple(
         ParamSpec(
@@ -207,9 +227,18 @@ def analyze(
         for name, entry in plan.logical_params.items()
     )
     numel, flops = tuple(found.output_numel), tuple(found.flops)
-    notes = tuple(_model_notes(names == (WHOLE_MODEL,) and not loaded_model.blocks, weights, found)) + shown.notes
+    notes = (
+        tuple(_model_notes(names == (WHOLE_MODEL,) and not loaded_model.blocks, weights, found)) + shown.notes
+    )
     anatomy = ModelSpec(
-        loaded_model.name, tuple(found.block_calls), weights, numel, flops, bool(sites.layouts), found.writes_in_place, notes
+        loaded_model.name,
+        tuple(found.block_calls),
+        weights,
+        numel,
+        flops,
+        bool(sites.layouts),
+        found.writes_in_place,
+        notes,
     )
     targeted = {key: value for key, value in example.items() if key in target_names}
     batch = batch_columns(inputs), batch_columns(targeted)
@@ -221,7 +250,9 @@ def analyze(
         needs_global_batch=other,
         pretrained_source=plan.weights_origin,
     )
-    anatomy = replace(anatomy, saved_numel=tuple(found.saved_numel), layer_calls=shown.calls, logits=shown.logits)
+    anatomy = replace(
+        anatomy, saved_numel=tuple(found.saved_numel), layer_calls=shown.calls, logits=shown.logits
+    )
     anatomy = replace(
         anatomy,
         size_attributes=shown.local_numbers,
@@ -233,10 +264,19 @@ def analyze(
         loss_saved_numel=loss_saved_numel(loss_spec, few, found.outputs) // PROBE_BATCH,
     )
     row = {key: value.detach()[:1].clone() for key, value in example.items()}
-    unused = tuple(name for name, entry in plan.logical_params.items() if entry.requires_grad and not found.param_users[name])
+    unused = tuple(
+        name
+        for name, entry in plan.logical_params.items()
+        if entry.requires_grad and not found.param_users[name]
+    )
     few = {key: value.detach() for key, value in few.items()}
     clear_fake_caches(module)
-    told = tuple(found.written_buffers), tuple(dict.fromkeys(found.attention_calls)), found.num_captured, unused
+    told = (
+        tuple(found.written_buffers),
+        tuple(dict.fromkeys(found.attention_calls)),
+        found.num_captured,
+        unused,
+    )
     return AnalyzedModel(
         plan,
         names,
@@ -253,17 +293,27 @@ def analyze(
 
 
 def _run_trial(
-    plan: DeferredInit, names: tuple[str, ...], inputs: Example, look: FindLossInputs, layers: Mapping[str, str], *, other: bool
+    plan: DeferredInit,
+    names: tuple[str, ...],
+    inputs: Example,
+    look: FindLossInputs,
+    layers: Mapping[str, str],
+    *,
+    other: bool,
 ) -> TrialResult:
     rows = {
-        batch: {key: repeat_samples(value, batch) for key, value in inputs.items()} for batch in (PROBE_BATCH, SECOND_BATCH_SIZE)
+        batch: {key: repeat_samples(value, batch) for key, value in inputs.items()}
+        for batch in (PROBE_BATCH, SECOND_BATCH_SIZE)
     }
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     module = make_trial_module(plan)
     make_fake(module, mode)
     try:
         with mode:
-            fakes = {batch: {key: mode.from_tensor(value) for key, value in some.items()} for batch, some in rows.items()}
+            fakes = {
+                batch: {key: mode.from_tensor(value) for key, value in some.items()}
+                for batch, some in rows.items()
+            }
             return _forwards(module, names, fakes, look, layers, other=other)
     except PlanError:
         raise
@@ -271,7 +321,9 @@ def _run_trial(
         if not depends_on_values(error):
             raise _forward_error(error, inputs) from error
     module = make_trial_module(plan)
-    use_eager_experts(module)  # on real tensors, weights by token would take the memory of as many experts as tokens
+    use_eager_experts(
+        module
+    )  # on real tensors, weights by token would take the memory of as many experts as tokens
     plan.materialize(module)
     try:
         return _forwards(module, names, rows, look, layers, other=other)
@@ -295,13 +347,22 @@ def _forwards(
     def forward(batch: int) -> TrialFindings:
         before = repr(np.random.get_state(legacy=False))
         with record_draw_sites(dice, batch):
-            found = run_trial(module, blocks, dice.enter_block, lambda: module(**rows[batch]), layers, lambda: dice.num_draws)
+            found = run_trial(
+                module,
+                blocks,
+                dice.enter_block,
+                lambda: module(**rows[batch]),
+                layers,
+                lambda: dice.num_draws,
+            )
         found.draws_from_numpy = repr(np.random.get_state(legacy=False)) != before
         return found
 
     found = forward(PROBE_BATCH)
     wider = None
-    if dice.sites.layouts or other:  # a second size tells the batch dim of what is drawn from other dims of the first size
+    if (
+        dice.sites.layouts or other
+    ):  # a second size tells the batch dim of what is drawn from other dims of the first size
         wider = forward(SECOND_BATCH_SIZE).outputs
     return found, dice.sites, look(found.outputs, wider)
 
@@ -313,7 +374,9 @@ def _check_example(example: Example) -> None:
         given = ", ".join(f"{key} of shape {list(shape)}" for key, shape in shapes.items()) or "no tensors"
         text = f"the example batch holds {given}; needed are the same rows along dim 0 of every tensor, at least one"
         raise PlanError(
-            text, fix="give one batch as the loader makes it, by the names of the forward's arguments", location="example"
+            text,
+            fix="give one batch as the loader makes it, by the names of the forward's arguments",
+            location="example",
         )
 
 
@@ -327,7 +390,10 @@ def _check_declared(declared: Iterable[str], visits: Iterable[str]) -> None:
 
 
 def _forward_error(error: Exception, inputs: Example) -> PlanError:
-    given = ", ".join(f"{key} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}" for key, value in inputs.items())
+    given = ", ".join(
+        f"{key} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        for key, value in inputs.items()
+    )
     text = f"the forward fails in a trial run on rows like {given or 'no arguments'}: {type(error).__name__}: {error}"
     fix = "repair the forward (the traceback above is its own), or the example: its keys, less the targets, are the arguments"
     fix = f"{fix}; a model that takes something else than text returns one: meshwright.Model(module, example={{...}})"
@@ -347,4 +413,6 @@ def _model_notes(unbroken: bool, weights: tuple[ParamSpec, ...], found: TrialFin
 
 
 def _missing_loss(outputs: Any, batch: Example) -> torch.Tensor:
-    raise NotImplementedError("no loss was given to the reading: it takes all outputs to be used; pass judge=Judge(...)")
+    raise NotImplementedError(
+        "no loss was given to the reading: it takes all outputs to be used; pass judge=Judge(...)"
+    )

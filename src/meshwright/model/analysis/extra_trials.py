@@ -17,7 +17,12 @@ from meshwright.model.hf.config import use_batched_experts
 from meshwright.model.loading.meta_init import DeferredInit
 from meshwright.model.rng.dropout_mode import record_draw_sites
 from meshwright.model.rng.sites import StatelessRNG
-from meshwright.model.sequence_analysis.analysis import LARGER_BATCH_SIZE, SequenceTrial, TrialFactory, analyze_sequence
+from meshwright.model.sequence_analysis.analysis import (
+    LARGER_BATCH_SIZE,
+    SequenceTrial,
+    TrialFactory,
+    analyze_sequence,
+)
 from meshwright.model.tensor_parallel.joint_sums import JointSums
 from meshwright.model.tensor_parallel.residual_stream import trace_residual_stream
 from meshwright.model.tensor_parallel.slice_plan import SplitProposal
@@ -72,7 +77,12 @@ def add_residual_stream(
             summing = [call.name for call in model_spec.layer_calls if call.role == "rows"]
             with summands.follow_layers(module, blocks, summing):
                 calls, passages = trace_residual_stream(
-                    module, blocks, model_spec.layer_calls, dice.enter_block, forward, writes_in_place=model_spec.writes_in_place
+                    module,
+                    blocks,
+                    model_spec.layer_calls,
+                    dice.enter_block,
+                    forward,
+                    writes_in_place=model_spec.writes_in_place,
                 )
     except Exception as error:
         if not depends_on_values(error):
@@ -94,7 +104,12 @@ def find_sequence_info(
     What glue computes of rows alone, positions and masks, has values: whether there is a mask at all may depend on them.
     """
     return analyze_sequence(
-        inputs, targets, block_calls, deferred_init.instantiate(), make_trial_factory(deferred_init, block_names), loss_spec
+        inputs,
+        targets,
+        block_calls,
+        deferred_init.instantiate(),
+        make_trial_factory(deferred_init, block_names),
+        loss_spec,
     )
 
 
@@ -109,10 +124,15 @@ def make_trial_factory(deferred_init: DeferredInit, block_names: tuple[str, ...]
             make_trial_module(deferred_init),
             rows == LARGER_BATCH_SIZE,
         )
-        make_fake(module, mode, (lambda name: deferred_init.init_dtype(name, torch.float64)) if wide else None)
+        make_fake(
+            module, mode, (lambda name: deferred_init.init_dtype(name, torch.float64)) if wide else None
+        )
         with record_draw_sites(dice, rows):
             some = {key: repeat_samples(value, rows) for key, value in batch.items()}
-            some = {key: value.double() if wide and value.is_floating_point() else value for key, value in some.items()}
+            some = {
+                key: value.double() if wide and value.is_floating_point() else value
+                for key, value in some.items()
+            }
             yield SequenceTrial(module, get_blocks(module, block_names), dice.enter_block, some, mode)
 
     return ready
@@ -134,7 +154,11 @@ def repeat_samples(value: torch.Tensor, num_samples: int) -> torch.Tensor:
 
 def get_blocks(module: nn.Module, block_names: tuple[str, ...]) -> dict[str, nn.Module]:
     """The blocks of `module` by name."""
-    return {WHOLE_MODEL: module} if block_names == (WHOLE_MODEL,) else {name: module.get_submodule(name) for name in block_names}
+    return (
+        {WHOLE_MODEL: module}
+        if block_names == (WHOLE_MODEL,)
+        else {name: module.get_submodule(name) for name in block_names}
+    )
 
 
 def set_training_mode(module: nn.Module) -> nn.Module:

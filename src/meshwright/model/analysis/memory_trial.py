@@ -52,7 +52,11 @@ class LiveMemoryTracker(TorchDispatchMode):
     """
 
     def __init__(
-        self, fake_mode: FakeTensorMode, is_in_block: Callable[[], bool], num_samples: int, weight_numels: Container[int]
+        self,
+        fake_mode: FakeTensorMode,
+        is_in_block: Callable[[], bool],
+        num_samples: int,
+        weight_numels: Container[int],
     ) -> None:
         super().__init__()
         self.memory_log: list[tuple[LinearInSamples, tuple[int, ...]]] = []
@@ -67,7 +71,9 @@ class LiveMemoryTracker(TorchDispatchMode):
         self._live: dict[int, tuple[StorageWeakRef, int, ByteKind]] = {}
         self._new_storages: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         out = self._run_op(func, args, kwargs or {})
         born = tuple(key for key in map(self._add_storage, tree_leaves(out)) if key)
         self._new_storages.update(born)
@@ -90,7 +96,11 @@ class LiveMemoryTracker(TorchDispatchMode):
     def reset_log(self, watched_storages: Iterable[int] = ()) -> LinearInSamples:
         """Forget the log, not what lives: the bytes of that. Storages by these keys are looked at as young ones."""
         self._drop_expired(list(self._live))
-        self._new_storages, self.memory_log, self.ops = {key for key in watched_storages if key in self._live}, [], []
+        self._new_storages, self.memory_log, self.ops = (
+            {key for key in watched_storages if key in self._live},
+            [],
+            [],
+        )
         return self.live_bytes
 
     def refresh(self) -> LinearInSamples:
@@ -106,7 +116,9 @@ class LiveMemoryTracker(TorchDispatchMode):
     def storage_bytes(self, tensors: Iterable[torch.Tensor]) -> LinearInSamples:
         """The bytes of the storages of `tensors`, each once."""
         found = {tensor.untyped_storage()._cdata: self._storage_size(tensor) for tensor in tensors}
-        return self._to_linear({kind: sum(nbytes for nbytes, each in found.values() if each == kind) for kind in self._sums})
+        return self._to_linear(
+            {kind: sum(nbytes for nbytes, each in found.values() if each == kind) for kind in self._sums}
+        )
 
     def _to_linear(self, sums: Mapping[ByteKind, int]) -> LinearInSamples:
         return LinearInSamples(sums["fixed"], sums["each"] / self._num_samples, sums["weights"])
@@ -118,7 +130,9 @@ class LiveMemoryTracker(TorchDispatchMode):
         try:
             with self._fake_mode:
                 made = func(*args, **kwargs)
-            large = any(isinstance(each, torch.Tensor) and each.numel() > MAX_REAL_NUMEL for each in tree_leaves(made))
+            large = any(
+                isinstance(each, torch.Tensor) and each.numel() > MAX_REAL_NUMEL for each in tree_leaves(made)
+            )
         except Exception as error:
             if not depends_on_values(error):
                 raise
@@ -144,7 +158,14 @@ class LiveMemoryTracker(TorchDispatchMode):
         """The bytes of a tensor's storage, and of which kind they are."""
         nbytes = tensor.untyped_storage().nbytes()
         numel = nbytes // tensor.itemsize
-        return nbytes, "each" if numel % self._num_samples == 0 else "weights" if numel in self._weight_numels else "fixed"
+        return (
+            nbytes,
+            "each"
+            if numel % self._num_samples == 0
+            else "weights"
+            if numel in self._weight_numels
+            else "fixed",
+        )
 
     def _drop_expired(self, keys: Iterable[int]) -> None:
         for key in [key for key in keys if self._live[key][0].expired()]:
@@ -176,7 +197,9 @@ def measure_memory(trial: MemoryTrial) -> ModelMemory | None:
     """What the visits of a forward hold; None where fake tensors cannot run it, or where the loss cannot be played."""
     try:
         return _MemoryMeasurement(trial).run()
-    except Exception:  # whatever it is, nothing is known then: what autograd saves in the first trial stands for it
+    except (
+        Exception
+    ):  # whatever it is, nothing is known then: what autograd saves in the first trial stands for it
         return None
 
 
@@ -193,7 +216,9 @@ class _MemoryMeasurement:
             [*self._module.parameters(), *(value[0] for value in trial.example_samples.values())]
         )
         weights = {parameter.numel() for parameter in self._module.parameters() if parameter.ndim > 1}
-        self._tracker = LiveMemoryTracker(mode, lambda: self._in_backward or not self._driver.in_glue, self._num_samples, weights)
+        self._tracker = LiveMemoryTracker(
+            mode, lambda: self._in_backward or not self._driver.in_glue, self._num_samples, weights
+        )
         self._op_counter = OpCounter(self._num_samples)
         self._measured_like: dict[str, str] = {}  # of each visit the one whose backward was run for it
         self._bytes_before: dict[str, LinearInSamples] = {}
@@ -202,7 +227,10 @@ class _MemoryMeasurement:
 
     def run(self) -> ModelMemory:
         """What each visit holds, what glue does, and what the loss has on top."""
-        batch = {key: repeat_samples(value, self._num_samples) for key, value in self._trial.example_samples.items()}
+        batch = {
+            key: repeat_samples(value, self._num_samples)
+            for key, value in self._trial.example_samples.items()
+        }
         inputs = {key: value for key, value in batch.items() if key not in self._trial.loss_spec.targets}
         dice, scales = StatelessRNG(seed=0), self._tracker
         scales.count_existing([*self._module.parameters(), *self._module.buffers(), *batch.values()])
@@ -218,13 +246,20 @@ class _MemoryMeasurement:
             self._op_counter.open_section("glue")
             self._state_after[visit] = scales.refresh(), scales.new_storages
             self._forward_peak[visit] = (
-                max((now for now, _ in scales.memory_log), key=self._total, default=LinearInSamples()) - scales.live_bytes
+                max((now for now, _ in scales.memory_log), key=self._total, default=LinearInSamples())
+                - scales.live_bytes
             )
 
         try:
             with scales, self._op_counter:
-                with record_draw_sites(dice, self._num_samples), self._autocast(), self._op_counter.section("glue"):
-                    outputs, closing, passed = self._driver.forward(reach, lambda: self._module(**inputs), leave)
+                with (
+                    record_draw_sites(dice, self._num_samples),
+                    self._autocast(),
+                    self._op_counter.section("glue"),
+                ):
+                    outputs, closing, passed = self._driver.forward(
+                        reach, lambda: self._module(**inputs), leave
+                    )
                 glue = scales.reset_log() - start
                 streams = {name: self._output_bytes(visit) for name, visit in passed.block_calls.items()}
                 self._in_backward = True
@@ -240,12 +275,17 @@ class _MemoryMeasurement:
             inside = self._state_after[name][0] - self._bytes_before[name] - stream
             own = own + stream + inside
             loads.append(BlockMemory(name, stream, inside, *learnt[name]))
-        return ModelMemory(tuple(loads), glue - own, lost, max(handed, key=self._total), self._count_ops(streams))
+        return ModelMemory(
+            tuple(loads), glue - own, lost, max(handed, key=self._total), self._count_ops(streams)
+        )
 
     def _count_ops(self, visits: Iterable[str]) -> ModelOps:
         """What was done meanwhile."""
         of = self._op_counter.section_work
-        done = (BlockOps(visit, of("forward", visit), of("backward", self._measured_like[visit])) for visit in visits)
+        done = (
+            BlockOps(visit, of("forward", visit), of("backward", self._measured_like[visit]))
+            for visit in visits
+        )
         return ModelOps(tuple(done), of("glue"), of("loss"))
 
     def _autocast(self) -> AbstractContextManager:
@@ -255,7 +295,9 @@ class _MemoryMeasurement:
     def _output_bytes(self, visit: BlockCall) -> LinearInSamples:
         """What a visit hands on, less what lies in the memory of what it was given."""
         _, young = self._state_after[visit.name]
-        return self._tracker.storage_bytes(tensor for tensor, _ in visit.outputs if storage_id(tensor) in young)
+        return self._tracker.storage_bytes(
+            tensor for tensor, _ in visit.outputs if storage_id(tensor) in young
+        )
 
     def _loss_bytes(self, outputs: Any, batch: Example, closing: BlockCall) -> LinearInSamples:
         """What the loss and its backward have on top of the gradient that is left of them."""
@@ -290,7 +332,13 @@ class _MemoryMeasurement:
         block = self._blocks[block_of(name)]
         weights = tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in block.parameters())
         given = tuple((tuple(leaf.shape), leaf.dtype) for _, leaf in visit.outputs)
-        return type(block), weights, given, self._state_after[name][0] - self._bytes_before[name], len(visit.glue)
+        return (
+            type(block),
+            weights,
+            given,
+            self._state_after[name][0] - self._bytes_before[name],
+            len(visit.glue),
+        )
 
     def _measure_backward(
         self, name: str, visit: BlockCall, *, own: bool
@@ -317,14 +365,21 @@ class _MemoryMeasurement:
             beside.append(now - start - made)
             learning.append(now - start)
             attending += [beside[-1]] if ran[at] in CAUSAL_ARGUMENTS else []
-        late = max(attending, key=lambda line: line.signed_local_total(self._num_samples, Fraction(1), Fraction(1)), default=None)
+        late = max(
+            attending,
+            key=lambda line: line.signed_local_total(self._num_samples, Fraction(1), Fraction(1)),
+            default=None,
+        )
         return max(beside, key=self._total), max(learning, key=lambda line: line.total(1)), late
 
 
 def _choose_num_samples(tensors: Iterable[torch.Tensor]) -> int:
     """A number of rows that divides no size of weights and of rows."""
     sizes = [tensor.numel() for tensor in tensors]
-    return next((prime for prime in SAMPLE_COUNT_PRIMES if all(size % prime for size in sizes if size)), SAMPLE_COUNT_PRIMES[0])
+    return next(
+        (prime for prime in SAMPLE_COUNT_PRIMES if all(size % prime for size in sizes if size)),
+        SAMPLE_COUNT_PRIMES[0],
+    )
 
 
 def _get_or_make_grads(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -79,7 +79,10 @@ class ModelReport:
 
 
 def make_model_report(
-    loaded_model: LoadedModel, example: Example, target_names: tuple[str, ...], loss_spec: LossSpec | None = None
+    loaded_model: LoadedModel,
+    example: Example,
+    target_names: tuple[str, ...],
+    loss_spec: LossSpec | None = None,
 ) -> ModelReport:
     """What can be found out about the model that `loaded` builds; a trial that fails is among the faults.
 
@@ -98,13 +101,19 @@ def make_model_report(
         name=loaded_model.name,
         class_name=type(module).__name__,
         numel=sum(prod(entry.shape) for entry in logical.values()),
-        blocks=tuple(_tree_rows(module, loaded_model) if reading is None else _block_call_rows(module, reading)),
+        blocks=tuple(
+            _tree_rows(module, loaded_model) if reading is None else _block_call_rows(module, reading)
+        ),
         layers=tuple(_layer_rows(_with_found_roles(reading, sockets))),
         tied_params=tuple((name, *entry.aliases) for name, entry in logical.items() if entry.aliases),
         attention=attention_implementation(module),
         glue_params=()
         if reading is None
-        else tuple(w.name for w in weights if w.trainable and ROOT in w.block_calls and w.name not in reading.unused_params),
+        else tuple(
+            w.name
+            for w in weights
+            if w.trainable and ROOT in w.block_calls and w.name not in reading.unused_params
+        ),
         frozen_params=tuple(name for name, entry in logical.items() if not entry.requires_grad),
         unused_params=() if reading is None else reading.unused_params,
         num_captured=() if reading is None else tuple(reading.num_captured.items()),
@@ -131,7 +140,19 @@ def _block_call_rows(module: nn.Module, reading: AnalyzedModel) -> Iterator[Bloc
         block = module if name == WHOLE_MODEL else module.get_submodule(name)
         numel = sum(weight.numel for weight in anatomy.params_of(visit))
         kind = type(block).__name__
-        rows.append(BlockRow(visit, visit, 1, kind, numel, stream, flops, visit in reading.attention_calls, sites.count(visit)))
+        rows.append(
+            BlockRow(
+                visit,
+                visit,
+                1,
+                kind,
+                numel,
+                stream,
+                flops,
+                visit in reading.attention_calls,
+                sites.count(visit),
+            )
+        )
     yield from _merge_equal_rows(rows)
 
 
@@ -177,16 +198,26 @@ def _advice(
     names = tuple(find_blocks(module, loaded.blocks or ())) if reading is None else reading.block_names
     if names == (WHOLE_MODEL,) and not loaded.blocks:
         unused = () if reading is None else reading.unused_params
-        inner = [name for name, child in module.named_children() if _may_be_used(name, child, unused)] or ["layers.0"]
-        text = "no chain of blocks was found: the model runs as one block, so nothing overlaps with its backward"
+        inner = [name for name, child in module.named_children() if _may_be_used(name, child, unused)] or [
+            "layers.0"
+        ]
+        text = (
+            "no chain of blocks was found: the model runs as one block, so nothing overlaps with its backward"
+        )
         yield Diagnostic(text, suggest_declaration(f"blocks={inner[:MAX_LISTED_NAMES]!r}"))
-    unknown = {row.pattern: row.kind for row in _layer_rows(_layers_without_role(reading, sockets)) if row.pattern != WHOLE_MODEL}
+    unknown = {
+        row.pattern: row.kind
+        for row in _layer_rows(_layers_without_role(reading, sockets))
+        if row.pattern != WHOLE_MODEL
+    }
     if unknown:
         named = ", ".join(list(unknown)[:MAX_LISTED_NAMES]) + (
             f" and {len(unknown) - MAX_LISTED_NAMES} more" if len(unknown) > MAX_LISTED_NAMES else ""
         )
         text = f"no role is declared for {named}: such weights stay whole on every rank"
-        linears, tables = ([name for name, kind in unknown.items() if kind == wanted] for wanted in ("linear", "embedding"))
+        linears, tables = (
+            [name for name, kind in unknown.items() if kind == wanted] for wanted in ("linear", "embedding")
+        )
         fix = suggest_roles(linears or list(unknown), tables)
         yield Diagnostic(text, f'{fix}  # or "rows", "packed columns"...: see docs/models.md')
     if reading is not None and reading.unused_params:
@@ -203,7 +234,9 @@ def _with_found_roles(reading: AnalyzedModel | None, sockets: Sequence[LayerRole
     found = {layer: weight.role for weight in weights for layer in weight.layers}
     roles = {name: role for name, role in found.items() if role and role != "norm"}
     return [
-        replace(socket, role=roles[socket.name], source=FOUND_BY_TRIAL) if not socket.role and socket.name in roles else socket
+        replace(socket, role=roles[socket.name], source=FOUND_BY_TRIAL)
+        if not socket.role and socket.name in roles
+        else socket
         for socket in sockets
     ]
 

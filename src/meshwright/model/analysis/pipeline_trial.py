@@ -28,9 +28,7 @@ from meshwright.model.tensors.fake_cache import clear_fake_caches
 from meshwright.model.trial.trial import PROBE_BATCH, depends_on_values
 from meshwright.plan.job.errors import PlanError
 
-MAX_FORWARD_GRAPHS = (
-    256  # courses that are kept: that of 32 layers takes some 0.2 MB, and to learn it again as long as some steps
-)
+MAX_FORWARD_GRAPHS = 256  # courses that are kept: that of 32 layers takes some 0.2 MB, and to learn it again as long as some steps
 Inputs = Mapping[str, torch.Tensor]
 InputSignature = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
@@ -54,14 +52,22 @@ def trace_forward_graph(
     rows = PROBE_BATCH, SECOND_BATCH_SIZE
     mode: FakeTensorMode | None = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        few, more = (_record_forward(analyzed, inputs, each, dtype, mode, training, compute_dtype) for each in rows)
+        few, more = (
+            _record_forward(analyzed, inputs, each, dtype, mode, training, compute_dtype) for each in rows
+        )
     except Exception as error:
         if not depends_on_values(error):
             raise
         mode = None
-        few, more = (_record_forward(analyzed, inputs, each, dtype, mode, training, compute_dtype) for each in rows)
+        few, more = (
+            _record_forward(analyzed, inputs, each, dtype, mode, training, compute_dtype) for each in rows
+        )
     own = SingleRankForward.for_inputs(analyzed.sequence_info, inputs) if sequence_sharded else None
-    third = None if own is None else _record_forward(analyzed, inputs, rows[0], dtype, mode, training, compute_dtype, own)
+    third = (
+        None
+        if own is None
+        else _record_forward(analyzed, inputs, rows[0], dtype, mode, training, compute_dtype, own)
+    )
     return build_forward_graph(few, more, rows, third)
 
 
@@ -77,7 +83,11 @@ def add_stage_boundaries(
     With `dealt`, of which of them a rank has its own tokens.
     """
     inputs = {column.name: analyzed.example[column.name] for column in analyzed.model_spec.inputs}
-    borders = get_forward_graphs(analyzed, dtype).get(inputs, compute_dtype, sequence_sharded=sequence_sharded).boundaries
+    borders = (
+        get_forward_graphs(analyzed, dtype)
+        .get(inputs, compute_dtype, sequence_sharded=sequence_sharded)
+        .boundaries
+    )
     return replace(analyzed, model_spec=replace(analyzed.model_spec, stage_boundaries=borders))
 
 
@@ -96,11 +106,18 @@ class ForwardGraphCache:
     analyzed: AnalyzedModel
     dtype: torch.dtype = torch.float32
     max_graphs: int = MAX_FORWARD_GRAPHS
-    _graphs: dict[tuple[InputSignature, bool, torch.dtype | None, bool], ForwardGraph] = field(default_factory=dict)
+    _graphs: dict[tuple[InputSignature, bool, torch.dtype | None, bool], ForwardGraph] = field(
+        default_factory=dict
+    )
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def get(
-        self, inputs: Inputs, compute_dtype: torch.dtype | None = None, *, training: bool = True, sequence_sharded: bool = False
+        self,
+        inputs: Inputs,
+        compute_dtype: torch.dtype | None = None,
+        *,
+        training: bool = True,
+        sequence_sharded: bool = False,
     ) -> ForwardGraph:
         """The course of a forward on `inputs`, of any number of rows, whose products compute in `compute`, as in `learn`."""
         kind = tuple((key, tuple(value.shape[1:]), value.dtype) for key, value in inputs.items())
@@ -154,7 +171,9 @@ def _record_forward(
         with fakes, record_draw_sites(dice, rows), torch.set_grad_enabled(training), casting:
             call, drawn = partial(module, **some), lambda: dice.num_draws
             before = {key: value._version for key, value in some.items()}
-            found = record_forward(module if training else module.eval(), blocks, call, dice.enter_block, drawn, used, dealt)
+            found = record_forward(
+                module if training else module.eval(), blocks, call, dice.enter_block, drawn, used, dealt
+            )
     finally:
         clear_fake_caches(module)
     for key, value in some.items():
@@ -171,5 +190,7 @@ def _run_in_mode(mode: FakeTensorMode, forward: Callable[..., Any], /, *args: An
 
 def _make_samples(value: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
     """`rows` rows like those of `value`, on the CPU; floating ones in `dtype`."""
-    few = value.detach()[: min(rows, len(value))].to("cpu", dtype if value.is_floating_point() else value.dtype)
+    few = value.detach()[: min(rows, len(value))].to(
+        "cpu", dtype if value.is_floating_point() else value.dtype
+    )
     return few.repeat(-(-rows // len(few)), *[1] * (few.ndim - 1))[:rows]

@@ -50,7 +50,8 @@ def batch_coupled_norms(module: nn.Module) -> dict[str, _BatchNorm]:
     return {
         name: norm
         for name, norm in module.named_modules()
-        if isinstance(norm, _BatchNorm) and (norm.training or not module.training or norm.running_mean is None)
+        if isinstance(norm, _BatchNorm)
+        and (norm.training or not module.training or norm.running_mean is None)
     }
 
 
@@ -75,9 +76,7 @@ def _spectral_norm_diagnostics(plan: Plan, module: nn.Module) -> Iterator[Diagno
     """What is wrong with `plan` for the spectral norms of `module`."""
     found = {name: part for name, part in module.named_modules() if _is_training_spectral_norm(part)}
     if found and plan.num_microbatches > 1:
-        text = (
-            f"{len(found)} spectral norms ({next(iter(found))}...) go on in every forward: {plan.num_microbatches} micro-batches"
-        )
+        text = f"{len(found)} spectral norms ({next(iter(found))}...) go on in every forward: {plan.num_microbatches} micro-batches"
         text += " go as many steps of their power iteration, and one device goes one"
         fix = "take the rows of a rank at once (micro_batch = 0), freeze them (norm.eval() in the factory), or use weight norm"
         yield Diagnostic(text, fix, "model")
@@ -126,17 +125,29 @@ class TableUseMode(TorchDispatchMode):
         super().__init__()
         self._names = {storage_id(each): name for name, each in self.parameters.items()}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         packet = func._overloadpacket
         if packet is torch.ops.aten.embedding_renorm_:
             self._note(args[0], MAX_NORM)
         elif packet in _LOOKUP_OPS:
-            for how, key, at in ((GRAD_BY_FREQ, GRAD_BY_FREQ, 3), (SPARSE_GRAD, "sparse", _LOOKUP_OPS[packet])):
+            for how, key, at in (
+                (GRAD_BY_FREQ, GRAD_BY_FREQ, 3),
+                (SPARSE_GRAD, "sparse", _LOOKUP_OPS[packet]),
+            ):
                 if args[at] if len(args) > at else (kwargs or {}).get(key, False):
                     self._note(args[0], how)
-        elif packet in _BATCH_NORM_OPS and args[5] and args[0].shape[0] > 1:  # as instance norm calls it, rows are channels
+        elif (
+            packet in _BATCH_NORM_OPS and args[5] and args[0].shape[0] > 1
+        ):  # as instance norm calls it, rows are channels
             self._note(args[0], BATCH_NORM)
-        elif packet.__name__.endswith("_") and args and isinstance(args[0], torch.Tensor) and self._name(args[0]):
+        elif (
+            packet.__name__.endswith("_")
+            and args
+            and isinstance(args[0], torch.Tensor)
+            and self._name(args[0])
+        ):
             self._note(args[0], PARAM_WRITE)
         return func(*args, **(kwargs or {}))
 
@@ -155,7 +166,9 @@ def table_diagnostics(plan: Plan, module: nn.Module, table_uses: Sequence[TableU
     parts = f"{plan.mesh.world_size} ranks x {plan.num_microbatches} micro-batches"
     for name, how in table_uses:
         if how == GRAD_BY_FREQ and (plan.mesh.world_size > 1 or plan.num_microbatches > 1):
-            text = f"would divide gradients by how often a part of the global batch looks up an entry ({parts})"
+            text = (
+                f"would divide gradients by how often a part of the global batch looks up an entry ({parts})"
+            )
         elif how == MAX_NORM and (plan.mesh.world_size > 1 or (plan.num_microbatches > 1 and name in tied)):
             text = f"is written by the forward, where a part of the global batch looks it up ({parts})"
         elif how == MAX_NORM and _master_dtype(plan):
@@ -169,7 +182,9 @@ def table_diagnostics(plan: Plan, module: nn.Module, table_uses: Sequence[TableU
                 yield from _write_diagnostics(plan, name)
             if how == SPARSE_GRAD:
                 yield Diagnostic(
-                    f"the gradient of the table '{name}' is sparse, and no sum of those is made", f"leave {how} out", "model"
+                    f"the gradient of the table '{name}' is sparse, and no sum of those is made",
+                    f"leave {how} out",
+                    "model",
                 )
             continue
         fix = f"{_FIX[how]}; or train on one device with micro_batch = 0, all in one dtype"
@@ -196,7 +211,9 @@ def _master_dtype(plan: Plan) -> str:
     return precision.master if precision.master != precision.parameters else ""
 
 
-def buffer_diagnostics(plan: Plan, module: nn.Module, written_buffers: Collection[str]) -> Iterator[Diagnostic]:
+def buffer_diagnostics(
+    plan: Plan, module: nn.Module, written_buffers: Collection[str]
+) -> Iterator[Diagnostic]:
     """The buffers of `module` among those `written` by its forward that no part of `plan` has to itself."""
     if not plan.sharding.block_calls_by_pp_rank:
         return

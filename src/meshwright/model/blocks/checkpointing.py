@@ -58,7 +58,8 @@ class _SubmoduleSnapshot:
             return bool(self.buffers)
         now = _buffer_versions(self.module)
         return now.keys() != self.buffers.keys() or any(
-            buffer is not now[name][0] or version != now[name][1] for name, (buffer, version) in self.buffers.items()
+            buffer is not now[name][0] or version != now[name][1]
+            for name, (buffer, version) in self.buffers.items()
         )
 
     def set_attributes(self, wanted: dict[str, object]) -> None:
@@ -80,7 +81,9 @@ class ModuleSnapshot:
         for part in self._parts:
             part.values = part.values if part.written else {}
             part.buffers = {}  # the objects: only needed to tell
-            part.attributes = part.attributes if _differ(part.attributes, _module_attributes(part.module)) else {}
+            part.attributes = (
+                part.attributes if _differ(part.attributes, _module_attributes(part.module)) else {}
+            )
         self._parts = [part for part in self._parts if part.values or part.attributes]
 
     @contextmanager
@@ -100,7 +103,9 @@ class ModuleSnapshot:
 
 
 def _snapshot(module: nn.Module) -> _SubmoduleSnapshot:
-    values = {name: None if buffer is None else buffer.detach().clone() for name, buffer in module._buffers.items()}
+    values = {
+        name: None if buffer is None else buffer.detach().clone() for name, buffer in module._buffers.items()
+    }
     return _SubmoduleSnapshot(module, _module_attributes(module), _buffer_versions(module), values)
 
 
@@ -133,7 +138,9 @@ class CheckpointedCall:
     autocast: tuple[AutocastState, ...]
     function_modes: list[TorchFunctionMode]  # outermost first
     capture_lists: CaptureLists | None
-    input_copies: dict[int, torch.Tensor] = field(default_factory=dict)  # of tensors in `given` that may be written into, by id
+    input_copies: dict[int, torch.Tensor] = field(
+        default_factory=dict
+    )  # of tensors in `given` that may be written into, by id
     output_leaves: list[torch.Tensor] = field(default_factory=list)
     opaque_versions: list[tuple[int, int]] = field(default_factory=list)
 
@@ -183,10 +190,16 @@ class CheckpointedCall:
             yield
         self.snapshot.drop_unwritten()
         if _opaque_versions(inputs) != self.opaque_versions:
-            text = f"the block '{self.block_call}' writes into an object that it is given, and would write twice"
-            raise PlanError(text, fix=f"build the model with use_cache=False, or {CHECKPOINT_FIX}", location="model")
+            text = (
+                f"the block '{self.block_call}' writes into an object that it is given, and would write twice"
+            )
+            raise PlanError(
+                text, fix=f"build the model with use_cache=False, or {CHECKPOINT_FIX}", location="model"
+            )
 
-    def recompute(self, alias: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def recompute(
+        self, alias: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Run once more: the outputs, which now have a graph, each with the leaf that stands for it.
 
         `stand_in(leaf, values)` is a tensor with these values whose gradient is the leaf's. Raises PlanError when an input was
@@ -194,15 +207,21 @@ class CheckpointedCall:
         """
         if any(tensor._version != version for tensor, version in self.versions):
             text = f"an input of the block '{self.block_call}' was written into in place after the block ran, which needs it once more"
-            raise PlanError(text, fix=f"write x = x + y for x += y there, or {CHECKPOINT_FIX}", location="model")
+            raise PlanError(
+                text, fix=f"write x = x + y for x += y there, or {CHECKPOINT_FIX}", location="model"
+            )
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             leaves = [tensor for tensor in tree_tensors(self.inputs) if id(tensor) in self.input_copies]
-            args, kwargs = replace_tensors(self.inputs, {id(leaf): alias(leaf, self.input_copies[id(leaf)]) for leaf in leaves})
+            args, kwargs = replace_tensors(
+                self.inputs, {id(leaf): alias(leaf, self.input_copies[id(leaf)]) for leaf in leaves}
+            )
             for kind, enabled, dtype in self.autocast:
                 if (enabled, dtype) != (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)):
                     # no cache: a cached cast would join the graphs of two blocks
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+                    stack.enter_context(
+                        torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+                    )
             active = {id(mode) for mode in _get_current_function_mode_stack()}
             for mode in self.function_modes:
                 if id(mode) not in active:
@@ -211,10 +230,14 @@ class CheckpointedCall:
             marks = stack.enter_context(capture_into(self.capture_lists))
             outputs = self.run(*args, **kwargs)
             found = tensors_with_graph([outputs, *(mark.added_tensors for mark in marks)])
-        if [_shape_and_dtype(tensor) for tensor in found] != [_shape_and_dtype(leaf) for leaf in self.output_leaves]:
+        if [_shape_and_dtype(tensor) for tensor in found] != [
+            _shape_and_dtype(leaf) for leaf in self.output_leaves
+        ]:
             text = f"the block '{self.block_call}' gives {len(found)} tensors that need gradients when it is run again, or others than"
             text = f"{text} the {len(self.output_leaves)} of its first run"
-            fix = f"let its forward depend on nothing but its inputs, weights and buffers, or {CHECKPOINT_FIX}"
+            fix = (
+                f"let its forward depend on nothing but its inputs, weights and buffers, or {CHECKPOINT_FIX}"
+            )
             raise PlanError(text, fix=fix, location="model")
         return list(zip(found, self.output_leaves, strict=True))
 
@@ -239,7 +262,9 @@ def _drop_saved_tensors(visit: str) -> Iterator[None]:
             return saved[place]
         text = f"a backward goes through the block '{visit}' other than by what it takes and gives, and nothing was kept there"
         raise PlanError(
-            text, fix=f"return tensors bare, in tuples, lists, dicts or dataclasses, or {CHECKPOINT_FIX}", location="model"
+            text,
+            fix=f"return tensors bare, in tuples, lists, dicts or dataclasses, or {CHECKPOINT_FIX}",
+            location="model",
         )
 
     try:

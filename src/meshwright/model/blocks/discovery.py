@@ -68,7 +68,9 @@ def _holds_chain(module: nn.Module) -> bool:
     """Whether `module` is a chain, or has one inside; the dicts in which a layer keeps its adapters are none."""
     if is_adapter_layer(module):
         return False
-    return (isinstance(module, _CHAINS) and _has_parameters(module)) or any(map(_holds_chain, module.children()))
+    return (isinstance(module, _CHAINS) and _has_parameters(module)) or any(
+        map(_holds_chain, module.children())
+    )
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -80,7 +82,9 @@ def _declared_blocks(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Mo
         return {WHOLE_MODEL: module}
     known = {name: inner for name, inner in module.named_modules(remove_duplicate=False) if name}
     faults = [
-        Diagnostic(f"the model has no module '{name}'", suggest_name(name, [*known, WHOLE_MODEL]), "model.blocks")
+        Diagnostic(
+            f"the model has no module '{name}'", suggest_name(name, [*known, WHOLE_MODEL]), "model.blocks"
+        )
         for name in names
         if name not in known
     ]

@@ -40,7 +40,9 @@ from meshwright.plan.model_spec.model_spec import block_call_name
 GraphCut = tuple[GradientEdge, torch.Tensor]
 OutputLeaf = tuple[torch.Tensor, torch.Tensor]
 BeforeBlock = Callable[[str], bool | None]  # told the visit that is reached; True: it shall be lean
-BlockInterceptor = Callable[[str, Callable[..., Any], Any, Any], Any]  # (block, its run, args, kwargs) -> what the model gets
+BlockInterceptor = Callable[
+    [str, Callable[..., Any], Any, Any], Any
+]  # (block, its run, args, kwargs) -> what the model gets
 
 
 @dataclass(slots=True)
@@ -62,11 +64,15 @@ class ForwardPass:
     block_calls: dict[str, BlockCall] = field(default_factory=dict)
     glue_leaves: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     num_calls: dict[str, int] = field(default_factory=dict)
-    side_channels: dict[int, str] = field(default_factory=dict)  # leaves (by id) of what a block gave out by a side channel
+    side_channels: dict[int, str] = field(
+        default_factory=dict
+    )  # leaves (by id) of what a block gave out by a side channel
     in_block: bool = False
 
 
-LARGER_BLOCK_FIX = "declare a larger block that holds both: Model(blocks=[...]), where '(model)' is the whole model"
+LARGER_BLOCK_FIX = (
+    "declare a larger block that holds both: Model(blocks=[...]), where '(model)' is the whole model"
+)
 
 
 class ForwardDriver:
@@ -79,7 +85,9 @@ class ForwardDriver:
     one call of the autograd engine, made by the loss. Of the order of 30 us per block saved; only thin blocks show it.
     """
 
-    def __init__(self, blocks: Mapping[str, nn.Module], *, in_place: bool = False, cut_graph: bool = True) -> None:
+    def __init__(
+        self, blocks: Mapping[str, nn.Module], *, in_place: bool = False, cut_graph: bool = True
+    ) -> None:
         self._blocks = dict(blocks)
         self._in_place, self.cut_graph = in_place, cut_graph
         self._pass: ForwardPass | None = None
@@ -140,7 +148,10 @@ class ForwardDriver:
         self._blocks = {}
 
     def forward(
-        self, before_block: BeforeBlock, run_model: Callable[[], Any], after_block: Callable[[], None] | None = None
+        self,
+        before_block: BeforeBlock,
+        run_model: Callable[[], Any],
+        after_block: Callable[[], None] | None = None,
     ) -> tuple[Any, BlockCall, ForwardPass]:
         """Run `call` (the model's forward), calling `reach(visit)` before each block and `leave()`, if any, after it.
 
@@ -162,7 +173,9 @@ class ForwardDriver:
 
     def _enter_block(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self._interceptor is not None:
-            return self._interceptor(name, partial(self._enter_without_interceptor, name, forward), args, kwargs)
+            return self._interceptor(
+                name, partial(self._enter_without_interceptor, name, forward), args, kwargs
+            )
         current = self._pass
         if current is None or current.in_block or not torch.is_grad_enabled():
             if self._pre_block_hook is not None:
@@ -184,13 +197,17 @@ class ForwardDriver:
             outputs = self._run_block(current, run, args, kwargs)
         current.block_calls[visit.name] = visit
         outputs = (
-            self._cut_captured_outputs(outputs, capturing, visit, current) if capturing else self._cut_outputs(outputs, visit)
+            self._cut_captured_outputs(outputs, capturing, visit, current)
+            if capturing
+            else self._cut_outputs(outputs, visit)
         )
         if visit.checkpoint is not None:
             visit.checkpoint.output_leaves, visit.outputs = [leaf for _, leaf in visit.outputs], []
         return outputs
 
-    def _enter_without_interceptor(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _enter_without_interceptor(
+        self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         guide, self._interceptor = self._interceptor, None  # blocks inside it are parts of it
         try:
             return self._enter_block(name, forward, *args, **kwargs)
@@ -198,10 +215,17 @@ class ForwardDriver:
             self._interceptor = guide
 
     def _checkpoint(
-        self, visit: BlockCall, name: str, run: Callable[..., Any], given: Any, taken: Mapping[int, torch.Tensor]
+        self,
+        visit: BlockCall,
+        name: str,
+        run: Callable[..., Any],
+        given: Any,
+        taken: Mapping[int, torch.Tensor],
     ) -> CheckpointedCall:
         """What a lean visit keeps of what it is given; in place, leaves may be written into by way of their aliases."""
-        return CheckpointedCall.from_inputs(visit.name, self._blocks[name], run, given, taken, copy_inputs=self._in_place)
+        return CheckpointedCall.from_inputs(
+            visit.name, self._blocks[name], run, given, taken, copy_inputs=self._in_place
+        )
 
     def recompute(self, block_call: BlockCall) -> None:
         """Run a lean visit once more, so that there is a graph for its backward. Of any other visit nothing is done.
@@ -232,22 +256,32 @@ class ForwardDriver:
         self, outputs: Any, capturing: Sequence[CaptureMark], visit: BlockCall, current: ForwardPass
     ) -> Any:
         """`outputs` as leaves, and what was captured inside the block likewise, in the lists where it stands."""
-        channels = {id(tensor): mark.channel for mark in capturing for tensor in tree_tensors(mark.added_tensors)}
+        channels = {
+            id(tensor): mark.channel for mark in capturing for tensor in tree_tensors(mark.added_tensors)
+        }
         outputs, *captured = self._cut_outputs([outputs, *(mark.added_tensors for mark in capturing)], visit)
         for mark, added in zip(capturing, captured, strict=True):
             mark.replace(added)
-        current.side_channels.update({id(leaf): channels[id(tensor)] for tensor, leaf in visit.outputs if id(tensor) in channels})
+        current.side_channels.update(
+            {id(leaf): channels[id(tensor)] for tensor, leaf in visit.outputs if id(tensor) in channels}
+        )
         return outputs
 
     @staticmethod
-    def _refuse_input_write(visit: BlockCall, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _refuse_input_write(
+        visit: BlockCall, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run the block, and refuse one that writes into its input."""
-        versions = [(tensor, tensor._version) for tensor in tree_tensors((args, kwargs)) if tensor.requires_grad]
+        versions = [
+            (tensor, tensor._version) for tensor in tree_tensors((args, kwargs)) if tensor.requires_grad
+        ]
         outputs = forward(*args, **kwargs)
         if any(tensor._version != version for tensor, version in versions):
             text = f"the block '{visit.name}' writes into its input in place, and the gradient of what was there would be lost"
             raise PlanError(
-                text, fix=f"use inplace=False there, write x = x + y for x += y, or {LARGER_BLOCK_FIX}", location="model"
+                text,
+                fix=f"use inplace=False there, write x = x + y for x += y, or {LARGER_BLOCK_FIX}",
+                location="model",
             )
         return outputs
 
@@ -282,7 +316,9 @@ class ForwardDriver:
 def backward(block_call: BlockCall) -> None:
     """Gradients of one visit: its parameters', and those of the leaves it took in. Forgets the visit's graph."""
     if block_call.checkpoint is not None:
-        raise RuntimeError(f"the backward of {block_call.name} has no graph: it kept its inputs alone; put a RECOMPUTE before it")
+        raise RuntimeError(
+            f"the backward of {block_call.name} has no graph: it kept its inputs alone; put a RECOMPUTE before it"
+        )
     outputs, glue = block_call.outputs, block_call.glue
     block_call.outputs, block_call.glue = [], []
     _backward_cuts(outputs, keep=False)

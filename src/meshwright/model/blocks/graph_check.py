@@ -34,7 +34,9 @@ class GraphPieces:
     owner: Mapping[Node, str]
     users: Mapping[int, set[str]]
 
-    def check_param_users(self, leaves: Mapping[str, torch.Tensor], known: Mapping[str, Iterable[str]]) -> None:
+    def check_param_users(
+        self, leaves: Mapping[str, torch.Tensor], known: Mapping[str, Iterable[str]]
+    ) -> None:
         """Raise PlanError when a visit uses one of `leaves` that it is not `known` to use; ROOT allows every use."""
         for name, leaf in leaves.items():
             unknown = self.users.get(id(leaf), set()).difference(known[name])
@@ -51,7 +53,9 @@ class GraphPieces:
         for node in backward_nodes([loss.grad_fn] if loss.grad_fn is not None else []):
             if is_leaf_node(node) and id(node.variable) in names:
                 text = f"the loss reaches the parameter {names[id(node.variable)]} directly, not by the model's outputs"
-                raise PlanError(text, fix="compute with it inside the model, and return the result", location="loss")
+                raise PlanError(
+                    text, fix="compute with it inside the model, and return the result", location="loss"
+                )
             if node in self.owner:
                 raise _bypass_error(self.owner[node], "the loss")
 
@@ -71,16 +75,19 @@ def check_auxiliary_loss(
         if leaf.dim() or id(leaf) not in used:
             continue
         channels = {
-            forward_pass.side_channels.get(id(node.variable)) for node in backward_nodes([edge.node]) if is_leaf_node(node)
+            forward_pass.side_channels.get(id(node.variable))
+            for node in backward_nodes([edge.node])
+            if is_leaf_node(node)
         } - {None}
         if channels:
-            name = next((f"outputs.{key}" for key, value in _items(outputs) if value is leaf), "a scalar of the outputs")
+            name = next(
+                (f"outputs.{key}" for key, value in _items(outputs) if value is leaf),
+                "a scalar of the outputs",
+            )
             made = f"from the {', '.join(map(str, channels))} of one part of the batch"
             text = f"the loss adds {name}, which the model computes {made}; this plan plays the batch in {num_parts} parts"
             text = f"{text}, and an auxiliary loss is defined on the whole of it"
-            fix = (
-                "leave it out; add a sum over tokens of outputs.router_logits instead (a z-loss); or train on one device at once"
-            )
+            fix = "leave it out; add a sum over tokens of outputs.router_logits instead (a z-loss); or train on one device at once"
             raise PlanError(text, fix=fix, location="loss")
 
 
@@ -98,7 +105,9 @@ def split_graph(forward_pass: ForwardPass, final_call: BlockCall) -> GraphPieces
                 users[id(node.variable)].add(visit.name)
             elif owner.setdefault(node, visit.name) != visit.name:
                 raise _bypass_error(owner[node], f"the block '{visit.name}'")
-    for node in backward_nodes(edge.node for visit in (*forward_pass.block_calls.values(), final_call) for edge, _ in visit.glue):
+    for node in backward_nodes(
+        edge.node for visit in (*forward_pass.block_calls.values(), final_call) for edge, _ in visit.glue
+    ):
         if is_leaf_node(node):
             users[id(node.variable)].add(ROOT)
         elif owner.setdefault(node, ROOT) != ROOT:
@@ -113,7 +122,9 @@ def backward_nodes(roots: Iterable[Node]) -> Iterator[Node]:
     while todo:
         node = todo.pop()
         yield node
-        following = [source for source, _ in node.next_functions if source is not None and source not in known]
+        following = [
+            source for source, _ in node.next_functions if source is not None and source not in known
+        ]
         known.update(following)
         todo.extend(dict.fromkeys(following))
 

@@ -25,11 +25,33 @@ from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.single_device import CHECKPOINTED_FORWARD
 
-_WRITE_NAMES = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
+_WRITE_NAMES = (
+    "setitem",
+    "iadd",
+    "isub",
+    "imul",
+    "itruediv",
+    "ifloordiv",
+    "imod",
+    "ipow",
+    "iand",
+    "ior",
+    "ixor",
+)
 WRITE_FUNCTIONS = frozenset(f"__{each}__" for each in _WRITE_NAMES)
 FLAG_FUNCTIONS = frozenset(("requires_grad_",))
 UNTRACKED_ACCESS = frozenset(
-    ("data of", "numpy", "__array__", "__dlpack__", "untyped_storage", "storage", "data_ptr", "__set__", "set_")
+    (
+        "data of",
+        "numpy",
+        "__array__",
+        "__dlpack__",
+        "untyped_storage",
+        "storage",
+        "data_ptr",
+        "__set__",
+        "set_",
+    )
 )
 """Titles of functions that hand out memory, which then is written without a new version of its tensor."""
 
@@ -38,7 +60,9 @@ def written_tensor(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     """The tensor into which torch's function of this name, underscores and all, writes; None where it makes a new one."""
     if isinstance(kwargs.get("out"), torch.Tensor):
         return kwargs["out"]
-    within = name in WRITE_FUNCTIONS or (name.endswith("_") and not name.startswith("__") and name not in FLAG_FUNCTIONS)
+    within = name in WRITE_FUNCTIONS or (
+        name.endswith("_") and not name.startswith("__") and name not in FLAG_FUNCTIONS
+    )
     first = args[0] if within and args else None
     return first if isinstance(first, torch.Tensor) else None
 
@@ -47,7 +71,9 @@ def glue_write_error(name: str) -> PlanError:
     """What to raise where glue writes, by the function `name`, and not all would see it."""
     text = f"glue writes ('{name}') into a tensor of which each rank has some of the tokens"
     return PlanError(
-        text, fix="make a new tensor there (torch.where, torch.cat, clone), or write within a block", location="model"
+        text,
+        fix="make a new tensor there (torch.where, torch.cat, clone), or write within a block",
+        location="model",
     )
 
 
@@ -57,7 +83,10 @@ class UntrackedWrites:
     def __init__(self) -> None:
         self.lines = list[str]()
         self._kept = list[torch.Tensor]()  # so that nobody else gets the memory
-        self._memory, self._untracked = set[int](), set[int]()  # what was given; by identity, tensors that nobody hears of
+        self._memory, self._untracked = (
+            set[int](),
+            set[int](),
+        )  # what was given; by identity, tensors that nobody hears of
 
     def add_block_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
         """A block is given these. What has a graph is left out: autograd itself refuses some of it."""
@@ -85,9 +114,13 @@ class UntrackedWrites:
 def untracked_write_diagnostics(plan: Plan, lines: Sequence[str]) -> Iterator[Diagnostic]:
     """What is wrong with `plan` for glue that writes, in these `lines`, and nobody is told."""
     again = CHECKPOINTED_FORWARD in plan.program.kinds
-    if lines and (again or plan.sharding.block_calls_by_pp_rank or plan.sharding.sequence_sharding is not None):
+    if lines and (
+        again or plan.sharding.block_calls_by_pp_rank or plan.sharding.sequence_sharding is not None
+    ):
         text = f"glue writes by way of '.data' into a tensor that a block was given before (at {lines[0]}), and nobody is told"
-        yield Diagnostic(text, "make a new tensor there (torch.where, clone), or write into the tensor itself", "model")
+        yield Diagnostic(
+            text, "make a new tensor there (torch.where, clone), or write into the tensor itself", "model"
+        )
 
 
 class GatheredTensors:

@@ -51,7 +51,9 @@ def distinct_tensors(outputs: Any) -> list[torch.Tensor]:
     return list({id(tensor): tensor for tensor in tree_tensors(outputs)}.values())
 
 
-def loss_inputs(loss_spec: LossSpec, batch: TensorBatch, outputs: Any, other_outputs: Any = None) -> tuple[BatchTensor, ...]:
+def loss_inputs(
+    loss_spec: LossSpec, batch: TensorBatch, outputs: Any, other_outputs: Any = None
+) -> tuple[BatchTensor, ...]:
     """The `distinct` outputs of a trial on `batch` as columns; `other` are those of a trial on another number of rows.
 
     Raises PlanError for a tensor that a loss of the whole batch takes and that was computed between rows, and for such a
@@ -67,7 +69,11 @@ def loss_inputs(loss_spec: LossSpec, batch: TensorBatch, outputs: Any, other_out
             per_row = tensor.shape != wide.shape
             if per_row and takes and loss_spec.whole_batch and tensor.shape[1:] != wide.shape[1:]:
                 raise _cross_sample_error(name, list(tensor.shape), list(wide.shape))
-        found.append(BatchTensor(name, tuple(tensor.shape[1:] if per_row else tensor.shape), _dtype(tensor), per_row, takes))
+        found.append(
+            BatchTensor(
+                name, tuple(tensor.shape[1:] if per_row else tensor.shape), _dtype(tensor), per_row, takes
+            )
+        )
     return tuple(found)
 
 
@@ -100,7 +106,9 @@ def _used_outputs(judge: LossSpec, outputs: Any, batch: TensorBatch) -> set[int]
             raise PlanError(text, fix=fix, location="loss") from error
         return None
     except Exception:
-        return None  # it needs values, or other outputs than these: if it is wrong, the first step shows where
+        return (
+            None  # it needs values, or other outputs than these: if it is wrong, the first step shows where
+        )
     return watch.used
 
 
@@ -118,9 +126,13 @@ class _UseRecorder(TorchFunctionMode):
         self._places = places
         self.used: set[int] = set()
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
-        self.used |= {self._places[id(tensor)] for tensor in tree_tensors((args, kwargs)) if id(tensor) in self._places}
+        self.used |= {
+            self._places[id(tensor)] for tensor in tree_tensors((args, kwargs)) if id(tensor) in self._places
+        }
         return func(*args, **kwargs)
 
 

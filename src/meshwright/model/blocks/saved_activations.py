@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-MASK_NBYTES = 4  # bytes that count as one element, of tensors that are no numbers to compute with: masks, indices
+MASK_NBYTES = (
+    4  # bytes that count as one element, of tensors that are no numbers to compute with: masks, indices
+)
 
 
 @dataclass
@@ -56,7 +58,9 @@ class SavedActivations:
         return [(each.when, each.storage._cdata, each.numel) for each in self._single_user_storages()]
 
     def _single_user_storages(self) -> Iterator["_StorageUse"]:
-        return (each for key, each in self._saved.items() if key not in self._outside and len(each.users) == 1)
+        return (
+            each for key, each in self._saved.items() if key not in self._outside and len(each.users) == 1
+        )
 
     def _note(self, tensor: torch.Tensor) -> torch.Tensor:
         kept = tensor.detach()  # an output that its own graph held would hold the graph, for good
@@ -64,5 +68,7 @@ class SavedActivations:
             return kept
         storage = tensor.untyped_storage()
         numel = storage.nbytes() / (tensor.itemsize if tensor.is_floating_point() else MASK_NBYTES)
-        self._saved.setdefault(storage._cdata, _StorageUse(storage, numel, self._clock())).users.add(self._current_call())
+        self._saved.setdefault(storage._cdata, _StorageUse(storage, numel, self._clock())).users.add(
+            self._current_call()
+        )
         return kept

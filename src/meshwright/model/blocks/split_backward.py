@@ -66,7 +66,11 @@ class WeightBackward:
         backward(BlockCall("", outputs))
         while frontiers:
             node, left, weights = frontiers.pop()
-            came = [(GradientEdge(node, i), each) for i, each in enumerate(left.gradients or ()) if each is not None]
+            came = [
+                (GradientEdge(node, i), each)
+                for i, each in enumerate(left.gradients or ())
+                if each is not None
+            ]
             if came:
                 edges, gradients = zip(*came, strict=True)
                 run_backward(edges, gradients, False, False, tuple(weights), True, True)
@@ -92,7 +96,9 @@ def input_backward(block_call: BlockCall) -> WeightBackward:
             left = _FrontierGrads()
             branch.node.register_prehook(left)
             owed.frontiers.append((branch.node, left, branch.weights))
-    owed.frontiers.sort(key=lambda each: each[0]._sequence_nr())  # what ranks send each other goes in the same order on all
+    owed.frontiers.sort(
+        key=lambda each: each[0]._sequence_nr()
+    )  # what ranks send each other goes in the same order on all
     came = [(tensor, leaf.grad) for tensor, leaf in block_call.outputs if leaf.grad is not None]
     if inputs and came:
         tensors, gradients = zip(*came, strict=True)

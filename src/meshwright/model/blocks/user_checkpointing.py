@@ -36,8 +36,12 @@ def in_user_checkpoint() -> bool:
 
 def user_checkpoint_diagnostics(plan: Plan) -> Iterator[Diagnostic]:
     """Blocks that the model runs again by itself, and in which ranks of `plan` meet."""
-    actions = [action for _, listed in plan.program.roles for action in listed if action.kind in FORWARD_KINDS]
-    meeting = {action.subject for action in actions if any(not move.in_glue for move in action.inner_transfers)}
+    actions = [
+        action for _, listed in plan.program.roles for action in listed if action.kind in FORWARD_KINDS
+    ]
+    meeting = {
+        action.subject for action in actions if any(not move.in_glue for move in action.inner_transfers)
+    }
     found = [visit for visit in plan.model_spec.user_checkpointed_calls if visit in meeting]
     if found:
         more = f" and {len(found) - 1} more blocks" if len(found) > 1 else ""

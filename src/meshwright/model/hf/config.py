@@ -35,7 +35,11 @@ def repository_factory(
 
     Raises PlanError when the code cannot be imported, lacks the architecture, or refuses the config.
     """
-    named = {str(reference).rpartition(".")[2]: str(reference) for reference in auto_map.values() if isinstance(reference, str)}
+    named = {
+        str(reference).rpartition(".")[2]: str(reference)
+        for reference in auto_map.values()
+        if isinstance(reference, str)
+    }
     architecture = next(iter(raw.get("architectures") or ()), "")
     if architecture not in named:
         text = f"auto_map names {', '.join(named) or 'no class'}, and the architecture is '{architecture}'"
@@ -71,7 +75,9 @@ class TextLimits:
     max_positions: int | None = None
 
 
-def config_factory(source: str, overrides: Mapping[str, Any], *, trust_remote_code: bool = False) -> Callable[[], nn.Module]:
+def config_factory(
+    source: str, overrides: Mapping[str, Any], *, trust_remote_code: bool = False
+) -> Callable[[], nn.Module]:
     """The function that constructs the model of the config at `source`, a .json file or a folder with config.json.
 
     The class is the one that `architectures` names first; without that field, the causal language model of the type.
@@ -110,7 +116,9 @@ def text_limits(module: nn.Module) -> TextLimits:
         return TextLimits()
     config = config.get_text_config()
     said = config.to_dict()
-    sizes = [said.get(config.attribute_map.get(name, name)) for name in ("vocab_size", "max_position_embeddings")]
+    sizes = [
+        said.get(config.attribute_map.get(name, name)) for name in ("vocab_size", "max_position_embeddings")
+    ]
     return TextLimits(*(size if isinstance(size, int) and size > 0 else None for size in sizes))
 
 
@@ -123,7 +131,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PlanError(
-            f"{path} cannot be read as JSON: {error}", fix="repair the file, or download it again", location=CONFIG_KEY
+            f"{path} cannot be read as JSON: {error}",
+            fix="repair the file, or download it again",
+            location=CONFIG_KEY,
         ) from error
     if not isinstance(raw, dict):
         raise PlanError(
@@ -138,14 +148,20 @@ def _build_config(source: str, raw: dict[str, Any], foreign: object, overrides: 
     """The config that `raw` and `overrides` say; `foreign` is the code that its repository brings."""
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
-        raise PlanError(f"{source} has no model_type", fix='add the field model_type, for example "llama"', location=CONFIG_KEY)
+        raise PlanError(
+            f"{source} has no model_type",
+            fix='add the field model_type, for example "llama"',
+            location=CONFIG_KEY,
+        )
     if model_type not in transformers.CONFIG_MAPPING and foreign:
         text = f"the model type '{model_type}' is not known to transformers; its repository brings code for it, which is not run"
         fix = "look at it, then set model.trust_remote_code = true and model.revision to its commit, or use file.py:factory"
         raise PlanError(text, fix=fix, location=CONFIG_KEY)
     if model_type not in transformers.CONFIG_MAPPING:
         fix = suggest_name(model_type, transformers.CONFIG_MAPPING)
-        raise PlanError(f"the model type '{model_type}' is not known to transformers", fix=fix, location=CONFIG_KEY)
+        raise PlanError(
+            f"the model type '{model_type}' is not known to transformers", fix=fix, location=CONFIG_KEY
+        )
     config_class = transformers.CONFIG_MAPPING[model_type]
     config = _make_config(config_class, raw, {})
     return _make_config(config_class, raw, _check_overrides(overrides, config)) if overrides else config
@@ -198,7 +214,9 @@ def _make_config(config_class: Any, raw: dict[str, Any], overrides: dict[str, An
         given = f" with {overrides}" if overrides else ""
         fix = "change the field that the message names; overrides must fit each other (heads divide the width...)"
         raise PlanError(
-            f"transformers refuses the config{given}: {error}", fix=fix, location="model.overrides" if overrides else CONFIG_KEY
+            f"transformers refuses the config{given}: {error}",
+            fix=fix,
+            location="model.overrides" if overrides else CONFIG_KEY,
         ) from error
 
 
@@ -219,8 +237,17 @@ def _silence_special_tokens() -> Iterator[None]:
 
 def _find_architecture(name: str, model_type: str) -> type[nn.Module]:
     stem = model_type.replace("_", "").replace("-", "")
-    kin = {word for word in dir(transformers) if word.lower().startswith(stem) and ("For" in word or word.endswith("Model"))}
+    kin = {
+        word
+        for word in dir(transformers)
+        if word.lower().startswith(stem) and ("For" in word or word.endswith("Model"))
+    }
     if name not in dir(transformers):
-        fix = suggest_name(name, kin) + " (only classes of transformers itself are built; code from a repository is not run)"
-        raise PlanError(f"the architecture '{name}' is not known to transformers", fix=fix, location=CONFIG_KEY)
+        fix = (
+            suggest_name(name, kin)
+            + " (only classes of transformers itself are built; code from a repository is not run)"
+        )
+        raise PlanError(
+            f"the architecture '{name}' is not known to transformers", fix=fix, location=CONFIG_KEY
+        )
     return getattr(transformers, name)

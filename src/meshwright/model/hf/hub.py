@@ -29,7 +29,12 @@ CODE_PATTERNS = ("*.py",)
 def is_hub_id(name: str) -> bool:
     """Whether `name` can only be a repository of the hub: ORG/NAME, and no path on this machine."""
     path = Path(name)
-    return bool(HUB_ID.fullmatch(name)) and path.suffix not in PATH_SUFFIXES and not path.exists() and not path.parent.is_dir()
+    return (
+        bool(HUB_ID.fullmatch(name))
+        and path.suffix not in PATH_SUFFIXES
+        and not path.exists()
+        and not path.parent.is_dir()
+    )
 
 
 def resolve_path(name: str, source: ModelConfig, where: str) -> Path:
@@ -46,7 +51,11 @@ def resolve_path(name: str, source: ModelConfig, where: str) -> Path:
     ]
     try:
         folder = snapshot_download(
-            name, revision=source.revision or None, allow_patterns=wanted, ignore_patterns=["*/*"], library_name="meshwright"
+            name,
+            revision=source.revision or None,
+            allow_patterns=wanted,
+            ignore_patterns=["*/*"],
+            library_name="meshwright",
         )
     except (OSError, ValueError, HfHubHTTPError) as error:
         at = f" at '{source.revision}'" if source.revision else ""
@@ -71,7 +80,11 @@ def pin_revision(source: ModelConfig) -> ModelConfig:
             raise PlanError(text, fix=fix, location="model.trust_remote_code")
         if source.revision:
             text = f"the revision '{source.revision}', and neither model.source nor model.weights is a hub id (ORG/NAME)"
-            raise PlanError(text, fix="remove model.revision, or name a hub id that is no path here", location="model.revision")
+            raise PlanError(
+                text,
+                fix="remove model.revision, or name a hub id that is no path here",
+                location="model.revision",
+            )
         return source
     if len(ids) > 1:
         text = f"two repositories, {ids[1]} and {ids[0]}, under one revision"

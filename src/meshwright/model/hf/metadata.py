@@ -54,7 +54,10 @@ def declared_roles(module: nn.Module) -> dict[str, str]:
         if config is None or not is_transformers_model(inner):
             continue
         prefix = f"{name}." if name else ""
-        for plan in (_class_mapping(type(inner), "_tp_plan"), _class_mapping(type(config), "base_model_tp_plan")):
+        for plan in (
+            _class_mapping(type(inner), "_tp_plan"),
+            _class_mapping(type(config), "base_model_tp_plan"),
+        ):
             for pattern, style in plan.items():
                 found.setdefault(f"{prefix}{pattern}", TP_STYLE_ROLES.get(style, style))
     return found

@@ -54,7 +54,9 @@ def empty_capture_lists() -> CaptureLists | None:
     lists = _active_lists()
     if not lists:
         return None
-    return {channel: [None] * len(found) if isinstance(found, list) else found for channel, found in lists.items()}
+    return {
+        channel: [None] * len(found) if isinstance(found, list) else found for channel, found in lists.items()
+    }
 
 
 @contextmanager

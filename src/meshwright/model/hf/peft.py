@@ -62,7 +62,9 @@ def import_peft() -> Any:
     try:
         return import_module(PACKAGE)
     except ImportError as error:
-        raise PlanError(f"the package {PACKAGE} cannot be imported ({error})", fix=INSTALL_PEFT, location="model") from error
+        raise PlanError(
+            f"the package {PACKAGE} cannot be imported ({error})", fix=INSTALL_PEFT, location="model"
+        ) from error
 
 
 def suggest_fix(error: BaseException, default: str) -> str:

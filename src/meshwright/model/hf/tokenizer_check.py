@@ -32,13 +32,17 @@ def largest_token_id(path: Path) -> int | None:
                 return max(ids(json.loads((path / name).read_text(encoding="utf-8"))), default=None)
             except (OSError, ValueError, TypeError, AttributeError) as error:
                 text = f"{path / name} cannot be read: {error}"
-                raise PlanError(text, fix="download it again, or remove it", location="model.weights") from error
+                raise PlanError(
+                    text, fix="download it again, or remove it", location="model.weights"
+                ) from error
     return None
 
 
 def _ids(tokenizer: dict[str, Any]) -> list[int]:
     vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
-    own = range(len(vocabulary)) if isinstance(vocabulary, list) else _id_values(vocabulary)  # a list says ids by position
+    own = (
+        range(len(vocabulary)) if isinstance(vocabulary, list) else _id_values(vocabulary)
+    )  # a list says ids by position
     return [*own, *(token["id"] for token in tokenizer.get("added_tokens") or ())]
 
 

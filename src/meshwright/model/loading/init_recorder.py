@@ -31,7 +31,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshwright.model.loading.init_tape import OVERWRITING_OPS, RANDOM_OPS, InitTape, StorageWindow, TapeEntry, truncated_normal_
+from meshwright.model.loading.init_tape import (
+    OVERWRITING_OPS,
+    RANDOM_OPS,
+    InitTape,
+    StorageWindow,
+    TapeEntry,
+    truncated_normal_,
+)
 from meshwright.model.tensors.counter_rng import derive_key
 from meshwright.model.tensors.pytree import storage_id
 from meshwright.plan.job.errors import PlanError
@@ -48,7 +55,9 @@ UNINITIALIZED_OPS = (
 )
 LARGE_NBYTES = 1 << 28  # bytes; below, an allocation is no trouble
 MAP_NORESERVE = 0x4000  # Linux' MAP_NORESERVE, which Python names from 3.13 on
-_INSTALLING = threading.RLock()  # guards what is process-global: the hook, the replaced initialiser, torch's generator
+_INSTALLING = (
+    threading.RLock()
+)  # guards what is process-global: the hook, the replaced initialiser, torch's generator
 
 
 @contextmanager
@@ -75,7 +84,9 @@ class InitRecorder(TorchDispatchMode):
         self.tape = InitTape()
         self._thread = thread
         self._labels: dict[int, str] = {}  # "Linear.weight": the name in the model is not known yet
-        self._blank: dict[int, StorageWeakRef] = {}  # a weak reference keeps the number from being given again
+        self._blank: dict[
+            int, StorageWeakRef
+        ] = {}  # a weak reference keeps the number from being given again
         self._taken_over: dict[int, tuple[StorageWeakRef, str]] = {}
 
     def on_register_parameter(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
@@ -94,7 +105,9 @@ class InitRecorder(TorchDispatchMode):
         value = param.data
         if is_meta(value) or value.layout != torch.strided:
             what = f"the parameter is {'a meta tensor made elsewhere' if is_meta(value) else f'of layout {value.layout}'}"
-            raise PlanError(what, fix="make the parameter in the constructor, as an ordinary dense tensor", location=label)
+            raise PlanError(
+                what, fix="make the parameter in the constructor, as an ordinary dense tensor", location=label
+            )
         number = storage_id(value)
         if number in self._taken_over:
             self._refuse_shared(label, self._taken_over[number][1])
@@ -115,7 +128,12 @@ class InitRecorder(TorchDispatchMode):
         """The initialiser that writes on the tape for its parameters and does as `original` for all other tensors."""
 
         def trunc_normal(
-            tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
+            tensor: torch.Tensor,
+            mean: float,
+            std: float,
+            a: float,
+            b: float,
+            generator: torch.Generator | None = None,
         ) -> torch.Tensor:
             if threading.get_ident() != self._thread or not self.tape.holds(tensor):
                 return original(tensor, mean, std, a, b, generator=generator)
@@ -135,7 +153,9 @@ class InitRecorder(TorchDispatchMode):
 
         return trunc_normal
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         written = list(_written_tensors(func, args, kwargs))
@@ -145,17 +165,24 @@ class InitRecorder(TorchDispatchMode):
             if tensor.layout == torch.strided:
                 self._blank.pop(storage_id(tensor), None)
                 if storage_id(tensor) in self._taken_over:
-                    self._refuse_shared(f"the tensor written by {func}", self._taken_over[storage_id(tensor)][1])
+                    self._refuse_shared(
+                        f"the tensor written by {func}", self._taken_over[storage_id(tensor)][1]
+                    )
         blank = func.overloadpacket in UNINITIALIZED_OPS
         result = _allocate_lazily(func, args, kwargs) if blank else func(*args, **kwargs)
         if blank:
             self._blank[storage_id(result)] = StorageWeakRef(result.untyped_storage())
         return result
 
-    def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], written: list[torch.Tensor]) -> Any:
+    def _record(
+        self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], written: list[torch.Tensor]
+    ) -> Any:
         self._check(func, tensors, written)
         if func == aten._to_copy.default:
-            kwargs = {**kwargs, "device": META}  # `model.to(device)` in a factory: where it lives is not decided here
+            kwargs = {
+                **kwargs,
+                "device": META,
+            }  # `model.to(device)` in a factory: where it lives is not decided here
         indexing = func.overloadpacket in (aten.index_put_, aten.index_put, aten.index, aten.copy_)
 
         def on_meta(leaf: object) -> object:
@@ -166,15 +193,27 @@ class InitRecorder(TorchDispatchMode):
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         windows = tuple(None if self.tape.holds(tensor) else self.tape.add_storage(tensor) for tensor in made)
         if written or (any(windows) and func.overloadpacket not in UNINITIALIZED_OPS):
-            writes = [storage_id(tensor) for tensor in written] + [window.storage for window in windows if window]
+            writes = [storage_id(tensor) for tensor in written] + [
+                window.storage for window in windows if window
+            ]
             reads = [storage_id(tensor) for tensor in tensors if is_meta(tensor)]
-            forgets = self._overwritten_storage(StorageWindow.from_tensor(written[0])) if func in OVERWRITING_OPS else None
+            forgets = (
+                self._overwritten_storage(StorageWindow.from_tensor(written[0]))
+                if func in OVERWRITING_OPS
+                else None
+            )
             frozen_args, frozen_kwargs = tree_map(_freeze_argument, args), tree_map(_freeze_argument, kwargs)
-            self.tape.append(TapeEntry(func, frozen_args, frozen_kwargs, frozenset(reads), frozenset(writes), windows, forgets))
+            self.tape.append(
+                TapeEntry(
+                    func, frozen_args, frozen_kwargs, frozenset(reads), frozenset(writes), windows, forgets
+                )
+            )
         return result
 
     def _check(self, func: Any, tensors: list[torch.Tensor], written: list[torch.Tensor]) -> None:
-        where = ", ".join(self._labels[storage_id(t)] for t in tensors if is_meta(t) and storage_id(t) in self._labels)
+        where = ", ".join(
+            self._labels[storage_id(t)] for t in tensors if is_meta(t) and storage_id(t) in self._labels
+        )
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
             what = f"the constructor reads the value of a parameter ({func}), and parameters have no values while it runs"
             fix = "compute what you need from shapes and settings, or from a tensor that is not a parameter"
@@ -184,9 +223,13 @@ class InitRecorder(TorchDispatchMode):
             fix = "use normal_, uniform_ or torch.nn.init.trunc_normal_, or draw into an ordinary tensor and copy_ that"
             raise PlanError(f"{func} on a parameter cannot be replayed", fix=fix, location=where)
         if not all(map(is_meta, written)):
-            what = f"the constructor writes the value of a parameter into an ordinary tensor or buffer ({func})"
+            what = (
+                f"the constructor writes the value of a parameter into an ordinary tensor or buffer ({func})"
+            )
             raise PlanError(
-                what, fix="fill the buffer from numbers that are not parameters, or in the first forward", location=where
+                what,
+                fix="fill the buffer from numbers that are not parameters, or in the first forward",
+                location=where,
             )
 
     def _overwritten_storage(self, window: StorageWindow) -> int | None:
@@ -195,7 +238,9 @@ class InitRecorder(TorchDispatchMode):
 
     def _refuse_shared(self, where: str, other: str) -> Never:
         what = f"shares its memory with {other}, which became a parameter of its own"
-        raise PlanError(what, fix="register one nn.Parameter object under both names, or clone the tensor", location=where)
+        raise PlanError(
+            what, fix="register one nn.Parameter object under both names, or clone the tensor", location=where
+        )
 
 
 class _PretendCPU(TorchFunctionMode):
@@ -206,7 +251,9 @@ class _PretendCPU(TorchFunctionMode):
         self._tape = tape
         self._answers = {_tensor_getter("is_meta"): False, _tensor_getter("device"): CPU}
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if func in self._answers and self._tape.holds(args[0]):
             return self._answers[func]
         return func(*args, **(kwargs or {}))
@@ -220,7 +267,11 @@ def _allocate_lazily(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """
     shape = func(*args, **{**kwargs, "device": META, "pin_memory": False})
     nbytes = shape.untyped_storage().nbytes()
-    if nbytes < LARGE_NBYTES or shape.layout != torch.strided or torch.device(kwargs.get("device") or CPU) != CPU:
+    if (
+        nbytes < LARGE_NBYTES
+        or shape.layout != torch.strided
+        or torch.device(kwargs.get("device") or CPU) != CPU
+    ):
         return func(*args, **kwargs)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     return torch.frombuffer(pages, dtype=shape.dtype).as_strided(shape.shape, shape.stride())

@@ -36,7 +36,12 @@ from math import prod
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshwright.model.tensors.counter_rng import derive_key, fill_normal_, fill_truncated_normal_, fill_uniform_
+from meshwright.model.tensors.counter_rng import (
+    derive_key,
+    fill_normal_,
+    fill_truncated_normal_,
+    fill_uniform_,
+)
 from meshwright.model.tensors.pytree import storage_id
 
 rows_aten = torch.ops.aten
@@ -141,7 +146,11 @@ class InitTape:
     def name_random_entries(self, storages: Iterable[tuple[str, int]]) -> None:
         """Give every random entry its key words: the first of the (name, storage) pairs that needs it, and an ordinal."""
         for name, storage in storages:
-            mine = [n for n in self.required_entries(storage) if self.entries[n].op in RANDOM_OPS and n not in self._keys]
+            mine = [
+                n
+                for n in self.required_entries(storage)
+                if self.entries[n].op in RANDOM_OPS and n not in self._keys
+            ]
             self._keys.update({number: (name, ordinal) for ordinal, number in enumerate(mine)})
 
     def random_key(self, number: int, seed: int) -> int:
@@ -159,7 +168,9 @@ class InitTape:
                 self._replay_entry(number, flats, seed, device)
             return self._real_tensor(window, flats, device).contiguous()
 
-    def _replay_entry(self, number: int, flats: dict[int, torch.Tensor], seed: int, device: torch.device) -> None:
+    def _replay_entry(
+        self, number: int, flats: dict[int, torch.Tensor], seed: int, device: torch.device
+    ) -> None:
         entry = self.entries[number]
 
         def real(leaf: object) -> object:
@@ -171,28 +182,40 @@ class InitTape:
 
         args, kwargs = tree_map(real, (entry.args, entry.kwargs))
         if entry.op in RANDOM_OPS:
-            target = self._real_tensor(entry.results[0], flats, device) if entry.results and entry.results[0] else args[0]
+            target = (
+                self._real_tensor(entry.results[0], flats, device)
+                if entry.results and entry.results[0]
+                else args[0]
+            )
             RANDOM_OPS[entry.op](target, self.random_key(number, seed), *args[1:], **kwargs)
             return
         results = [leaf for leaf in tree_leaves(entry.op(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
         for window, result in zip(entry.results, results, strict=False):
-            if window is not None:  # a meta result and a real one may differ in stride: what counts is the window
+            if (
+                window is not None
+            ):  # a meta result and a real one may differ in stride: what counts is the window
                 self._real_tensor(window, flats, device).copy_(result)
 
-    def _real_tensor(self, window: StorageWindow, flats: dict[int, torch.Tensor], device: torch.device) -> torch.Tensor:
+    def _real_tensor(
+        self, window: StorageWindow, flats: dict[int, torch.Tensor], device: torch.device
+    ) -> torch.Tensor:
         if window.storage not in flats:
             origin = self.origins[window.storage]
             blank = torch.nan if origin.dtype.is_floating_point or origin.dtype.is_complex else 0
             flat = torch.full((origin.numel,), blank, dtype=origin.dtype, device=device)
             if origin.value is not None:
-                flat.as_strided(origin.window.size, origin.window.stride, origin.window.offset).copy_(origin.value)
+                flat.as_strided(origin.window.size, origin.window.stride, origin.window.offset).copy_(
+                    origin.value
+                )
             flats[window.storage] = flat
         return flats[window.storage].as_strided(window.size, window.stride, window.offset)
 
 
 def truncated_normal_(tensor: torch.Tensor, mean: float, std: float, low: float, high: float) -> torch.Tensor:
     """Stands on a tape for torch.nn.init.trunc_normal_; never called, because `RANDOM` names its replay."""
-    raise NotImplementedError("a truncated normal entry is played by Tape.replay; it cannot be called by itself")
+    raise NotImplementedError(
+        "a truncated normal entry is played by Tape.replay; it cannot be called by itself"
+    )
 
 
 def _replay_normal(
@@ -220,10 +243,14 @@ RANDOM_OPS: dict[Callable[..., object], Callable[..., None]] = {
 FILL_OPS = (rows_aten.zero_.default, rows_aten.fill_.Scalar)
 
 
-def replay_rows(tape: InitTape, window: StorageWindow, seed: int, device: torch.device, rows: range) -> torch.Tensor | None:
+def replay_rows(
+    tape: InitTape, window: StorageWindow, seed: int, device: torch.device, rows: range
+) -> torch.Tensor | None:
     """The `rows` along dim 0 of what `tape.replay` gives, contiguous; None where they cannot be made without the rest."""
     origin, recipe = tape.origins[window.storage], tape.required_entries(window.storage)
-    if not _is_contiguous(window) or not all(_is_elementwise_in_place(tape.entries[number], window.storage) for number in recipe):
+    if not _is_contiguous(window) or not all(
+        _is_elementwise_in_place(tape.entries[number], window.storage) for number in recipe
+    ):
         return None
     length = prod(window.size[1:])
     first, end = (window.offset + row * length for row in (rows.start, rows.stop))
@@ -240,7 +267,11 @@ def replay_rows(tape: InitTape, window: StorageWindow, seed: int, device: torch.
             part = flat[low - first : high - first]
             if entry.op in RANDOM_OPS:
                 RANDOM_OPS[entry.op](
-                    part, tape.random_key(number, seed), *entry.args[1:], **entry.kwargs, start=low - target.offset
+                    part,
+                    tape.random_key(number, seed),
+                    *entry.args[1:],
+                    **entry.kwargs,
+                    start=low - target.offset,
                 )
             else:
                 entry.op(part, *entry.args[1:], **entry.kwargs)
@@ -260,13 +291,18 @@ def _is_elementwise_in_place(entry: TapeEntry, storage: int) -> bool:
     by_itself = op in RANDOM_OPS or op in FILL_OPS
     if isinstance(op, torch._ops.OpOverload):
         by_itself |= torch.Tag.pointwise in op.tags and op._schema.name.endswith("_")
-    plain = not any(isinstance(other, StorageWindow) or (isinstance(other, torch.Tensor) and other.dim()) for other in others)
+    plain = not any(
+        isinstance(other, StorageWindow) or (isinstance(other, torch.Tensor) and other.dim())
+        for other in others
+    )
     written = entry.args[0] if entry.args else None
     dense = isinstance(written, StorageWindow) and _is_contiguous(written) and written.storage == storage
     return by_itself and plain and dense and not any(entry.results)
 
 
-def _initial_elements(origin: StorageOrigin, first: int, end: int, device: torch.device) -> torch.Tensor | None:
+def _initial_elements(
+    origin: StorageOrigin, first: int, end: int, device: torch.device
+) -> torch.Tensor | None:
     """The elements from `first` to `end` of a storage before its first entry."""
     blank = torch.nan if origin.dtype.is_floating_point or origin.dtype.is_complex else 0
     flat = torch.full((end - first,), blank, dtype=origin.dtype, device=device)

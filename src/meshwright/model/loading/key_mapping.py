@@ -58,7 +58,8 @@ class KeyConversion:
         words = _transformers_loading()
         head, *tail = self.converter.operations
         within = all(
-            (isinstance(op, words.Concatenate) and op.dim > 0) or (isinstance(op, words.Transpose) and min(op.dim0, op.dim1) > 0)
+            (isinstance(op, words.Concatenate) and op.dim > 0)
+            or (isinstance(op, words.Transpose) and min(op.dim0, op.dim1) > 0)
             for op in tail
         )
         return isinstance(head, words.MergeModulelist) and head.dim == 0 and within
@@ -68,7 +69,9 @@ class KeyConversion:
         by_pattern: dict[str, list[str]] = {}
         for pattern, name in self.sources:
             by_pattern.setdefault(pattern, []).append(name)
-        kept = tuple((pattern, name) for pattern, names in by_pattern.items() for name in names[rows.start : rows.stop])
+        kept = tuple(
+            (pattern, name) for pattern, names in by_pattern.items() for name in names[rows.start : rows.stop]
+        )
         return KeyConversion(self.target, kept, self.converter, self.renamings)
 
     def apply(self, module: nn.Module, read_tensor: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -80,7 +83,10 @@ class KeyConversion:
             converter.add_tensor(self.target, name, pattern, read_tensor(name))
         made = converter.convert(self.target, model=module, config=module.config)
         whole = {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-        return {_transformers_loading().apply_renamings(name, list(self.renamings)): value for name, value in whole.items()}
+        return {
+            _transformers_loading().apply_renamings(name, list(self.renamings)): value
+            for name, value in whole.items()
+        }
 
 
 def load_conversions(module: nn.Module, stored_names: Iterable[str]) -> tuple[list[KeyConversion], list[str]]:
@@ -113,7 +119,9 @@ def save_conversions(module: nn.Module, names: Iterable[str]) -> list[KeyConvers
     words = _transformers_loading()
     transforms = _conversion_mapping(pretrained, add_legacy=False)
     # A prefix that was dropped on loading is not put back: nobody knows whether it was there.
-    backward = [each.reverse_transform() for each in reversed(transforms) if not isinstance(each, words.PrefixChange)]
+    backward = [
+        each.reverse_transform() for each in reversed(transforms) if not isinstance(each, words.PrefixChange)
+    ]
     renamings = [each for each in backward if isinstance(each, words.WeightRenaming)]
     converters = [each for each in backward if isinstance(each, words.WeightConverter)]
     groups = _ConversionGroups(converters)
@@ -133,7 +141,9 @@ def ignored_patterns(module: nn.Module) -> tuple[re.Pattern[str] | None, re.Patt
     computed = {name for name, _ in module.named_buffers()} - module.state_dict().keys()
     patterns = {rf"(^|\.){re.escape(name)}$" for name in computed}
     patterns |= {
-        pattern for end, pattern in LEGACY_BUFFERS.items() if any(name.endswith(end) for name, _ in module.named_buffers())
+        pattern
+        for end, pattern in LEGACY_BUFFERS.items()
+        if any(name.endswith(end) for name, _ in module.named_buffers())
     }
     absent: set[str] = set()
     if is_transformers_model(module):
@@ -147,7 +157,9 @@ class _ConversionGroups:
     """Sources gathered by the first name of what they become."""
 
     def __init__(self, converters: "list[WeightConverter]") -> None:
-        self._by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        self._by_pattern = {
+            pattern: converter for converter in converters for pattern in converter.source_patterns
+        }
         self._groups: dict[str, tuple[WeightConverter | None, list[tuple[str, str]]]] = {}
 
     def add(self, target: str, name: str, pattern: str | None) -> bool:

@@ -100,7 +100,11 @@ def with_weights(loaded: LoadedModel, path: Path, skip: Sequence[str] = ()) -> L
         module, names = unload_adapters(module)
     if is_quantised(module):
         text = f"the config of '{loaded.name}' says that its weights are quantised (quantization_config)"
-        raise PlanError(text, fix="give weights in floating point, and a config without that field", location="model.weights")
+        raise PlanError(
+            text,
+            fix="give weights in floating point, and a config without that field",
+            location="model.weights",
+        )
     weights = find_weights(path, module, logical_names(module), skip)
     weights = weights if names is None else weights.rename(names)
     check_tokenizer(path, text_limits(module).vocab_size)
@@ -112,19 +116,27 @@ def _load_architecture(source: ModelConfig, seed: int) -> LoadedModel:
     if separator and path.endswith(".py"):
         if source.overrides:
             what = f"overrides ({', '.join(source.overrides)}) with a factory; they replace fields of a transformers config"
-            raise PlanError(what, fix="set these values in the factory, and remove model.overrides", location="model.overrides")
+            raise PlanError(
+                what,
+                fix="set these values in the factory, and remove model.overrides",
+                location="model.overrides",
+            )
         return load_factory(_import_factory(Path(path), function), seed, name=function, frozen=source.frozen)
     if source.source.endswith(".py"):
         fix = f"write {source.source}:NAME, where NAME is a function without arguments that returns the model"
         raise PlanError(f"{source.source} names a file and no factory", fix=fix, location=SOURCE_KEY)
     path = Path(source.source)
-    name = path.parent.name if path.name == "config.json" else path.stem if path.suffix == ".json" else path.name
+    name = (
+        path.parent.name if path.name == "config.json" else path.stem if path.suffix == ".json" else path.name
+    )
     folder = resolve_path(source.source, source, SOURCE_KEY) if is_hub_id(source.source) else source.source
     factory = config_factory(str(folder), source.overrides, trust_remote_code=source.trust_remote_code)
     return load_factory(factory, seed, name=name, frozen=source.frozen)
 
 
-def load_factory(factory: Callable[[], nn.Module | Model], seed: int, name: str, frozen: Sequence[str] = ()) -> LoadedModel:
+def load_factory(
+    factory: Callable[[], nn.Module | Model], seed: int, name: str, frozen: Sequence[str] = ()
+) -> LoadedModel:
     """The model that `factory` returns when it is called inside the blueprint, with the initial values of `seed`.
 
     Parameters whose name, or tied name, matches a pattern of `frozen` are not trained.
@@ -155,7 +167,8 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
     unused = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in named)]
     where = "model.frozen"
     raise_diagnostics(
-        Diagnostic(f"'{each}' matches no parameter of the model", _nearest_name(each, named), where) for each in unused
+        Diagnostic(f"'{each}' matches no parameter of the model", _nearest_name(each, named), where)
+        for each in unused
     )
     for name, parameter in named.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
@@ -176,8 +189,12 @@ def _call_factory(factory: Callable[[], nn.Module | Model], name: str) -> object
     except PlanError:
         raise
     except Exception as error:
-        fix = suggest_fix(error, "repair the construction (the traceback above is its own); it must work without arguments")
-        raise PlanError(f"constructing '{name}' raised {type(error).__name__}: {error}", fix=fix, location=SOURCE_KEY) from error
+        fix = suggest_fix(
+            error, "repair the construction (the traceback above is its own); it must work without arguments"
+        )
+        raise PlanError(
+            f"constructing '{name}' raised {type(error).__name__}: {error}", fix=fix, location=SOURCE_KEY
+        ) from error
 
 
 def _check_model(value: object, name: str) -> Model:
@@ -185,16 +202,22 @@ def _check_model(value: object, name: str) -> Model:
     fix = "return an nn.Module, or meshwright.Model(module=..., example=..., blocks=[...], loss=...)"
     if not isinstance(model, Model) or not isinstance(model.module, nn.Module):
         inner = (
-            f"a Model whose module is {model.module!r}" if isinstance(model, Model) else f"a value of type {type(value).__name__}"
+            f"a Model whose module is {model.module!r}"
+            if isinstance(model, Model)
+            else f"a value of type {type(value).__name__}"
         )
         raise PlanError(f"the factory '{name}' returned {inner}", fix=fix, location=SOURCE_KEY)
     if model.example is not None and not _is_batch(model.example):
         raise PlanError(
-            f"the example of '{name}' is not a dict of tensors by name", fix="write example={'x': tensor}", location=SOURCE_KEY
+            f"the example of '{name}' is not a dict of tensors by name",
+            fix="write example={'x': tensor}",
+            location=SOURCE_KEY,
         )
     if isinstance(model.blocks, str) or not all(isinstance(block, str) for block in model.blocks or ()):
         raise PlanError(
-            f"the blocks of '{name}' are {model.blocks!r}", fix="write blocks=['layers.0', 'layers.1']", location=SOURCE_KEY
+            f"the blocks of '{name}' are {model.blocks!r}",
+            fix="write blocks=['layers.0', 'layers.1']",
+            location=SOURCE_KEY,
         )
     if model.layer_roles is not None:
         check_roles(model.layer_roles)
@@ -209,12 +232,24 @@ def _is_batch(example: object) -> bool:
 
 def _import_factory(path: Path, function: str) -> Callable[[], nn.Module | Model]:
     if not path.is_file():
-        raise PlanError(f"there is no file {path}", fix="give the path of a Python file: file.py:factory", location=SOURCE_KEY)
+        raise PlanError(
+            f"there is no file {path}",
+            fix="give the path of a Python file: file.py:factory",
+            location=SOURCE_KEY,
+        )
     with _folder_on_path(path):
         module = _import_file(path)
     if not callable(vars(module).get(function)):
-        own = [name for name, value in vars(module).items() if isfunction(value) and value.__module__ == module.__name__]
-        fix = suggest_name(function, own) if own else "define a function without arguments that returns the model"
+        own = [
+            name
+            for name, value in vars(module).items()
+            if isfunction(value) and value.__module__ == module.__name__
+        ]
+        fix = (
+            suggest_name(function, own)
+            if own
+            else "define a function without arguments that returns the model"
+        )
         raise PlanError(f"{path} has no function '{function}'", fix=fix, location=SOURCE_KEY)
 
     def factory() -> nn.Module | Model:
@@ -228,15 +263,23 @@ def _import_file(path: Path) -> ModuleType:
     name = f"_meshwright_model_{blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise PlanError(f"{path} cannot be imported", fix="give the path of a Python file: file.py:factory", location=SOURCE_KEY)
+        raise PlanError(
+            f"{path} cannot be imported",
+            fix="give the path of a Python file: file.py:factory",
+            location=SOURCE_KEY,
+        )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up the module that they are defined in
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        fix = suggest_fix(error, "repair the file (the traceback above is its own); it must import without side effects")
-        raise PlanError(f"importing {path} raised {type(error).__name__}: {error}", fix=fix, location=SOURCE_KEY) from error
+        fix = suggest_fix(
+            error, "repair the file (the traceback above is its own); it must import without side effects"
+        )
+        raise PlanError(
+            f"importing {path} raised {type(error).__name__}: {error}", fix=fix, location=SOURCE_KEY
+        ) from error
     return module
 
 

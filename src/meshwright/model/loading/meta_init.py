@@ -68,9 +68,16 @@ def defer_init(build: Callable[[], nn.Module], seed: int) -> "DeferredInit":
     raise_diagnostics(_init_diagnostics(module, params, tape))
     tape.name_random_entries((name, storage_id(param)) for name, param in params.items())
     logical = {
-        name: LogicalParam(tuple(param.shape), param.dtype, param.requires_grad, names[name]) for name, param in params.items()
+        name: LogicalParam(tuple(param.shape), param.dtype, param.requires_grad, names[name])
+        for name, param in params.items()
     }
-    return DeferredInit(module, logical, {name: StorageWindow.from_tensor(param) for name, param in params.items()}, tape, seed)
+    return DeferredInit(
+        module,
+        logical,
+        {name: StorageWindow.from_tensor(param) for name, param in params.items()},
+        tape,
+        seed,
+    )
 
 
 class DeferredInit:
@@ -91,7 +98,9 @@ class DeferredInit:
         self._windows = windows
         self._tape = tape
         self._seed = seed
-        self._first_names = {alias: name for name, entry in logical_params.items() for alias in (name, *entry.aliases)}
+        self._first_names = {
+            alias: name for name, entry in logical_params.items() for alias in (name, *entry.aliases)
+        }
         self._trained_dtypes = {entry.dtype for entry in logical_params.values() if entry.requires_grad}
 
     @property
@@ -119,7 +128,9 @@ class DeferredInit:
         So has one that is not floating, and a frozen one in another dtype than all that are trained: it was made so on purpose.
         """
         entry = self.logical_params[self._first_name(name)]
-        apart = not entry.requires_grad and bool(self._trained_dtypes) and entry.dtype not in self._trained_dtypes
+        apart = (
+            not entry.requires_grad and bool(self._trained_dtypes) and entry.dtype not in self._trained_dtypes
+        )
         return apart or not entry.dtype.is_floating_point
 
     def init_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
@@ -138,7 +149,11 @@ class DeferredInit:
             raise PlanError(what, fix=fix, location="model") from error
 
     def initial_value(
-        self, name: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", rows: range | None = None
+        self,
+        name: str,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        rows: range | None = None,
     ) -> torch.Tensor:
         """The initial value of the parameter `name` (or of its alias), whole or its `rows` along dim 0, on `device`.
 
@@ -154,9 +169,15 @@ class DeferredInit:
         if not value.is_floating_point():
             return value
         value = value.to(torch.float32)
-        if value.numel() and bool(value.min().isnan()):  # the minimum carries a NaN on, without a mask as large as the weight
+        if value.numel() and bool(
+            value.min().isnan()
+        ):  # the minimum carries a NaN on, without a mask as large as the weight
             fix = "initialise every element, for example with torch.nn.init"
-            raise PlanError("the initial value holds NaN: elements that were never written, or 0/0", fix=fix, location=first)
+            raise PlanError(
+                "the initial value holds NaN: elements that were never written, or 0/0",
+                fix=fix,
+                location=first,
+            )
         return value.to(dtype)
 
     def _draw(self, first: str, device: torch.device, rows: range | None) -> torch.Tensor:
@@ -190,7 +211,9 @@ class DeferredInit:
         for first in wanted:
             entry = self.logical_params[first]
             if first in without_values:
-                value = torch.zeros((), dtype=self.init_dtype(first, dtype), device=device).expand(entry.shape)
+                value = torch.zeros((), dtype=self.init_dtype(first, dtype), device=device).expand(
+                    entry.shape
+                )
             else:
                 value = self.initial_value(first, dtype, device)
             param = nn.Parameter(value, requires_grad=entry.requires_grad)
@@ -222,7 +245,11 @@ class DeferredInit:
         names = {window.storage: name for name, window in self._windows.items()}
         for name, window in self._windows.items():
             if name not in weights:
-                read = {storage for n in self._tape.required_entries(window.storage) for storage in self._tape.entries[n].reads}
+                read = {
+                    storage
+                    for n in self._tape.required_entries(window.storage)
+                    for storage in self._tape.entries[n].reads
+                }
                 sources = sorted(names[storage] for storage in read if names.get(storage, name) in weights)
                 if sources:
                     text = f"its initial value is computed from {sources[0]}, which is loaded from weights afterwards"
@@ -231,7 +258,9 @@ class DeferredInit:
 
     def _first_name(self, name: str) -> str:
         if name not in self._first_names:
-            raise PlanError(f"there is no parameter '{name}'", fix=suggest_name(name, self._first_names), location="model")
+            raise PlanError(
+                f"there is no parameter '{name}'", fix=suggest_name(name, self._first_names), location="model"
+            )
         return self._first_names[name]
 
 
@@ -248,13 +277,15 @@ def _script_diagnostics(module: nn.Module) -> Iterator[Diagnostic]:
     for name, inner in module.named_modules():
         if isinstance(inner, torch.jit.ScriptModule) and id(inner) not in inside:
             inside.update(id(part) for part in inner.modules())
-            text = (
-                f"the module is compiled by TorchScript ({inner.original_name}): its parameters and its forward are out of reach"
+            text = f"the module is compiled by TorchScript ({inner.original_name}): its parameters and its forward are out of reach"
+            yield Diagnostic(
+                text, "use the module itself, without torch.jit.script or torch.jit.trace", name or "model"
             )
-            yield Diagnostic(text, "use the module itself, without torch.jit.script or torch.jit.trace", name or "model")
 
 
-def _init_diagnostics(module: nn.Module, params: dict[str, nn.Parameter], tape: InitTape) -> Iterator[Diagnostic]:
+def _init_diagnostics(
+    module: nn.Module, params: dict[str, nn.Parameter], tape: InitTape
+) -> Iterator[Diagnostic]:
     owner_of: dict[int, str] = {}
     for name, param in params.items():
         other = owner_of.setdefault(storage_id(param), name)
@@ -267,4 +298,6 @@ def _init_diagnostics(module: nn.Module, params: dict[str, nn.Parameter], tape: 
     for name, buffer in module.named_buffers():
         if is_meta(buffer):
             text = "the buffer is computed from a parameter, which has no value during construction"
-            yield Diagnostic(text, "compute it in the first forward, or make it a parameter that is not trained", name)
+            yield Diagnostic(
+                text, "compute it in the first forward, or make it a parameter that is not trained", name
+            )

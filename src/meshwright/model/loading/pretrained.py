@@ -32,7 +32,9 @@ from meshwright.model.loading.safetensors_io import (
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 from meshwright.plan.model_spec.model_spec import PretrainedSource
 
-WeightSource = tuple[str, KeyConversion]  # the name under which a conversion gives a tensor, and that conversion
+WeightSource = tuple[
+    str, KeyConversion
+]  # the name under which a conversion gives a tensor, and that conversion
 
 
 class PretrainedWeights:
@@ -43,12 +45,18 @@ class PretrainedWeights:
     """
 
     def __init__(
-        self, folder: Path, module: nn.Module, stored_tensors: Mapping[str, StoredTensor], sources: Mapping[str, WeightSource]
+        self,
+        folder: Path,
+        module: nn.Module,
+        stored_tensors: Mapping[str, StoredTensor],
+        sources: Mapping[str, WeightSource],
     ) -> None:
         self._module, self._stored_tensors, self._sources = module, stored_tensors, sources
         self.read_overhead_nbytes = max((self._overhead_nbytes(home) for home in sources.values()), default=0)
         nbytes = sum(each.nbytes for each in stored_tensors.values())
-        self.origin = PretrainedSource(str(folder), weights_digest(stored_tensors), nbytes, self.read_overhead_nbytes)
+        self.origin = PretrainedSource(
+            str(folder), weights_digest(stored_tensors), nbytes, self.read_overhead_nbytes
+        )
 
     def __contains__(self, name: str) -> bool:
         return name in self._sources
@@ -60,7 +68,11 @@ class PretrainedWeights:
         return other
 
     def read(
-        self, name: str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", rows: range | None = None
+        self,
+        name: str,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        rows: range | None = None,
     ) -> torch.Tensor:
         """The parameter or buffer `name`, or its `rows` along dim 0, in `dtype` (None: as stored) on `device`.
 
@@ -71,14 +83,19 @@ class PretrainedWeights:
         if conversion.converter is None:
             stored = self._stored_tensors[conversion.source_names[0]]
             return read_tensor(
-                stored, dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype, device, rows
+                stored,
+                dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype,
+                device,
+                rows,
             )
         if rows is not None and conversion.stacks_rows:
             conversion, rows = conversion.select_rows(rows), None
         made = conversion.apply(self._module, self._read_stored)[target]
         made = made if rows is None else made[rows.start : rows.stop]
         kept = dtype if dtype is not None and made.is_floating_point() else made.dtype
-        return torch.empty(made.shape, dtype=kept, device=device).copy_(made)  # a view would keep what it is a view of
+        return torch.empty(made.shape, dtype=kept, device=device).copy_(
+            made
+        )  # a view would keep what it is a view of
 
     def _read_stored(self, name: str) -> torch.Tensor:
         return read_tensor(self._stored_tensors[name], self._stored_tensors[name].dtype)
@@ -122,14 +139,25 @@ def find_weights(
     missing = [
         first
         for first, names in wanted.items()
-        if not any(name in made for name in names) and not (absent and all(absent.search(name) for name in names))
+        if not any(name in made for name in names)
+        and not (absent and all(absent.search(name) for name in names))
     ]
     extra = [*unknown, *(name for name in made if name not in needed)]
-    extra = [name for name in extra if not _matches(name, (name,), skip) and not (leftover and leftover.search(name))]
+    extra = [
+        name
+        for name in extra
+        if not _matches(name, (name,), skip) and not (leftover and leftover.search(name))
+    ]
     kept = [name for names in wanted.values() for name in names]
-    misshapen = {name: (shapes[name], needed[name]) for name in kept if name in made and shapes[name] != needed[name]}
-    faults += _mismatch_diagnostics(missing if not faults else [], extra, misshapen, set(needed) - set(missing))
-    homes = {first: next((made[name] for name in names if name in made), None) for first, names in wanted.items()}
+    misshapen = {
+        name: (shapes[name], needed[name]) for name in kept if name in made and shapes[name] != needed[name]
+    }
+    faults += _mismatch_diagnostics(
+        missing if not faults else [], extra, misshapen, set(needed) - set(missing)
+    )
+    homes = {
+        first: next((made[name] for name in names if name in made), None) for first, names in wanted.items()
+    }
     found = {first: home for first, home in homes.items() if home is not None}
     faults += _untied_diagnostics(wanted, made, stored) if not faults else ()
     raise_diagnostics(faults)
@@ -139,7 +167,10 @@ def find_weights(
 
 
 def _mismatch_diagnostics(
-    missing: list[str], extra: list[str], misshapen: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], present: set[str]
+    missing: list[str],
+    extra: list[str],
+    misshapen: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
+    present: set[str],
 ) -> Iterator[Diagnostic]:
     if missing:
         text = f"{len(missing)} tensors of the model are missing in the weights: {format_names(missing)}"
@@ -153,7 +184,9 @@ def _mismatch_diagnostics(
     wrong = [f"{name} is {list(have)}, needed is {list(need)}" for name, (have, need) in misshapen.items()]
     if wrong:
         text = f"{len(wrong)} stored tensors are of another shape than the model's: {format_names(wrong)}"
-        fix = "give the config that belongs to the weights; model.overrides may not change sizes that they fix"
+        fix = (
+            "give the config that belongs to the weights; model.overrides may not change sizes that they fix"
+        )
         yield Diagnostic(text, fix, WEIGHTS_KEY)
 
 
@@ -161,10 +194,18 @@ def _untied_diagnostics(
     groups: Mapping[str, Sequence[str]], made: Mapping[str, WeightSource], stored: Mapping[str, StoredTensor]
 ) -> Iterator[Diagnostic]:
     for names in groups.values():
-        plain = [made[name][1].source_names[0] for name in names if name in made and made[name][1].converter is None]
+        plain = [
+            made[name][1].source_names[0]
+            for name in names
+            if name in made and made[name][1].converter is None
+        ]
         if any(not equal_tensors(stored[plain[0]], stored[other]) for other in plain[1:]):
-            text = f"{' and '.join(plain)} are one parameter in the model, and are stored with different values"
-            yield Diagnostic(text, "set model.overrides.tie_word_embeddings = false, or store one of them", WEIGHTS_KEY)
+            text = (
+                f"{' and '.join(plain)} are one parameter in the model, and are stored with different values"
+            )
+            yield Diagnostic(
+                text, "set model.overrides.tie_word_embeddings = false, or store one of them", WEIGHTS_KEY
+            )
 
 
 def _matches(first: str, names: Iterable[str], patterns: Sequence[str]) -> bool:
@@ -180,6 +221,8 @@ def _skip_patterns(names: Sequence[str], kept: Iterable[str]) -> str:
 
     words = dict.fromkeys(all_below(name.rpartition(".")[0], name) for name in names)
     if len(words) > 4:
-        words = dict.fromkeys(all_below(word.partition(".")[0], word) if "." in word else word for word in words)
+        words = dict.fromkeys(
+            all_below(word.partition(".")[0], word) if "." in word else word for word in words
+        )
     shown_words = [f'"{word}"' for word in words][:4]
     return f"[{', '.join(shown_words)}{', ...' if len(words) > 4 else ''}]"

@@ -69,7 +69,9 @@ def list_tensors(path: Path) -> dict[str, StoredTensor]:
             continue
         twice = sorted(found.keys() & tensors)
         if twice:
-            text = f"{file.name} holds {len(twice)} tensors that another file holds too: {format_names(twice)}"
+            text = (
+                f"{file.name} holds {len(twice)} tensors that another file holds too: {format_names(twice)}"
+            )
             faults.append(Diagnostic(text, "keep one of the files", WEIGHTS_KEY))
         found |= tensors
     absent = sorted(name for name, file in listed.items() if file in files and name not in found)
@@ -96,7 +98,9 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         fix = "fetch the file itself: git lfs pull"
         raise PlanError(f"{file} is a pointer of git-lfs, not the file", fix=fix, location=WEIGHTS_KEY)
     if not isinstance(header, dict):
-        raise PlanError(f"{file} is no safetensors file, or ends early", fix=DOWNLOAD_FIX, location=WEIGHTS_KEY)
+        raise PlanError(
+            f"{file} is no safetensors file, or ends early", fix=DOWNLOAD_FIX, location=WEIGHTS_KEY
+        )
     begin = 8 + length
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     return {name: _parse_entry(file, name, entry, begin, nbytes - begin) for name, entry in entries.items()}
@@ -186,7 +190,9 @@ def _parse_entry(file: Path, name: str, entry: Any, begin: int, available: int) 
     if entry["dtype"] not in DTYPES:
         fix = f"store it as one of {', '.join(DTYPES)}; packed and quantised weights must be unpacked first"
         raise PlanError(
-            f"{file}: the tensor {name[:200]!r} is of dtype {str(entry['dtype'])[:50]}", fix=fix, location=WEIGHTS_KEY
+            f"{file}: the tensor {name[:200]!r} is of dtype {str(entry['dtype'])[:50]}",
+            fix=fix,
+            location=WEIGHTS_KEY,
         )
     dtype = DTYPES[entry["dtype"]]
     if offsets[1] - offsets[0] != prod(shape) * dtype.itemsize or offsets[1] > available:
@@ -211,7 +217,11 @@ def _find_files(path: Path) -> tuple[list[Path], dict[str, Path]]:
         return _files_of_index(path)
     if (path / SINGLE_FILE).is_file():
         return [path / SINGLE_FILE], {}
-    numbered = {found.name: match for found in sorted(path.glob("*.safetensors")) if (match := SHARD_FILE.fullmatch(found.name))}
+    numbered = {
+        found.name: match
+        for found in sorted(path.glob("*.safetensors"))
+        if (match := SHARD_FILE.fullmatch(found.name))
+    }
     if numbered:
         total = int(next(iter(numbered.values()))[2])
         wanted = [f"model-{number:05d}-of-{total:05d}.safetensors" for number in range(1, total + 1)]
@@ -220,18 +230,24 @@ def _find_files(path: Path) -> tuple[list[Path], dict[str, Path]]:
     others = sorted(found.name for found in path.glob("*.safetensors"))
     if len(others) == 1:
         return [path / others[0]], {}
-    raise _no_weights_error(path, sorted(found.name for kind in ("*.bin", "*.pt", "*.pth") for found in path.glob(kind)))
+    raise _no_weights_error(
+        path, sorted(found.name for kind in ("*.bin", "*.pt", "*.pth") for found in path.glob(kind))
+    )
 
 
 def _files_of_index(path: Path) -> tuple[list[Path], dict[str, Path]]:
     try:
         index = json.loads((path / INDEX_FILE).read_text(encoding="utf-8"))
         listed = index["weight_map"].items() if isinstance(index, dict) else ()
-        names = {name: file for name, file in listed if isinstance(file, str) and PLAIN_FILE_NAME.fullmatch(file)}
+        names = {
+            name: file for name, file in listed if isinstance(file, str) and PLAIN_FILE_NAME.fullmatch(file)
+        }
         if len(names) < len(listed) or not names:
             raise ValueError("its weight_map must give a plain file name for each tensor")
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise PlanError(f"{path / INDEX_FILE} cannot be read: {error}", fix=DOWNLOAD_FIX, location=WEIGHTS_KEY) from error
+        raise PlanError(
+            f"{path / INDEX_FILE} cannot be read: {error}", fix=DOWNLOAD_FIX, location=WEIGHTS_KEY
+        ) from error
     files = sorted(set(names.values()))
     _refuse_absent([name for name in files if not (path / name).is_file()], path)
     return [path / name for name in files], {name: path / file for name, file in names.items()}
@@ -246,7 +262,13 @@ def _refuse_absent(absent: list[str], path: Path) -> None:
 def _no_weights_error(path: Path, pickles: list[str]) -> PlanError:
     if pickles:
         text = f"{path} holds no safetensors, but {format_names(pickles)}: a pickle, which can run code when it is read"
-        return PlanError(text, fix=f"convert it first: meshwright convert {pickles[0]} model.safetensors", location=WEIGHTS_KEY)
+        return PlanError(
+            text,
+            fix=f"convert it first: meshwright convert {pickles[0]} model.safetensors",
+            location=WEIGHTS_KEY,
+        )
     return PlanError(
-        f"{path} holds no {SINGLE_FILE} and no {INDEX_FILE}", fix="give the folder that holds the weights", location=WEIGHTS_KEY
+        f"{path} holds no {SINGLE_FILE} and no {INDEX_FILE}",
+        fix="give the folder that holds the weights",
+        location=WEIGHTS_KEY,
     )

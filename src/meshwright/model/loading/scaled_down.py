@@ -45,13 +45,19 @@ def scale_down(job: Job) -> Job:
     fields = config.to_dict()
     now = fields | {alias: fields.get(name) for alias, name in config.attribute_map.items()}
     sizes = dict(_sizes(now))
-    known = {name: sizes[size] for size, names in SIZE_FIELDS.items() for name in names if _is_size(now.get(name))}
+    known = {
+        name: sizes[size] for size, names in SIZE_FIELDS.items() for name in names if _is_size(now.get(name))
+    }
     if "hidden_size" not in known or "num_hidden_layers" not in known:
         text = f"a {config.model_type} config does not hold its sizes under the names that scaling down knows"
         raise PlanError(text, fix="write a smaller config, and verify that", location="--shrink")
-    talks = [part.chat for part in (job.data, *job.data.mixture) if part.chat]  # cut short, they would hold no answer
+    talks = [
+        part.chat for part in (job.data, *job.data.mixture) if part.chat
+    ]  # cut short, they would hold no answer
     data = job.data if talks else replace(job.data, sequence=min(job.data.sequence, SEQUENCE_LENGTH))
-    small = replace(job.model, overrides={**job.model.overrides, **known}, weights="", skip=())  # whose weights fit no more
+    small = replace(
+        job.model, overrides={**job.model.overrides, **known}, weights="", skip=()
+    )  # whose weights fit no more
     return replace(job, model=small, data=data)
 
 

@@ -31,7 +31,10 @@ class ValueRef:
         self.name, self.input_index = name, input_index
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ValueRef) and (self.name, self.input_index) == (other.name, other.input_index)
+        return isinstance(other, ValueRef) and (self.name, self.input_index) == (
+            other.name,
+            other.input_index,
+        )
 
     def __hash__(self) -> int:
         return hash((self.name, self.input_index))
@@ -140,7 +143,11 @@ def build_forward_graph(
     """
     if _batch_independent_part(first_record) != _batch_independent_part(second_record):
         text = f"the forward takes another way on {batch_sizes[1]} rows than on {batch_sizes[0]}: {_describe_difference(first_record, second_record, batch_sizes)}"
-        raise PlanError(text, fix="let it depend on nothing but the shape of a row, or leave the model whole", location="model")
+        raise PlanError(
+            text,
+            fix="let it depend on nothing but the shape of a row, or leave the model whole",
+            location="model",
+        )
     dims = {
         name: tuple(_fit_dim_sizes(seen.shape, second_record.values[name].shape, batch_sizes))
         for name, seen in first_record.values.items()
@@ -157,8 +164,12 @@ def build_forward_graph(
         if users and place[users[-1]] > place[seen.producer]:
             if any(fixed < 0 for fixed, _ in dims[name]):
                 shapes = f"{list(seen.shape)} of {batch_sizes[0]} rows and {list(second_record.values[name].shape)} of {batch_sizes[1]}"
-                what = f"'{name}', which is live there, has the shape {shapes}: it compares rows with each other"
-                first_record.boundary_blockers.append((seen.producer, users[-1], what, "compare the rows of a batch in the loss"))
+                what = (
+                    f"'{name}', which is live there, has the shape {shapes}: it compares rows with each other"
+                )
+                first_record.boundary_blockers.append(
+                    (seen.producer, users[-1], what, "compare the rows of a batch in the loss")
+                )
             dtype = str(seen.dtype).removeprefix("torch.")
             told = seen if sharded_record is None else sharded_record.values.get(name)
             if told is None or len(told.shape) != len(seen.shape):
@@ -169,12 +180,27 @@ def build_forward_graph(
             along = None if told is None else told.sequence_dim
             values.append(
                 StageValue(
-                    name, seen.producer, tuple(users), dims[name], dtype, seen.needs_grad, seen.op, seen.source_line, along
+                    name,
+                    seen.producer,
+                    tuple(users),
+                    dims[name],
+                    dtype,
+                    seen.needs_grad,
+                    seen.op,
+                    seen.source_line,
+                    along,
                 )
             )
-    roots = tuple((name, tuple(sorted(set(users), key=place.__getitem__))) for name, users in first_record.root_params.items())
-    borders = StageBoundaries(tuple(first_record.block_calls), tuple(values), tuple(first_record.closed_boundaries()), roots)
-    rewritten = frozenset(old for ops in first_record.ops.values() for op in ops for old, _ in op.renamed_values)
+    roots = tuple(
+        (name, tuple(sorted(set(users), key=place.__getitem__)))
+        for name, users in first_record.root_params.items()
+    )
+    borders = StageBoundaries(
+        tuple(first_record.block_calls), tuple(values), tuple(first_record.closed_boundaries()), roots
+    )
+    rewritten = frozenset(
+        old for ops in first_record.ops.values() for op in ops for old, _ in op.renamed_values
+    )
     return ForwardGraph(borders, first_record.stubs, first_record.ops, dims, first_record.values, rewritten)
 
 
@@ -183,7 +209,9 @@ def with_value_refs(value: Any, value_refs: Mapping[int, ValueRef]) -> Any:
     return map_leaves(value, lambda leaf: value_refs.get(id(leaf), leaf))
 
 
-def _fit_dim_sizes(few: Sequence[int], more: Sequence[int], rows: tuple[int, int]) -> Iterator[tuple[int, int]]:
+def _fit_dim_sizes(
+    few: Sequence[int], more: Sequence[int], rows: tuple[int, int]
+) -> Iterator[tuple[int, int]]:
     for low, high in zip(few, more, strict=True):
         each = (high - low) // (rows[1] - rows[0])
         yield low - each * rows[0], each
@@ -192,7 +220,10 @@ def _fit_dim_sizes(few: Sequence[int], more: Sequence[int], rows: tuple[int, int
 def _batch_independent_part(record: ForwardRecord) -> object:
     """What must not depend on the number of rows."""
     ops = {visit: [_op_signature(op) for op in found] for visit, found in record.ops.items()}
-    stubs = {visit: (stub.value_refs, [channel for channel, _ in stub.captured]) for visit, stub in record.stubs.items()}
+    stubs = {
+        visit: (stub.value_refs, [channel for channel, _ in stub.captured])
+        for visit, stub in record.stubs.items()
+    }
     ranks = {name: (len(seen.shape), seen.dtype) for name, seen in record.values.items()}
     return record.block_calls, ops, stubs, ranks
 
@@ -205,7 +236,9 @@ def _describe_difference(few: ForwardRecord, more: ForwardRecord, rows: tuple[in
     """Where the ways of two runs part, in words."""
     for one, other in zip_longest(few.block_calls, more.block_calls):
         if one != other:
-            return f"it comes to {one or 'its end'} on {rows[0]} rows, and to {other or 'its end'} on {rows[1]}"
+            return (
+                f"it comes to {one or 'its end'} on {rows[0]} rows, and to {other or 'its end'} on {rows[1]}"
+            )
         for mine, theirs in zip_longest(few.ops.get(one, ()), more.ops.get(one, ())):
             if _op_signature(mine) != _op_signature(theirs):
                 return f"behind {one}, {_describe_op(mine, few)} on {rows[0]} rows, and {_describe_op(theirs, more)} on {rows[1]}"
@@ -215,5 +248,7 @@ def _describe_difference(few: ForwardRecord, more: ForwardRecord, rows: tuple[in
 def _describe_op(op: GlueOp | None, record: ForwardRecord) -> str:
     if op is None:
         return "nothing more is done"
-    where = next((record.values[place.name].source_line for place in op.value_refs if place.name in record.values), "")
+    where = next(
+        (record.values[place.name].source_line for place in op.value_refs if place.name in record.values), ""
+    )
     return f"{op.func_name}{f' at {where}' if where else ''} gives {len(op.value_refs)} values"

@@ -33,7 +33,14 @@ from meshwright.model.blocks.driver import LARGER_BLOCK_FIX, ForwardDriver
 from meshwright.model.blocks.graph_check import reachable_leaf_names
 from meshwright.model.blocks.loss_inputs import distinct_tensors
 from meshwright.model.hf.output_capture import capture_marks
-from meshwright.model.pipeline.forward_graph import BlockCallStub, ForwardRecord, GlueOp, RecordedValue, ValueRef, with_value_refs
+from meshwright.model.pipeline.forward_graph import (
+    BlockCallStub,
+    ForwardRecord,
+    GlueOp,
+    RecordedValue,
+    ValueRef,
+    with_value_refs,
+)
 from meshwright.model.sequence_parallel.sharded_activation import SequenceShardedTensor
 from meshwright.model.sequence_parallel.sharded_forward import ShardedForward
 from meshwright.model.tensors.fake_cache import clear_caches_with_fakes, lru_caches
@@ -61,7 +68,9 @@ class LateGrads:
     def __init__(self, record: ForwardRecord) -> None:
         self._record = record
         self._made_without_grad: set[str] = set()  # values that were made while gradients were off
-        self._found: list[tuple[str, str, str]] = []  # a value, the visit behind which it was changed, and what happened
+        self._found: list[
+            tuple[str, str, str]
+        ] = []  # a value, the visit behind which it was changed, and what happened
 
     def note_value(self, name: str, op: str) -> None:
         """The value `name` is made now by `op`: that of a scripted function is told below autograd, by its kernel."""
@@ -71,14 +80,21 @@ class LateGrads:
     def note_use(self, name: str, tensor: torch.Tensor) -> None:
         """The value `name` is used: it may have got its gradient since it was made."""
         seen = self._record.values[name]
-        if tensor.requires_grad and not seen.needs_grad and name in self._made_without_grad and torch.is_grad_enabled():
+        if (
+            tensor.requires_grad
+            and not seen.needs_grad
+            and name in self._made_without_grad
+            and torch.is_grad_enabled()
+        ):
             self._record.values[name] = replace(seen, needs_grad=True)
             what = f"'{name}' ({seen.op} at {seen.source_line}) is made with gradients off (autograd.Function, script), and then needs one"
             self._found.append((name, seen.producer, what))
 
     def note_hook(self, names: Iterable[str], block_call: str, line: str) -> None:
         """Glue behind `visit` hangs a hook on the gradients of values."""
-        self._found += ((name, block_call, f"a hook is hung on the gradient of '{name}' (at {line})") for name in names)
+        self._found += (
+            (name, block_call, f"a hook is hung on the gradient of '{name}' (at {line})") for name in names
+        )
 
     def boundary_blockers(self) -> Iterator[tuple[str, str | None, str, str]]:
         """The borders from where values were made to the visit that follows what became of them; to the end, where both did."""
@@ -126,7 +142,11 @@ class _ForwardRecorder(TorchFunctionMode):
     """Follows a forward; `record` is what it shows."""
 
     def __init__(
-        self, module: nn.Module, enter: Callable[[str], None], drawn: Callable[[], int], dealt: ShardedForward | None
+        self,
+        module: nn.Module,
+        enter: Callable[[str], None],
+        drawn: Callable[[], int],
+        dealt: ShardedForward | None,
     ) -> None:
         super().__init__()
         self.record, self._caches = ForwardRecord(), lru_caches(module)
@@ -139,7 +159,11 @@ class _ForwardRecorder(TorchFunctionMode):
             "",
         )  # the visit that drew random numbers last, or behind which glue drew them for values; and who did
         self._grad_enabled = torch.is_grad_enabled()
-        self._calls, self._paused, self._block_call = dict[str, int](), False, ""  # the visit that was called last
+        self._calls, self._paused, self._block_call = (
+            dict[str, int](),
+            False,
+            "",
+        )  # the visit that was called last
         self._input_ids: set[int] | None = None  # tensors that the visit was given; None: it has ended
         self._names = WeakIdKeyDictionary()  # the value that a tensor is
         self._made_in = WeakIdKeyDictionary()  # the visit within which a tensor was made
@@ -171,12 +195,19 @@ class _ForwardRecorder(TorchFunctionMode):
         self._last_draw = (visit, "the block draws") if self._count_draws() else self._last_draw
         if [tensor._version for tensor in given] != versions:
             self._block_boundaries(
-                visit, None, f"'{visit}' writes into a tensor that it is given, which other parts have too", IN_PLACE_FIX
+                visit,
+                None,
+                f"'{visit}' writes into a tensor that it is given, which other parts have too",
+                IN_PLACE_FIX,
             )
         if [id(tensor) for tensor in tree_tensors((args, kwargs))] != [id(tensor) for tensor in given]:
-            self._block_boundaries(visit, None, f"'{visit}' writes into a list or dict that it is given", "return what it adds")
+            self._block_boundaries(
+                visit, None, f"'{visit}' writes into a list or dict that it is given", "return what it adds"
+            )
         outputs = outputs if self._sharded_forward is None else self._sharded_forward.leave_block(outputs)
-        self._record_outputs(visit, outputs, everything, [(mark.channel, mark.added_tensors) for mark in capturing])
+        self._record_outputs(
+            visit, outputs, everything, [(mark.channel, mark.added_tensors) for mark in capturing]
+        )
         self._paused = False
         return outputs
 
@@ -188,9 +219,15 @@ class _ForwardRecorder(TorchFunctionMode):
                 self._record_use(tensor, glue=True)
         self.record.boundary_blockers += self._late_grads.boundary_blockers()
 
-    def _record_outputs(self, visit: str, outputs: Any, given: Sequence[Any], captured: list[tuple[str, list[Any]]]) -> None:
+    def _record_outputs(
+        self, visit: str, outputs: Any, given: Sequence[Any], captured: list[tuple[str, list[Any]]]
+    ) -> None:
         """Name what a visit gives out, and note what will stand for it."""
-        places = {id(leaf): ValueRef(input_index=number) for number, leaf in enumerate(given) if not is_constant(leaf)}
+        places = {
+            id(leaf): ValueRef(input_index=number)
+            for number, leaf in enumerate(given)
+            if not is_constant(leaf)
+        }
         found, number = tree_tensors([outputs, *(added for _, added in captured)]), 0
         for tensor in found:
             if tensor in self._names:
@@ -203,7 +240,9 @@ class _ForwardRecorder(TorchFunctionMode):
         unseen = [leaf for leaf in value_leaves(outputs) if not is_constant(leaf) and id(leaf) not in places]
         if unseen:
             what = f"'{visit}' gives out a {type(unseen[0]).__name__}, into which nobody looks"
-            self._block_boundaries(visit, None, what, "return tensors bare, in tuples, lists, dicts or dataclasses")
+            self._block_boundaries(
+                visit, None, what, "return tensors bare, in tuples, lists, dicts or dataclasses"
+            )
         self.record.stubs[visit] = BlockCallStub(
             with_value_refs(outputs, places),
             tuple((channel, with_value_refs(added, places)) for channel, added in captured),
@@ -211,7 +250,9 @@ class _ForwardRecorder(TorchFunctionMode):
         )
         self.record.ops[visit] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if self._paused or not self._block_call:
             return func(*args, **kwargs)
@@ -231,7 +272,11 @@ class _ForwardRecorder(TorchFunctionMode):
                 self._paused = False
         outcome = func(*args, **kwargs)
         for tensor in tree_tensors(outcome):
-            if tensor not in self._names and tensor not in self._made_in and id(tensor) not in self._input_ids:
+            if (
+                tensor not in self._names
+                and tensor not in self._made_in
+                and id(tensor) not in self._input_ids
+            ):
                 self._made_in[tensor] = self._block_call
         return outcome
 
@@ -245,22 +290,27 @@ class _ForwardRecorder(TorchFunctionMode):
         if not values or func.__name__ in SHAPE_ONLY_FACTORIES:
             outcome = func(*args, **kwargs)
             if self._count_draws() > count and self._last_draw[0] == self._block_call:
-                what = (
-                    f"the glue behind '{self._block_call}' draws numbers for all parts (at {caller_line()}), after others that "
-                )
+                what = f"the glue behind '{self._block_call}' draws numbers for all parts (at {caller_line()}), after others that "
                 self._block_boundaries(
-                    self._block_call, None, f"{what}{self._last_draw[1]}, which parts behind it do not", RANDOM_GLUE_FIX
+                    self._block_call,
+                    None,
+                    f"{what}{self._last_draw[1]}, which parts behind it do not",
+                    RANDOM_GLUE_FIX,
                 )
             self._paused = False
             return outcome
         versions, watch = [tensor._version for tensor in given], ValueReadMode()
         with watch:
             outcome = func(*args, **kwargs)
-        self._last_draw = (self._block_call, "it draws for values") if self._count_draws() > count else self._last_draw
+        self._last_draw = (
+            (self._block_call, "it draws for values") if self._count_draws() > count else self._last_draw
+        )
         written = {id(t): t for t, version in zip(given, versions, strict=True) if t._version != version}
         if func.__name__ in TENSOR_HOOKS:
             self._late_grads.note_hook(
-                [self._names[each] for each in values.values() if each in self._names], self._block_call, caller_line()
+                [self._names[each] for each in values.values() if each in self._names],
+                self._block_call,
+                caller_line(),
             )
         if watch.reads_values or func.__name__ in VALUE_READS:
             self._record_read(function_title(func), values)
@@ -276,7 +326,9 @@ class _ForwardRecorder(TorchFunctionMode):
         what = f"the glue behind '{self._block_call}' reads the value of {names} ({func} at {caller_line()}), and every later part needs it"
         self._block_boundaries(self._block_call, None, what, VALUE_READ_FIX)
 
-    def _record_op(self, func: str, args: Any, kwargs: Any, values: dict[int, Any], written: dict[int, Any], outcome: Any) -> Any:
+    def _record_op(
+        self, func: str, args: Any, kwargs: Any, values: dict[int, Any], written: dict[int, Any], outcome: Any
+    ) -> Any:
         """Name what an operation of glue makes and what it writes into."""
         visit, line = self._block_call, caller_line()
         ops, everything = self.record.ops[visit], value_leaves((args, kwargs))
@@ -286,7 +338,9 @@ class _ForwardRecorder(TorchFunctionMode):
             if isinstance(leaf, torch.Tensor) and id(leaf) not in values:
                 self._record_root_params(leaf)
         here = f"{visit}+{len(ops)}"
-        first = {storage_id(tensor): tensor for tensor in reversed(written.values()) if tensor in self._names}  # of each storage
+        first = {
+            storage_id(tensor): tensor for tensor in reversed(written.values()) if tensor in self._names
+        }  # of each storage
         renamed: list[tuple[str, str]] = []
         for tensor in first.values():
             renamed += self._rename_written(tensor, here, len(renamed), func, line)
@@ -296,7 +350,11 @@ class _ForwardRecorder(TorchFunctionMode):
                 became.append((number, f"{here}={number}"))
                 self._written_storages.add(storage_id(leaf))
                 self._add_value(leaf, became[-1][1], func, line)
-        places = {id(leaf): ValueRef(input_index=number) for number, leaf in enumerate(everything) if not is_constant(leaf)}
+        places = {
+            id(leaf): ValueRef(input_index=number)
+            for number, leaf in enumerate(everything)
+            if not is_constant(leaf)
+        }
         found, number = tree_tensors(outcome), 0
         for tensor in found:
             if tensor in self._names:
@@ -304,7 +362,9 @@ class _ForwardRecorder(TorchFunctionMode):
             elif id(tensor) not in places:
                 name = f"{here}:{number}" if number else here
                 number += 1
-                self._add_value(tensor, name, func, line, self._find_base(func, list(values.values()), tensor))
+                self._add_value(
+                    tensor, name, func, line, self._find_base(func, list(values.values()), tensor)
+                )
                 places[id(tensor)] = ValueRef(name)
         ops.append(
             GlueOp(
@@ -317,7 +377,9 @@ class _ForwardRecorder(TorchFunctionMode):
         )
         return outcome
 
-    def _rename_written(self, tensor: torch.Tensor, name: str, count: int, func: str, line: str) -> list[tuple[str, str]]:
+    def _rename_written(
+        self, tensor: torch.Tensor, name: str, count: int, func: str, line: str
+    ) -> list[tuple[str, str]]:
         """New names for all values that lie in the storage that was written by way of `tensor`; `count` are named."""
         place = {visit: number for number, visit in enumerate(self.record.block_calls)}
         storage = storage_id(tensor)
@@ -334,7 +396,9 @@ class _ForwardRecorder(TorchFunctionMode):
                 self._inseparable[new] = since, self._block_call, line
         return renamed
 
-    def _add_value(self, tensor: torch.Tensor, name: str, op: str = "", line: str = "", base: str = "") -> None:
+    def _add_value(
+        self, tensor: torch.Tensor, name: str, op: str = "", line: str = "", base: str = ""
+    ) -> None:
         self._names[tensor] = name
         self._late_grads.note_value(name, op)
         needed = tensor.requires_grad and torch.is_grad_enabled()
@@ -345,10 +409,19 @@ class _ForwardRecorder(TorchFunctionMode):
 
     def _find_base(self, func: str, values: Sequence[torch.Tensor], tensor: torch.Tensor) -> str:
         """The value of which `tensor` is a view that has no fewer elements; "" where it is no such view."""
-        if len(values) != 1 or func == "as_strided" or values[0] not in self._names or values[0].numel() > tensor.numel():
+        if (
+            len(values) != 1
+            or func == "as_strided"
+            or values[0] not in self._names
+            or values[0].numel() > tensor.numel()
+        ):
             return ""
         storage = storage_id(tensor)
-        return self._names[values[0]] if storage == storage_id(values[0]) and storage not in self._written_storages else ""
+        return (
+            self._names[values[0]]
+            if storage == storage_id(values[0]) and storage not in self._written_storages
+            else ""
+        )
 
     def _record_use(self, tensor: torch.Tensor, *, glue: bool = False) -> None:
         """The visit that was called last uses `tensor`, or the `glue` behind it does."""
@@ -366,12 +439,26 @@ class _ForwardRecorder(TorchFunctionMode):
         elif home is not None and (glue or home != self._block_call):
             who = f"the glue behind '{self._block_call}'" if glue else f"'{self._block_call}'"
             buffer = self._buffers.get(id(tensor))
-            what, fix = f"{who} uses a tensor that '{home}' made and did not give out", "return it among the outputs"
+            what, fix = (
+                f"{who} uses a tensor that '{home}' made and did not give out",
+                "return it among the outputs",
+            )
             if buffer is not None:
-                what, fix = f"{who} uses the buffer '{buffer}', which '{home}' writes", "give each block a buffer of its own"
-            self._block_boundaries(home, None if glue else self._block_call, what, f"{fix}, or {LARGER_BLOCK_FIX}")
-        elif self._written_storages and storage_id(tensor) in self._written_storages and not isinstance(tensor, nn.Parameter):
-            what = f"'{self._block_call}' uses a view, made before, of a tensor into which values were written"
+                what, fix = (
+                    f"{who} uses the buffer '{buffer}', which '{home}' writes",
+                    "give each block a buffer of its own",
+                )
+            self._block_boundaries(
+                home, None if glue else self._block_call, what, f"{fix}, or {LARGER_BLOCK_FIX}"
+            )
+        elif (
+            self._written_storages
+            and storage_id(tensor) in self._written_storages
+            and not isinstance(tensor, nn.Parameter)
+        ):
+            what = (
+                f"'{self._block_call}' uses a view, made before, of a tensor into which values were written"
+            )
             self._block_boundaries(self.record.block_calls[0], None, what, IN_PLACE_FIX)
         else:
             self._record_root_params(tensor)
@@ -380,7 +467,11 @@ class _ForwardRecorder(TorchFunctionMode):
         """The visit that was called last, or glue behind it, uses what glue has made of parameters, or a parameter itself."""
         if not tensor.requires_grad or self._input_ids is not None:
             return
-        names = {self._parameters.get(id(tensor))} if tensor.is_leaf else reachable_leaf_names(tensor, self._parameters)
+        names = (
+            {self._parameters.get(id(tensor))}
+            if tensor.is_leaf
+            else reachable_leaf_names(tensor, self._parameters)
+        )
         for name in filter(None, names):
             self.record.root_params.setdefault(name, []).append(self._block_call)
 

@@ -31,11 +31,18 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.model.tensors.function_modes import SHAPE_ONLY_FACTORIES, VALUE_READS, ValueReadMode, is_constant
+from meshwright.model.tensors.function_modes import (
+    SHAPE_ONLY_FACTORIES,
+    VALUE_READS,
+    ValueReadMode,
+    is_constant,
+)
 from meshwright.model.tensors.placeholder import PlaceholderTensor
 from meshwright.model.tensors.pytree import is_dataclass_instance, map_leaves, tree_tensors, value_leaves
 
-FillTemplate = Callable[[Sequence[Any]], Any]  # of what is live, by number, something that was called with it or made of it
+FillTemplate = Callable[
+    [Sequence[Any]], Any
+]  # of what is live, by number, something that was called with it or made of it
 
 
 class TensorSlot:
@@ -111,7 +118,9 @@ def compile_template(template: Any) -> FillTemplate:
         return lambda live: fixed | {key: make(live) for key, make in rest}  # in the order of `fixed`
     if _is_fixed(template):
         return lambda live: template
-    return lambda live: map_leaves(template, lambda leaf: live[leaf.index] if isinstance(leaf, TensorSlot) else leaf)
+    return lambda live: map_leaves(
+        template, lambda leaf: live[leaf.index] if isinstance(leaf, TensorSlot) else leaf
+    )
 
 
 def _is_fixed(template: Any) -> bool:
@@ -163,12 +172,16 @@ class ScriptRecorder:
         if self.failure_reason:
             return func(*args, **kwargs)
         versions = [tensor._version for tensor in given]
-        by_shape = func.__name__ in SHAPE_ONLY_FACTORIES and len(given) == 1  # not filled with the numbers of another
+        by_shape = (
+            func.__name__ in SHAPE_ONLY_FACTORIES and len(given) == 1
+        )  # not filled with the numbers of another
         if not live or by_shape:
             outcome = func(*args, **kwargs)
             if by_shape or all(self._is_known(tensor) for tensor in given):
                 self._constants_made |= {
-                    id(tensor): tensor for tensor in tree_tensors(outcome) if id(tensor) not in self._known_tensors
+                    id(tensor): tensor
+                    for tensor in tree_tensors(outcome)
+                    if id(tensor) not in self._known_tensors
                 }
             self._check_not_written(func, given, versions, self._constants_made)
             return outcome
@@ -225,7 +238,11 @@ class ScriptRecorder:
         called = {id(line.func) for line in self._calls}
         skipped = tuple(name for name in self._skipped_blocks if id(self._blocks[name]) in called)
         self._live, self._constants_made = {}, {}
-        return None if self.failure_reason else ReplayScript(tuple(self._calls), made, tuple(self._constants.values()), skipped)
+        return (
+            None
+            if self.failure_reason
+            else ReplayScript(tuple(self._calls), made, tuple(self._constants.values()), skipped)
+        )
 
     def fail(self, reason: str) -> None:
         """Nothing is to be written down, because of `why`."""
@@ -243,7 +260,12 @@ class ScriptRecorder:
                 self.fail(f"{func.__name__} writes into a tensor that other micro-batches have too")
 
     def _add_call(
-        self, call: Callable[..., Any], args: Any, kwargs: Any, outcome: Any, around: tuple[TorchFunctionMode, ...] = ()
+        self,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        outcome: Any,
+        around: tuple[TorchFunctionMode, ...] = (),
     ) -> None:
         makers = self._compile(args), self._compile(kwargs)
         if any(not (isinstance(leaf, torch.Tensor) or is_constant(leaf)) for leaf in value_leaves(outcome)):
@@ -259,7 +281,9 @@ class ScriptRecorder:
 
     def _compile(self, value: Any, *, result: bool = False) -> FillTemplate:
         """What makes `value` of what is live then."""
-        return compile_template(map_leaves(value, self._slot_or_constant if not result else self._result_leaf))
+        return compile_template(
+            map_leaves(value, self._slot_or_constant if not result else self._result_leaf)
+        )
 
     def _slot_or_constant(self, leaf: Any) -> Any:
         if id(leaf) in self._live:
@@ -301,7 +325,9 @@ class _BlockOperandCheck(TorchFunctionMode):
         super().__init__()
         self._writer, self._given = writer, given
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         self._writer.check_block_operands(self._given, tree_tensors((args, kwargs or {})))
         return func(*args, **(kwargs or {}))
 
@@ -313,7 +339,9 @@ def _context() -> tuple[object, ...]:
 
 def _autocast_dtypes() -> tuple[object, ...]:
     """What products are cast to, by device."""
-    return tuple(torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in AUTOCAST_DEVICES)
+    return tuple(
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in AUTOCAST_DEVICES
+    )
 
 
 def _module_attributes(modules: Iterable[nn.Module]) -> list[object]:
@@ -338,7 +366,9 @@ class ScriptCache:
 
     def __init__(self, module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         self._blocks = blocks
-        self._known_tensors = {id(tensor): tensor for each in (module.parameters(), module.buffers()) for tensor in each}
+        self._known_tensors = {
+            id(tensor): tensor for each in (module.parameters(), module.buffers()) for tensor in each
+        }
         inside = {id(each) for block in blocks.values() for each in block.modules()}
         self._glue_modules = [each for each in module.modules() if id(each) not in inside]
         self._attributes_before: list[object] = []  # what those held when a run began
@@ -362,7 +392,9 @@ class ScriptCache:
         if key in self.failure_reasons:
             return None
         self._attributes_before = _module_attributes(self._glue_modules)
-        return ScriptRecorder(self._blocks, self._known_tensors, inputs, check_blocks=key not in self._checked)
+        return ScriptRecorder(
+            self._blocks, self._known_tensors, inputs, check_blocks=key not in self._checked
+        )
 
     def store(self, key: Hashable, recorder: ScriptRecorder, result: Any) -> None:
         """The run has left `result`."""

@@ -89,19 +89,28 @@ def run_stage(
     for value in stage.inputs:
         if value.name not in received_values:
             text = f"the part of '{stage.block_calls[0]}' takes the value '{value}', which was not received"
-            raise PlanError(text, fix=f"hand it over from the part of '{value.producer}'", location="received")
+            raise PlanError(
+                text, fix=f"hand it over from the part of '{value.producer}'", location="received"
+            )
     grad = torch.is_grad_enabled()
     needed = {value.name for value in stage.inputs if value.needs_grad and grad}
-    taken = {value.name: received_values[value.name].detach().requires_grad_(value.name in needed) for value in stage.inputs}
+    taken = {
+        value.name: received_values[value.name].detach().requires_grad_(value.name in needed)
+        for value in stage.inputs
+    }
     payload = {name: driver.writable_leaf(leaf) if name in needed else leaf for name, leaf in taken.items()}
-    for name in forward_graph.written_values.intersection(taken):  # somebody writes into it: into a copy, and never into a leaf
+    for name in forward_graph.written_values.intersection(
+        taken
+    ):  # somebody writes into it: into a copy, and never into a leaf
         copy = taken[name].detach().clone()
         payload[name] = GradAlias.apply(taken[name], copy) if name in needed else copy
     received_values = {name: taken[name] for name in needed}
     if sharded_forward is not None:
         apart = ((each.name, each.sequence_dim) for each in stage.inputs if each.sequence_dim is not None)
         payload |= {
-            name: sharded_forward.wrap_local(payload[name], along, forward_graph.shape(name, num_samples)[along])
+            name: sharded_forward.wrap_local(
+                payload[name], along, forward_graph.shape(name, num_samples)[along]
+            )
             for name, along in apart
         }
     seeds = (*(payload[value.name] for value in stage.inputs), *(inputs or {}).values())
@@ -109,7 +118,10 @@ def run_stage(
     script = script_cache.find(key) if script_cache is not None and grad else None
     if script is not None:
         return _stage_result(
-            driver, stage, received_values, *driver.forward(before_block, partial(_replay, driver, script, seeds), after_block)
+            driver,
+            stage,
+            received_values,
+            *driver.forward(before_block, partial(_replay, driver, script, seeds), after_block),
         )
     writer = script_cache.start_recording(key, seeds) if script_cache is not None and grad else None
     standing = PlaceholderEnv(
@@ -130,7 +142,9 @@ def run_stage(
         return outputs
 
     with driver.use_interceptor(under_way.run_block):
-        outputs, closing, passed = driver.forward(before_block, whole, after_block) if grad else (whole(), None, None)
+        outputs, closing, passed = (
+            driver.forward(before_block, whole, after_block) if grad else (whole(), None, None)
+        )
     under_way.finish()
     return _stage_result(driver, stage, received_values, outputs, closing, passed)
 
@@ -177,10 +191,15 @@ class _StageRun:
         )
         self._recorder, self._sharded_forward = writer, dealt
         self._call_index = course.boundaries.index
-        self._first, self._last = self._call_index[part.block_calls[0]], self._call_index[part.block_calls[-1]]
+        self._first, self._last = (
+            self._call_index[part.block_calls[0]],
+            self._call_index[part.block_calls[-1]],
+        )
         self._missing = {value.name for value in part.outputs}
         self._sent_values: dict[str, torch.Tensor] = {}
-        self._tracks_values = any(value.op for value in part.outputs)  # glue makes some of what is to be given
+        self._tracks_values = any(
+            value.op for value in part.outputs
+        )  # glue makes some of what is to be given
         self._live_tensors: dict[int, torch.Tensor] = {}  # tensors that are values, while counting
         self._tensors_by_name: dict[str, torch.Tensor] = {}
         self._calls: dict[str, int] = {}
@@ -207,7 +226,9 @@ class _StageRun:
         self._placeholders.finish()
         self._live_tensors.clear()
         self._tensors_by_name.clear()
-        self._mode = None  # it knows this run: together they would keep tensors until the garbage is collected
+        self._mode = (
+            None  # it knows this run: together they would keep tensors until the garbage is collected
+        )
         if self._missing:
             text = f"the forward did not make the values {', '.join(sorted(self._missing))}, which it made in the trial run"
             raise PlanError(text, fix=CONTROL_FLOW_FIX, location="model")
@@ -222,7 +243,11 @@ class _StageRun:
         visit = block_call_name(name, count)
         at = self._call_index.get(visit, -1)
         if at != self._current + 1:
-            behind = f"behind '{self._forward_graph.boundaries.block_calls[self._current]}'" if self._current >= 0 else "first"
+            behind = (
+                f"behind '{self._forward_graph.boundaries.block_calls[self._current]}'"
+                if self._current >= 0
+                else "first"
+            )
             text = f"the forward calls '{visit}' {behind}, which it did not in the trial run"
             raise PlanError(text, fix=CONTROL_FLOW_FIX, location="model")
         if at > self._last:
@@ -254,14 +279,18 @@ class _StageRun:
             capture_marks(),
         )
         if self._recorder is not None:
-            name, captured = block_of(visit), lambda: [each for mark in capturing for each in mark.added_tensors]
+            name, captured = (
+                block_of(visit),
+                lambda: [each for mark in capturing for each in mark.added_tensors],
+            )
             run = partial(self._recorder.run_block, name, run, captured, self._model_modes())
         with self._pause_glue():
             args, kwargs = given if dealt is None else dealt.enter_block(visit, given)
             outputs = run(*args, **kwargs)
             outputs = outputs if dealt is None else dealt.leave_block(outputs)
         self._note_values(
-            self._forward_graph.stubs[visit].value_refs, tree_tensors([outputs, *(mark.added_tensors for mark in capturing)])
+            self._forward_graph.stubs[visit].value_refs,
+            tree_tensors([outputs, *(mark.added_tensors for mark in capturing)]),
         )
         return outputs
 
@@ -270,7 +299,9 @@ class _StageRun:
         standing, given = self._placeholders, (args, kwargs)
         if self._current < self._first:
             return (
-                standing.compute(func, args, kwargs) if standing.foreign_values(given) else standing.call_func(func, args, kwargs)
+                standing.compute(func, args, kwargs)
+                if standing.foreign_values(given)
+                else standing.call_func(func, args, kwargs)
             )
         op = standing.match_op(func) if self._tracks_values else None
         counts = op is not None and any(id(each) in self._live_tensors for each in tree_tensors(given))
@@ -283,7 +314,11 @@ class _StageRun:
             return outcome
         standing.advance_op()
         for old, new in op.renamed_values:
-            tensor = self._tensors_by_name.pop(old) if old in self._tensors_by_name else standing.received_values[old]
+            tensor = (
+                self._tensors_by_name.pop(old)
+                if old in self._tensors_by_name
+                else standing.received_values[old]
+            )
             standing.rename_value(old, new)
             self._note_value(new, tensor)
         for number, name in op.written_inputs:

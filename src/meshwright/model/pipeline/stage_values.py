@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 
-from meshwright.model.blocks.user_checkpointing import CHECKPOINT_MODULE, USER_CHECKPOINT_FIX, in_user_checkpoint
+from meshwright.model.blocks.user_checkpointing import (
+    CHECKPOINT_MODULE,
+    USER_CHECKPOINT_FIX,
+    in_user_checkpoint,
+)
 from meshwright.model.pipeline.forward_graph import ForwardGraph, GlueOp, ValueRef
 from meshwright.model.tensors.function_modes import (
     SHAPE_FROM_SECOND_ARG,
@@ -22,13 +26,22 @@ from meshwright.model.tensors.function_modes import (
     caller_line,
     function_title,
 )
-from meshwright.model.tensors.placeholder import PlaceholderTensor, call_without_override, find_placeholders, make_placeholder
+from meshwright.model.tensors.placeholder import (
+    PlaceholderTensor,
+    call_without_override,
+    find_placeholders,
+    make_placeholder,
+)
 from meshwright.model.tensors.pytree import map_leaves, replace_tensors, tree_tensors, value_leaves
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.stage_boundaries import StageSpec
 
-GlueShape = Callable[[tuple[int, ...]], tuple[int, ...]]  # of the shape that a value has in the whole model, that which glue sees
-CONTROL_FLOW_FIX = "let every forward take the way of the trial run, whatever the data are; or leave the model whole"
+GlueShape = Callable[
+    [tuple[int, ...]], tuple[int, ...]
+]  # of the shape that a value has in the whole model, that which glue sees
+CONTROL_FLOW_FIX = (
+    "let every forward take the way of the trial run, whatever the data are; or leave the model whole"
+)
 
 
 class PlaceholderEnv:
@@ -48,7 +61,12 @@ class PlaceholderEnv:
         glue_shape: GlueShape,
     ) -> None:
         self.received_values, self.call_func, self._glue_shape = received_values, call_func, glue_shape
-        self._forward_graph, self._stage, self._num_samples, self._device = forward_graph, stage, num_samples, device
+        self._forward_graph, self._stage, self._num_samples, self._device = (
+            forward_graph,
+            stage,
+            num_samples,
+            device,
+        )
         self._tensors: dict[str, torch.Tensor] = {}  # what the model holds for a value
         self._written_tensors: dict[
             int, str
@@ -72,7 +90,9 @@ class PlaceholderEnv:
 
     def match_op(self, func: Any) -> GlueOp | None:
         """The next operation of the course behind this visit, where `func` is that."""
-        found = self._op_index < len(self._ops) and self._ops[self._op_index].func_name == function_title(func)
+        found = self._op_index < len(self._ops) and self._ops[self._op_index].func_name == function_title(
+            func
+        )
         return self._ops[self._op_index] if found else None
 
     def advance_op(self) -> None:
@@ -98,7 +118,9 @@ class PlaceholderEnv:
                 self._glue_shape(self._forward_graph.shape(leaf.name, self._num_samples)),
             )
             needed = seen.needs_grad and torch.is_grad_enabled()
-            self._tensors[leaf.name] = make_placeholder(leaf.name, self, shape, seen.dtype, self._device, needs_grad=needed)
+            self._tensors[leaf.name] = make_placeholder(
+                leaf.name, self, shape, seen.dtype, self._device, needs_grad=needed
+            )
         return self._tensors[leaf.name]
 
     def foreign_values(self, value: Any) -> dict[int, str]:
@@ -129,11 +151,16 @@ class PlaceholderEnv:
     def replace_received(self, value: Any) -> Any:
         """`value` with what was received in place of values of other parts, where something was."""
         return self._replace(
-            value, {key: name for key, name in self.foreign_values(value).items() if name in self.received_values}
+            value,
+            {key: name for key, name in self.foreign_values(value).items() if name in self.received_values},
         )
 
     def _replace(self, value: Any, found: Mapping[int, str]) -> Any:
-        return replace_tensors(value, {key: self.received_values[name] for key, name in found.items()}) if found else value
+        return (
+            replace_tensors(value, {key: self.received_values[name] for key, name in found.items()})
+            if found
+            else value
+        )
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The outcome of `func` on arguments among which there is a value of another part."""
@@ -151,7 +178,8 @@ class PlaceholderEnv:
             return self.call_func(func, args, kwargs)
         if func.__name__ in SHAPE_ONLY_FACTORIES:
             args, kwargs = replace_tensors(
-                (args, kwargs), {id(each): self._shape_only_tensor(each) for each in find_placeholders((args, kwargs))}
+                (args, kwargs),
+                {id(each): self._shape_only_tensor(each) for each in find_placeholders((args, kwargs))},
             )
             return self.call_func(func, args, kwargs)
         if func.__name__ in VALUE_READS:
@@ -177,7 +205,9 @@ class PlaceholderEnv:
         if ready and any(place.name and self._forward_graph.base_of(place.name) for place in op.value_refs):
             args, kwargs = self.replace_received(given)
             made = tree_tensors(self.call_func(func, args, kwargs))
-            self.received_values |= {place.name: tensor for place, tensor in zip(op.value_refs, made, strict=True)}
+            self.received_values |= {
+                place.name: tensor for place, tensor in zip(op.value_refs, made, strict=True)
+            }
         return outcome
 
     def rename_value(self, old: str, new: str) -> None:
@@ -194,7 +224,9 @@ class PlaceholderEnv:
     def missing_value_error(self, computation: str, name: str) -> Exception:
         """The error for `what`, a computation that needs the numbers of the value `name`."""
         if not self._block_call:
-            return self._not_received_error(name, f"behind the forward, {computation} (at {caller_line()}) takes")
+            return self._not_received_error(
+                name, f"behind the forward, {computation} (at {caller_line()}) takes"
+            )
         glue = f"the glue behind '{self._block_call}' computes {computation} (at {caller_line()}) with"
         if self._stage_begun:
             return self._not_received_error(name, glue)
@@ -204,8 +236,6 @@ class PlaceholderEnv:
     def _not_received_error(self, name: str, who: str) -> PlanError:
         seen, first = self._forward_graph.values[name], self._stage.block_calls[0]
         value = f"'{name}'" + (f" ({seen.op} at {seen.source_line})" if seen.op else "")
-        text = (
-            f"{who} the value {value}, made behind '{seen.producer}', which the part that begins with '{first}' did not receive"
-        )
+        text = f"{who} the value {value}, made behind '{seen.producer}', which the part that begins with '{first}' did not receive"
         fix = f"hand it over from the part of '{seen.producer}', or begin the part with '{seen.producer}'"
         return PlanError(text, fix=fix, location="received")

@@ -48,13 +48,24 @@ REFUSED_FUNCTIONS: dict[Any, str] = {
     torch.randn: "build it from torch.rand: sqrt(2) * erfinv(2 u - 1) is normal noise",
     torch.randn_like: "build it from torch.rand_like: sqrt(2) * erfinv(2 u - 1) is normal noise",
     torch.normal: "build it from torch.rand: sqrt(2) * erfinv(2 u - 1) is normal noise",
-    **dict.fromkeys((torch.randint, torch.randint_like, torch.randperm, torch.multinomial, torch.poisson), RANDOM_FIX),
     **dict.fromkeys(
-        (torch.Tensor.multinomial, torch.Tensor.random_, torch.Tensor.normal_, torch.Tensor.exponential_), RANDOM_FIX
+        (torch.randint, torch.randint_like, torch.randperm, torch.multinomial, torch.poisson), RANDOM_FIX
+    ),
+    **dict.fromkeys(
+        (torch.Tensor.multinomial, torch.Tensor.random_, torch.Tensor.normal_, torch.Tensor.exponential_),
+        RANDOM_FIX,
     ),
     **dict.fromkeys((torch.Tensor.geometric_, torch.Tensor.cauchy_, torch.Tensor.log_normal_), RANDOM_FIX),
 }
-INACTIVE_IN_EVAL = (F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu, torch.rrelu)
+INACTIVE_IN_EVAL = (
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    F.rrelu,
+    torch.rrelu,
+)
 
 
 def keep_mask(like: torch.Tensor, region: DrawRegion, p: float) -> torch.Tensor:
@@ -102,18 +113,26 @@ class StatelessDropout(TorchFunctionMode):
             F.multi_head_attention_forward: self._with_mode(F.multi_head_attention_forward),
         }
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func in self._replacements:
             return self._replacements[func](*args, **kwargs)
         if func in REFUSED_FUNCTIONS and not _is_inactive(func, args, kwargs):
-            what = f"{func.__name__} draws random numbers in training, and its numbers would depend on the plan"
+            what = (
+                f"{func.__name__} draws random numbers in training, and its numbers would depend on the plan"
+            )
             raise PlanError(what, fix=REFUSED_FUNCTIONS[func], location=self._rng.location)
         return func(*args, **kwargs)
 
-    def _dropout(self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    def _dropout(
+        self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
         if not 0 <= p <= 1:
-            raise ValueError(f"a dropout probability of {p}; needed is a number from 0 to 1; repair the module's p")
+            raise ValueError(
+                f"a dropout probability of {p}; needed is a number from 0 to 1; repair the module's p"
+            )
         if not training or p == 0:
             return input
         self._refuse_checkpointed()
@@ -154,7 +173,12 @@ class StatelessDropout(TorchFunctionMode):
         return self._rng.uniform(shape, torch.float32, device) < p
 
     def _bernoulli(
-        self, input: torch.Tensor, p: float | None = None, *, out: torch.Tensor | None = None, generator: object = None
+        self,
+        input: torch.Tensor,
+        p: float | None = None,
+        *,
+        out: torch.Tensor | None = None,
+        generator: object = None,
     ) -> torch.Tensor:
         made = self._compare(input.shape, input if p is None else p, input.device).to(input.dtype)
         return made if out is None else out.copy_(made)
@@ -162,7 +186,9 @@ class StatelessDropout(TorchFunctionMode):
     def _bernoulli_(self, input: torch.Tensor, p: Any = 0.5, *, generator: object = None) -> torch.Tensor:
         return input.copy_(self._compare(input.shape, p, input.device))
 
-    def _uniform_(self, input: torch.Tensor, *bounds: float, generator: object = None, **named: float) -> torch.Tensor:
+    def _uniform_(
+        self, input: torch.Tensor, *bounds: float, generator: object = None, **named: float
+    ) -> torch.Tensor:
         self._refuse_checkpointed()
         low = bounds[0] if bounds else named.get("from", 0.0)
         high = bounds[1] if len(bounds) > 1 else named.get("to", 1.0)
@@ -200,12 +226,22 @@ class _RefuseOtherDraws(TorchDispatchMode):
         super().__init__()
         self._rng = dice
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
-        draws = torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket is torch.ops.aten.random_
-        if draws and _argument(func, "dropout_p", args, kwargs) != 0 and _argument(func, "training", args, kwargs) is not False:
+        draws = (
+            torch.Tag.nondeterministic_seeded in func.tags or func.overloadpacket is torch.ops.aten.random_
+        )
+        if (
+            draws
+            and _argument(func, "dropout_p", args, kwargs) != 0
+            and _argument(func, "training", args, kwargs) is not False
+        ):
             what = f"{func} draws random numbers in training, and its numbers would depend on the plan"
-            raise PlanError(what, fix=f"set the dropout of the layer to 0, or {RANDOM_FIX}", location=self._rng.location)
+            raise PlanError(
+                what, fix=f"set the dropout of the layer to 0, or {RANDOM_FIX}", location=self._rng.location
+            )
         return func(*args, **kwargs)
 
 
@@ -220,7 +256,9 @@ def _is_inactive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     """Whether a function of `MAY_BE_OFF` was called outside training, or with a probability of 0."""
     if func not in INACTIVE_IN_EVAL:
         return False
-    names = ("input", "lower", "upper", "training") if "rrelu" in func.__name__ else ("input", "p", "training")
+    names = (
+        ("input", "lower", "upper", "training") if "rrelu" in func.__name__ else ("input", "p", "training")
+    )
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     default = func in (F.dropout1d, F.dropout2d, F.dropout3d)
     return not given.get("training", default) or given.get("p", 0.5) == 0

@@ -95,7 +95,11 @@ class TensorSlice:
         """From the last dim to the first, neighbours that are whole as one: span, local size, elements of the whole behind it."""
         found: list[tuple[DimRanges | None, int, int]] = []
         for dim in range(len(self.full_shape) - 1, -1, -1):
-            span, local, behind = self.spans[dim], max(1, self.local_shape[dim]), prod(self.full_shape[dim + 1 :])
+            span, local, behind = (
+                self.spans[dim],
+                max(1, self.local_shape[dim]),
+                prod(self.full_shape[dim + 1 :]),
+            )
             if span is None and found and found[-1][0] is None:
                 _, inner, behind = found.pop()
                 local *= inner
@@ -136,7 +140,11 @@ class NestedSlice:
 
 
 def locate_region(
-    region: DrawRegion, full_shape: Sequence[int], local_shape: Sequence[int], shardings: Sequence[DrawSharding], site: str
+    region: DrawRegion,
+    full_shape: Sequence[int],
+    local_shape: Sequence[int],
+    shardings: Sequence[DrawSharding],
+    site: str,
 ) -> NestedSlice:
     """Where `part` of one sample lies in a tensor of shape `whole`, of which the rank has one of shape `local`.
 
@@ -149,7 +157,8 @@ def locate_region(
         spans[at], sizes[at] = DimRanges(at, ends), sum(end - begin for begin, end in ends)
     known = [division for division in shardings if division.sequence_sharding is None]
     return NestedSlice(
-        TensorSlice(tuple(local_shape), tuple(sizes), tuple(spans)), find_slice(full_shape, local_shape, known, site)
+        TensorSlice(tuple(local_shape), tuple(sizes), tuple(spans)),
+        find_slice(full_shape, local_shape, known, site),
     )
 
 
@@ -167,21 +176,30 @@ def find_slice(
     spans: list[DimRanges | None] = [None] * len(full_shape)
     explaining: list[DrawSharding] = []
     for dim, (length, mine) in enumerate(zip(full_shape, local_shape, strict=False)):
-        fits = [division for division in meant if division.dim in (None, dim - len(full_shape))] if length != mine else []
+        fits = (
+            [division for division in meant if division.dim in (None, dim - len(full_shape))]
+            if length != mine
+            else []
+        )
         for some in (*((division,) for division in fits), fits):
             spans[dim] = spans[dim] or _joint_span(some, dim, length, mine)
             explaining += some if spans[dim] is not None else ()
             if spans[dim] is not None:
                 break
     twice = len(explaining) != len(set(map(id, explaining)))
-    odd = any(_looks_sharded(full_shape, local_shape, division) for division in shardings if not division.declared)
+    odd = any(
+        _looks_sharded(full_shape, local_shape, division) for division in shardings if not division.declared
+    )
     if len(full_shape) != len(local_shape) or twice or (not explaining and (odd or meant)):
         text = f"random numbers for {list(local_shape)} elements per sample, of {list(full_shape)} in the whole model: which is not clear"
         fix = "give rows as long as those of the example; or set the dropout that draws them to 0"
         raise PlanError(text, fix=fix, location=site)
     if not explaining:
         return None
-    sizes = tuple(length if span is not None else mine for length, mine, span in zip(full_shape, local_shape, spans, strict=True))
+    sizes = tuple(
+        length if span is not None else mine
+        for length, mine, span in zip(full_shape, local_shape, spans, strict=True)
+    )
     return TensorSlice(sizes, tuple(local_shape), tuple(spans))
 
 
@@ -195,14 +213,20 @@ def _refuse_short_sequences(whole: Sequence[int], divisions: Sequence[DrawShardi
             and with_padding(deal.token_ranges(MIN_TOKENS, index)) != ((0, MIN_TOKENS),)
         ):
             text = f"random numbers for {list(whole)} elements per sample, of rows of {MIN_TOKENS} tokens: not clear for which of them"
-            raise PlanError(text, fix="give longer rows; or set the dropout that draws them to 0", location=site)
+            raise PlanError(
+                text, fix="give longer rows; or set the dropout that draws them to 0", location=site
+            )
 
 
 def _looks_sharded(whole: Sequence[int], local: Sequence[int], division: DrawSharding) -> bool:
     """Whether features (the last dim alone), or heads (what stands before rows and columns), are as few as `division` leaves."""
     for dim, (length, mine) in enumerate(zip(whole, local, strict=False)):
         features = dim == len(whole) - 1 and tuple(whole[:-1]) == tuple(local[:-1])
-        span = division.local_span(dim, length) if length != mine and (features or dim < len(whole) - 2) else None
+        span = (
+            division.local_span(dim, length)
+            if length != mine and (features or dim < len(whole) - 2)
+            else None
+        )
         if span is not None and span.size == mine:
             return True
     return False
@@ -240,6 +264,9 @@ def sites_between_layers(
             waiting.append((use, count))
         elif role == "rows" and waiting:
             widest = max((each for each, _ in waiting), key=lambda each: each.out_numel)
-            found |= {f"{use.block_call}/{number}": (widest.name, use.name) for number in range(waiting[0][1], count)}
+            found |= {
+                f"{use.block_call}/{number}": (widest.name, use.name)
+                for number in range(waiting[0][1], count)
+            }
             waiting = []
     return found

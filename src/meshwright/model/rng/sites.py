@@ -28,7 +28,14 @@ from typing import Literal
 
 import torch
 
-from meshwright.model.rng.sharded_draws import DrawRegion, DrawSharding, NestedSlice, TensorSlice, find_slice, locate_region
+from meshwright.model.rng.sharded_draws import (
+    DrawRegion,
+    DrawSharding,
+    NestedSlice,
+    TensorSlice,
+    find_slice,
+    locate_region,
+)
 from meshwright.model.tensors.counter_rng import CHUNK_NUMEL, derive_key, random_bits, top53
 from meshwright.plan.job.errors import PlanError
 
@@ -150,11 +157,15 @@ class StatelessRNG:
     def keep_mask(self, shape: Iterable[int], p: float, device: torch.device) -> torch.Tensor:
         """A bool mask of `shape` for the next site: False with probability `p`. All True on trial."""
         threshold = round(p * 2**53)
-        return self._draw(torch.Size(shape), lambda k: k >= threshold, torch.ones((), dtype=torch.bool, device=device))
+        return self._draw(
+            torch.Size(shape), lambda k: k >= threshold, torch.ones((), dtype=torch.bool, device=device)
+        )
 
     def uniform(self, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Numbers in [0, 1) of `shape` for the next site. All 0.5 on trial."""
-        digits = {torch.float64: 53, torch.float32: 24}.get(dtype, 8)  # more digits than the dtype has would round up to 1
+        digits = {torch.float64: 53, torch.float32: 24}.get(
+            dtype, 8
+        )  # more digits than the dtype has would round up to 1
         half = torch.full((), 0.5, dtype=dtype, device=device)
         return self._draw(torch.Size(shape), lambda k: (k >> (53 - digits)).double().mul_(2.0**-digits), half)
 
@@ -179,7 +190,10 @@ class StatelessRNG:
         kind, samples = self.sites.layout(site), self._samples.to(on_trial.device)
         key_of_site = derive_key(self._seed, "dropout", self._step, site)
         if kind == "shared":
-            keys, order = random_bits(key_of_site, torch.zeros(1, dtype=torch.int64, device=on_trial.device)), size
+            keys, order = (
+                random_bits(key_of_site, torch.zeros(1, dtype=torch.int64, device=on_trial.device)),
+                size,
+            )
         else:
             self._check_num_samples(site, kind, size)
             keys = random_bits(key_of_site, samples)
@@ -189,7 +203,11 @@ class StatelessRNG:
         drawn, mine = on_trial.new_empty(order), None
         if site in self._shardings:
             local = sample_shape(kind, size, len(samples))
-            mine = find_slice(self.sites.full_shape(site), local, self._shardings[site], site) if drawn.numel() else None
+            mine = (
+                find_slice(self.sites.full_shape(site), local, self._shardings[site], site)
+                if drawn.numel()
+                else None
+            )
         _fill(drawn.view(len(keys), order.numel() // max(len(keys), 1)), keys, convert, mine)
         return drawn.transpose(0, 1) if kind == "second" else drawn
 
@@ -205,7 +223,11 @@ class StatelessRNG:
         local = sample_shape(kind, torch.Size(part.full_shape), len(self._samples))
         if kind == "second" or any(-dim > len(local) - (kind == "rows") for dim, _ in part.spans):
             what = f"a part of a tensor of {part.full_shape} is drawn, and in the trial run its kind was '{kind}'"
-            raise PlanError(what, fix="put samples first: [rows, heads, tokens, width]; or set the dropout to 0", location=site)
+            raise PlanError(
+                what,
+                fix="put samples first: [rows, heads, tokens, width]; or set the dropout to 0",
+                location=site,
+            )
         drawn = on_trial.new_empty(part.region_shape)
         mine = locate_region(part, self.sites.full_shape(site), local, self._shardings.get(site, ()), site)
         if drawn.numel():
@@ -217,7 +239,9 @@ class StatelessRNG:
         given = size[dim] if dim < len(size) else None
         if given is None or ((given % batch if kind == "rows" else given - batch) if batch else given):
             what = f"a tensor of {tuple(size)} is drawn for {batch} samples, and in the trial run its kind was '{kind}'"
-            raise PlanError(what, fix="run the forward on the samples announced by Dice.begin, all at once", location=site)
+            raise PlanError(
+                what, fix="run the forward on the samples announced by Dice.begin, all at once", location=site
+            )
 
 
 def _fill(

@@ -53,7 +53,9 @@ class SequenceTrial:
     fake_mode: FakeTensorMode
 
 
-LARGER_BATCH_SIZE = 4  # rows of a forward that shows what depends on their number; no prime that tokens are cut to divides it
+LARGER_BATCH_SIZE = (
+    4  # rows of a forward that shows what depends on their number; no prime that tokens are cut to divides it
+)
 TrialFactory = Callable[[Example, int], AbstractContextManager[SequenceTrial]]
 
 
@@ -80,18 +82,31 @@ def analyze_sequence(
         why = why or reason
         if whole is not None and not _mixes_tokens(whole):
             break
-    lengths = tuple(dict.fromkeys((*rows[:1], *(whole.trial_lengths.planned_lengths.values() if whole is not None else ()))))
+    lengths = tuple(
+        dict.fromkeys(
+            (*rows[:1], *(whole.trial_lengths.planned_lengths.values() if whole is not None else ()))
+        )
+    )
     if not lengths:
         return (
             None
             if not why
-            else SequenceInfo(1, (), (), tuple(BlockSequenceInfo(visit, not_sequence_parallel=why) for visit in block_calls))
+            else SequenceInfo(
+                1, (), (), tuple(BlockSequenceInfo(visit, not_sequence_parallel=why) for visit in block_calls)
+            )
         )
-    told = {key: value.shape[1] for key, value in {**inputs, **targets}.items() if _has_tokens(value, lengths)}
+    told = {
+        key: value.shape[1] for key, value in {**inputs, **targets}.items() if _has_tokens(value, lengths)
+    }
     found = SequenceInfo(lengths[0], tuple(filter(told.get, inputs)), tuple(filter(told.get, targets)))
-    found = replace(found, other_lengths=tuple((key, length) for key, length in told.items() if length != found.length))
+    found = replace(
+        found, other_lengths=tuple((key, length) for key, length in told.items() if length != found.length)
+    )
     if whole is None:
-        return replace(found, block_calls=tuple(BlockSequenceInfo(visit, not_sequence_parallel=why) for visit in block_calls))
+        return replace(
+            found,
+            block_calls=tuple(BlockSequenceInfo(visit, not_sequence_parallel=why) for visit in block_calls),
+        )
     known = _check_other_lengths(whole, trials.other_traces(whole))
     if len(lengths) == 1:
         known = tuple(replace(passing, input_num_tokens=(), output_num_tokens=()) for passing in known)
@@ -139,7 +154,12 @@ class _SequenceTrials:
     def other_traces(self, whole: BlockTrace) -> Iterator[tuple[BlockTrace | None, str]]:
         """What forwards on other numbers of tokens show than that of `whole`, the smallest ones."""
         yield from (
-            self._run(whole.trial_lengths.input_lengths, attempt, whole.starting_calls, apart=whole.trial_lengths.planned_lengths)
+            self._run(
+                whole.trial_lengths.input_lengths,
+                attempt,
+                whole.starting_calls,
+                apart=whole.trial_lengths.planned_lengths,
+            )
             for attempt in range(NUM_TRIAL_LENGTHS)
         )
 
@@ -159,7 +179,9 @@ class _SequenceTrials:
         )
         other = next(filter(None, others), None)
         return compare_gathers(
-            whole.gathers.gathers, None if other is None else other.gathers.gathers, (PROBE_BATCH, LARGER_BATCH_SIZE)
+            whole.gathers.gathers,
+            None if other is None else other.gathers.gathers,
+            (PROBE_BATCH, LARGER_BATCH_SIZE),
         )
 
     def _run(
@@ -173,12 +195,17 @@ class _SequenceTrials:
         """What a forward shows on `count` rows whose tokens are none of `apart` in number; of any of those, small numbers."""
         sizes = self._choose_lengths(rows, attempt, apart, count)
         primes, told = {planned: prime for prime, planned in sizes.planned_lengths.items()}, sizes.description
-        cut, beside = ({key: resize_sequence(value, primes) for key, value in of.items()} for of in (self.inputs, self.targets))
+        cut, beside = (
+            {key: resize_sequence(value, primes) for key, value in of.items()}
+            for of in (self.inputs, self.targets)
+        )
         targets = [key for key, value in self.targets.items() if _has_tokens(value, primes)]
         try:
             with silence_fake_errors(), self.make_trial({**cut, **beside}, count) as run:
                 loss = partial(self._loss, run.batch, targets)
-                visited = BlockTrace(run.module, run.blocks, run.on_block_call, run.fake_mode, sizes, frozenset(begins))
+                visited = BlockTrace(
+                    run.module, run.blocks, run.on_block_call, run.fake_mode, sizes, frozenset(begins)
+                )
                 with visited.trace_blocks():
                     visited.run({key: run.batch[key] for key in cut}, loss)
         except Exception as error:  # whatever it is, it is told in the plan of who needs to know
@@ -190,9 +217,15 @@ class _SequenceTrials:
     def _loss(self, batch: Example, targets: Sequence[str], outputs: Any) -> torch.Tensor | None:
         return None if self.loss_spec is None else rank_loss(self.loss_spec, outputs, batch, targets)
 
-    def _choose_lengths(self, rows: Sequence[int], attempt: int, apart: Collection[int], count: int) -> TrialLengths:
-        known = {size for tensor in (*self.module.parameters(), *self.module.buffers()) for size in tensor.shape}
-        known |= {size for value in self.inputs.values() if value.is_floating_point() for size in value.shape[1:]} - {*rows}
+    def _choose_lengths(
+        self, rows: Sequence[int], attempt: int, apart: Collection[int], count: int
+    ) -> TrialLengths:
+        known = {
+            size for tensor in (*self.module.parameters(), *self.module.buffers()) for size in tensor.shape
+        }
+        known |= {
+            size for value in self.inputs.values() if value.is_floating_point() for size in value.shape[1:]
+        } - {*rows}
 
         def found(length: int, used: Collection[int], others: Iterable[int] = ()) -> Iterator[int]:
             primes = distinguishing_primes(known.union(others), MIN_PRIME - 1 if apart else length)
@@ -219,7 +252,9 @@ def _mixes_tokens(visited: BlockTrace) -> bool:
     return any(passing.not_sequence_parallel for passing in visited.block_calls.values())
 
 
-def _check_other_lengths(whole: BlockTrace, others: Iterable[tuple[BlockTrace | None, str]]) -> tuple[BlockSequenceInfo, ...]:
+def _check_other_lengths(
+    whole: BlockTrace, others: Iterable[tuple[BlockTrace | None, str]]
+) -> tuple[BlockSequenceInfo, ...]:
     """The visits of `whole`, with what keeps them from running on fewer tokens, as the first of the `others` shows that ran."""
     reason = ""
     for other, why in others:
@@ -227,40 +262,57 @@ def _check_other_lengths(whole: BlockTrace, others: Iterable[tuple[BlockTrace | 
             return tuple(_compare_block_call(passing, whole, other) for passing in whole.block_calls.values())
         reason = why
     return tuple(
-        replace(passing, not_sequence_parallel=passing.not_sequence_parallel or reason) for passing in whole.block_calls.values()
+        replace(passing, not_sequence_parallel=passing.not_sequence_parallel or reason)
+        for passing in whole.block_calls.values()
     )
 
 
-def _compare_block_call(passing: BlockSequenceInfo, whole: BlockTrace, other: BlockTrace) -> BlockSequenceInfo:
+def _compare_block_call(
+    passing: BlockSequenceInfo, whole: BlockTrace, other: BlockTrace
+) -> BlockSequenceInfo:
     if passing.not_sequence_parallel or passing.is_replicated or not passing.num_sharded_tokens(1):
         return passing
     theirs = other.block_calls[passing.block_call]
     if (
         passing.arg_paths == theirs.arg_paths
         and not theirs.not_sequence_parallel
-        and (passing.input_token_dims, passing.output_token_dims) != (theirs.input_token_dims, theirs.output_token_dims)
+        and (passing.input_token_dims, passing.output_token_dims)
+        != (theirs.input_token_dims, theirs.output_token_dims)
     ):
         return replace(passing, not_sequence_parallel=f"{passing.block_call} {AMBIGUOUS_DIM}")
     if (
         passing.arg_paths == theirs.arg_paths
         and not theirs.not_sequence_parallel
-        and (passing.input_num_tokens, passing.output_num_tokens) != (theirs.input_num_tokens, theirs.output_num_tokens)
+        and (passing.input_num_tokens, passing.output_num_tokens)
+        != (theirs.input_num_tokens, theirs.output_num_tokens)
     ):
         return replace(
-            passing, not_sequence_parallel=f"{passing.block_call} joins tokens that begin within with those of its rows"
+            passing,
+            not_sequence_parallel=f"{passing.block_call} joins tokens that begin within with those of its rows",
         )
-    one, two = ([each for each in run.conv_calls if each.block_call == passing.block_call] for run in (whole, other))
+    one, two = (
+        [each for each in run.conv_calls if each.block_call == passing.block_call] for run in (whole, other)
+    )
     if one != two:
-        return replace(passing, not_sequence_parallel=f"{passing.block_call} convolves tokens, or pads them, by their number")
+        return replace(
+            passing,
+            not_sequence_parallel=f"{passing.block_call} convolves tokens, or pads them, by their number",
+        )
     mine, found = (each.ops.get(passing.block_call, []) for each in (whole, other))
-    return replace(passing, not_sequence_parallel=length_dependence(mine, found, other.trial_lengths.description))
+    return replace(
+        passing, not_sequence_parallel=length_dependence(mine, found, other.trial_lengths.description)
+    )
 
 
 def _error_reason(error: Exception, rows: str) -> str:
     if depends_on_values(error):
         return "its forward looks at values, so nobody can say beforehand what it does with tokens"
     text = str(error).partition("\n")[0]
-    return text if isinstance(error, PlanError) else f"it does not run on rows of {rows} tokens: {type(error).__name__}: {text}"
+    return (
+        text
+        if isinstance(error, PlanError)
+        else f"it does not run on rows of {rows} tokens: {type(error).__name__}: {text}"
+    )
 
 
 def resize_sequence(value: torch.Tensor, new_lengths: Mapping[int, int]) -> torch.Tensor:

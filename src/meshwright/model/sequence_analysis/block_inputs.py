@@ -13,8 +13,18 @@ import torch
 from torch import nn
 
 from meshwright.model.sequence_analysis.lengths import TrialLengths
-from meshwright.model.sequence_analysis.token_rules import MADE_IN_BLOCK, SHARDED, TokenLayout, TokenLayouts, find_token_dims
-from meshwright.model.sequence_parallel.attention_call import SDPAArguments, describe_mask, split_bias_and_mask
+from meshwright.model.sequence_analysis.token_rules import (
+    MADE_IN_BLOCK,
+    SHARDED,
+    TokenLayout,
+    TokenLayouts,
+    find_token_dims,
+)
+from meshwright.model.sequence_parallel.attention_call import (
+    SDPAArguments,
+    describe_mask,
+    split_bias_and_mask,
+)
 from meshwright.model.sequence_parallel.sharded_activation import SequenceShardedTensor, find_sharded_tensors
 from meshwright.model.tensors.grad_alias import make_alias
 from meshwright.model.tensors.pytree import tree_tensors, value_leaves
@@ -35,9 +45,13 @@ class TracedBlockCall:
     finished_modules: list[str] = field(default_factory=list)  # the modules that have been left
     num_open_experts: int = 0  # how many experts are under way: what they do is their own
     leaks_tokens: bool = False  # tokens go round what it gives out
-    module_num_tokens: dict[str, int] = field(default_factory=dict)  # of how many tokens what modules within are called with
+    module_num_tokens: dict[str, int] = field(
+        default_factory=dict
+    )  # of how many tokens what modules within are called with
     reads_tokens: bool = False  # it computes with tokens that it was given, and does not only ask for shapes
-    replicated_masks: frozenset[int] = frozenset()  # by identity, the masks that it is given of which every rank has all
+    replicated_masks: frozenset[int] = (
+        frozenset()
+    )  # by identity, the masks that it is given of which every rank has all
 
 
 @dataclass
@@ -48,7 +62,9 @@ class BlockInputs:
     num_tokens: list[int] = field(default_factory=list)
     replacements: dict[int, torch.Tensor] = field(default_factory=dict)
     not_sequence_parallel: str = ""
-    replicated_masks: set[int] = field(default_factory=set)  # of `new`, by identity: masks of all queries and heads, made by glue
+    replicated_masks: set[int] = field(
+        default_factory=set
+    )  # of `new`, by identity: masks of all queries and heads, made by glue
 
     @property
     def has_tokens(self) -> bool:
@@ -61,14 +77,18 @@ def analyze_block_inputs(
 ) -> BlockInputs:
     """What a visit takes in that is given `value`; with `begins`, tokens begin there where it is given none."""
     found, counts = BlockInputs(), _inner_lengths(value, trial_lengths, begins=starts_tokens)
-    known = {*map(trial_lengths.glue_length, trial_lengths.planned_lengths)} - trial_lengths.inner_primes.keys() | counts
+    known = {
+        *map(trial_lengths.glue_length, trial_lengths.planned_lengths)
+    } - trial_lengths.inner_primes.keys() | counts
     if any(type(each) is int and each in known for each in value_leaves(value)):
         found.not_sequence_parallel = LENGTH_ARGUMENT
     for tensor in tree_tensors(value):
         local = tensor.local_tensor if type(tensor) is SequenceShardedTensor else tensor
         local = trial_lengths.resize_for_block(local, _inner_token_dims(tensor, local, counts, trial_lengths))
         dims, last = find_token_dims(local, trial_lengths.prime_product), local.ndim - 1
-        if dims == (last,) and last > 1 and local.shape[-2] == 1:  # a row of keys for every query, all of them
+        if (
+            dims == (last,) and last > 1 and local.shape[-2] == 1
+        ):  # a row of keys for every query, all of them
             along, dims = TokenLayout("keys"), ()
         else:
             along = SHARDED if len(dims) == 1 else TokenLayout("mask")
@@ -85,7 +105,12 @@ def analyze_block_inputs(
             found.replacements[id(tensor)] = found.replacements.get(id(tensor), make_alias(local))
             token_layouts[found.replacements[id(tensor)]] = along
             by_head = local.ndim > 2 and local.shape[-3] > 1  # ranks may have some of them
-            if along.kind != "own" and not by_head and type(tensor) is not SequenceShardedTensor and not tensor.requires_grad:
+            if (
+                along.kind != "own"
+                and not by_head
+                and type(tensor) is not SequenceShardedTensor
+                and not tensor.requires_grad
+            ):
                 found.replicated_masks.add(id(found.replacements[id(tensor)]))
     return found
 
@@ -93,18 +118,30 @@ def analyze_block_inputs(
 def _inner_lengths(value: Any, sizes: TrialLengths, *, begins: bool) -> set[int]:
     """How many tokens glue sees of those that began within, and are taken in here."""
     given = find_sharded_tensors(value)
-    plain = [each for each in tree_tensors(value) if type(each) is not SequenceShardedTensor and each.is_floating_point()]
+    plain = [
+        each
+        for each in tree_tensors(value)
+        if type(each) is not SequenceShardedTensor and each.is_floating_point()
+    ]
     if begins and not given and not any(find_token_dims(each, sizes.prime_product) for each in plain):
-        rows = [each.shape[1] for each in plain if each.ndim == 3 and each.shape[0] == sizes.num_samples and each.shape[1] > 1]
+        rows = [
+            each.shape[1]
+            for each in plain
+            if each.ndim == 3 and each.shape[0] == sizes.num_samples and each.shape[1] > 1
+        ]
         for count in rows[:1]:
             sizes.start_tokens(count)
             return {count}
     return {each.token_shard.length for each in given if each.token_shard.length in sizes.inner_primes}
 
 
-def _inner_token_dims(tensor: torch.Tensor, local: torch.Tensor, counts: set[int], sizes: TrialLengths) -> list[int]:
+def _inner_token_dims(
+    tensor: torch.Tensor, local: torch.Tensor, counts: set[int], sizes: TrialLengths
+) -> list[int]:
     """Which dims of a tensor are tokens that began within, by their number in glue."""
-    found = [dim for dim, size in enumerate(local.shape) if size in counts and (dim or size != sizes.num_samples)]
+    found = [
+        dim for dim, size in enumerate(local.shape) if size in counts and (dim or size != sizes.num_samples)
+    ]
     if local.ndim == 3 and type(tensor) is SequenceShardedTensor:
         return [dim for dim in found if dim == tensor.sequence_dim]
     if local.ndim == 3 and local.is_floating_point() and local.shape[0] == sizes.num_samples:
@@ -145,7 +182,11 @@ def describe_attention_call(
         return "attends to keys and values of unlike rows"
     mask = None if arguments.attn_mask is None else token_layouts.get(arguments.attn_mask)
     if mask is not None and mask.kind not in ("mask", "keys"):
-        return MADE_IN_BLOCK.format(mask.origin) if mask.origin else "attends with a mask that has tokens in one dim alone"
+        return (
+            MADE_IN_BLOCK.format(mask.origin)
+            if mask.origin
+            else "attends with a mask that has tokens in one dim alone"
+        )
     return AttentionSpec(
         block_call.name,
         num_heads=arguments.query.shape[-3] if arguments.query.ndim > 3 else 1,
@@ -158,7 +199,11 @@ def describe_attention_call(
         has_mask=arguments.attn_mask is not None,
         needs_grad=any(each.requires_grad for each in arguments.tensors),
         mask=_describe_mask(arguments.attn_mask, block_call.replicated_masks),
-        qkv_need_grad=(arguments.query.requires_grad, arguments.key.requires_grad, arguments.value.requires_grad),
+        qkv_need_grad=(
+            arguments.query.requires_grad,
+            arguments.key.requires_grad,
+            arguments.value.requires_grad,
+        ),
     )
 
 
@@ -176,11 +221,14 @@ def is_unrelated_to_tokens(arguments: SDPAArguments, trial_lengths: TrialLengths
     return not any(find_token_dims(each, trial_lengths.prime_product) for each in arguments.tensors)
 
 
-def note_module_call(block_call: TracedBlockCall, name: str, args: tuple[Any, ...], trial_lengths: TrialLengths) -> None:
+def note_module_call(
+    block_call: TracedBlockCall, name: str, args: tuple[Any, ...], trial_lengths: TrialLengths
+) -> None:
     """Note in `visit` that a module within is called: with tokens of which row, where those are some."""
     first = args[0] if args else None
     if isinstance(first, torch.Tensor) and name not in block_call.module_num_tokens:
         found = {
-            trial_lengths.planned_length(first.shape[dim]) for dim in find_token_dims(first, trial_lengths.prime_product)
+            trial_lengths.planned_length(first.shape[dim])
+            for dim in find_token_dims(first, trial_lengths.prime_product)
         } - {0}
         block_call.module_num_tokens |= {name: min(found)} if len(found) == 1 else {}

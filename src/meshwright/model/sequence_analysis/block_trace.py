@@ -45,7 +45,11 @@ from meshwright.model.sequence_analysis.token_rules import (
 )
 from meshwright.model.sequence_parallel.attention_call import SDPAArguments
 from meshwright.model.sequence_parallel.hf_attention import patch_attention
-from meshwright.model.sequence_parallel.sharded_activation import SequenceShardedTensor, find_sharded_tensors, wrap_block_outputs
+from meshwright.model.sequence_parallel.sharded_activation import (
+    SequenceShardedTensor,
+    find_sharded_tensors,
+    wrap_block_outputs,
+)
 from meshwright.model.sequence_parallel.token_shard import TokenShard
 from meshwright.model.tensor_parallel.layer_roles import find_layer_roles
 from meshwright.model.tensors.function_modes import function_title
@@ -80,7 +84,10 @@ class BlockTrace(TorchFunctionMode):
         super().__init__()
         self._block_call: TracedBlockCall | None = None
         self._last_block_call = ""
-        self._gathered_tensors, self.gathers = GatheredTensors(SequenceShardedTensor), GatherTrace(self.trial_lengths)
+        self._gathered_tensors, self.gathers = (
+            GatheredTensors(SequenceShardedTensor),
+            GatherTrace(self.trial_lengths),
+        )
         self._num_calls: Counter[str] = Counter()
 
     @property
@@ -114,7 +121,9 @@ class BlockTrace(TorchFunctionMode):
         plugged = patch_attention(self.module, shares, torch._C.DisableTorchFunction, self._note_bias)
         handles = list[RemovableHandle]()
         for name, part in self.module.named_modules():
-            if id(part) in inner:  # those of transformers run otherwise on trial (model/configs.py), and each way token by token
+            if (
+                id(part) in inner
+            ):  # those of transformers run otherwise on trial (model/configs.py), and each way token by token
                 aside = name in experts and type(part).__module__.startswith("transformers.")
                 handles.append(part.register_forward_pre_hook(partial(self._enter_module, name, aside)))
                 handles.append(part.register_forward_hook(partial(self._leave_module, aside)))
@@ -131,7 +140,9 @@ class BlockTrace(TorchFunctionMode):
                 if before[name] is not None:
                     block.__dict__["forward"] = before[name]
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs, visit = kwargs or {}, self._block_call
         result = func(*args, **kwargs)
         if visit is None:
@@ -142,13 +153,20 @@ class BlockTrace(TorchFunctionMode):
             return result
         name = function_title(func).removesuffix(" of").strip("_")
         if not visit.num_open_experts:
-            self.ops.setdefault(visit.name, []).append(ComputedOp.from_call(visit.open_modules[-1][0], name, args, kwargs))
+            self.ops.setdefault(visit.name, []).append(
+                ComputedOp.from_call(visit.open_modules[-1][0], name, args, kwargs)
+            )
         if func is F.scaled_dot_product_attention:
             self._note_attention(visit, SDPAArguments(*args, **kwargs), result)
         elif not visit.num_open_experts:
             step = TokenOp(name, args, kwargs, tree_tensors(result), self.token_layouts, self.prime_product)
             visit.reads_tokens = visit.reads_tokens or bool(
-                step.results and (step.operands_of_kind("own") or step.operands_of_kind("mask") or step.operands_of_kind("keys"))
+                step.results
+                and (
+                    step.operands_of_kind("own")
+                    or step.operands_of_kind("mask")
+                    or step.operands_of_kind("keys")
+                )
             )
             self._note(visit, self._note_convolution(visit, step) if func is F.conv1d else propagate_op(step))
         return result
@@ -166,7 +184,9 @@ class BlockTrace(TorchFunctionMode):
         ):
             passing = self.block_calls[self._last_block_call]
             why = f"{block_of(self._last_block_call)} hands tokens on behind what it gives out, in an attribute or a list"
-            self.block_calls[self._last_block_call] = replace(passing, not_sequence_parallel=passing.not_sequence_parallel or why)
+            self.block_calls[self._last_block_call] = replace(
+                passing, not_sequence_parallel=passing.not_sequence_parallel or why
+            )
 
     def _note(self, visit: TracedBlockCall, why: str) -> None:
         if why and not visit.not_sequence_parallel:
@@ -186,7 +206,9 @@ class BlockTrace(TorchFunctionMode):
             self._gathered_tensors.add(part)
         return self.gathers.add_gather(self._last_block_call, make_alias(part))
 
-    def _run_block(self, name: str, block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _run_block(
+        self, name: str, block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         """A block runs; within another one, or without gradients, it is no visit."""
         if self._block_call is not None or not torch.is_grad_enabled():
             if self._block_call is None and find_sharded_tensors((args, kwargs)):
@@ -196,7 +218,10 @@ class BlockTrace(TorchFunctionMode):
         visit = TracedBlockCall(block_call_name(name, self._num_calls[name]), [(name, block)])
         slots = tuple(slot for slot, _ in named_tensors((args, kwargs)))
         takes = analyze_block_inputs(
-            (args, kwargs), self.trial_lengths, self.token_layouts, starts_tokens=visit.name in self.starting_calls
+            (args, kwargs),
+            self.trial_lengths,
+            self.token_layouts,
+            starts_tokens=visit.name in self.starting_calls,
         )
         self.gathers.enter_block(self._last_block_call, (args, kwargs), takes.token_dims, takes.replacements)
         self._note(visit, takes.not_sequence_parallel)
@@ -211,14 +236,24 @@ class BlockTrace(TorchFunctionMode):
                 outputs = forward(*args, **kwargs)
         finally:
             self._block_call = None
-        replace_tensors((args, kwargs), {id(new[id(each)]): each for each in tree_tensors((args, kwargs)) if id(each) in new})
+        replace_tensors(
+            (args, kwargs),
+            {id(new[id(each)]): each for each in tree_tensors((args, kwargs)) if id(each) in new},
+        )
         for mark in capturing:
             for each in tree_tensors(mark.added_tensors):
                 visit.leaks_tokens = visit.leaks_tokens or bool(find_token_dims(each, self.prime_product))
-                self._note(visit, f"hands {mark.channel} on behind what it gives out" if visit.leaks_tokens else "")
+                self._note(
+                    visit, f"hands {mark.channel} on behind what it gives out" if visit.leaks_tokens else ""
+                )
                 self.token_layouts.pop(each, None)
         gives = tuple(self._output_token_dims(visit, each) for each in tree_tensors(outputs))
-        self._note(visit, "attends to something else than its own tokens" if visit.attends_elsewhere and takes.has_tokens else "")
+        self._note(
+            visit,
+            "attends to something else than its own tokens"
+            if visit.attends_elsewhere and takes.has_tokens
+            else "",
+        )
         passing = BlockSequenceInfo(
             visit.name,
             tuple(takes.token_dims),
@@ -227,23 +262,35 @@ class BlockTrace(TorchFunctionMode):
             slots,
             input_num_tokens=tuple(takes.num_tokens),
         )
-        own = visit.calls_attention if alone else any(each.block_call == visit.name for each in self.attention_calls)
+        own = (
+            visit.calls_attention
+            if alone
+            else any(each.block_call == visit.name for each in self.attention_calls)
+        )
         if visit.not_sequence_parallel and not visit.leaks_tokens and not own:
             passing = (
                 self._try_replicated(passing, outputs, takes)
                 if alone or not visit.reads_tokens
                 else self._try_replicated_pooling(passing, outputs)
             )
-            self.conv_calls = [each for each in self.conv_calls if passing.not_sequence_parallel or each.block_call != visit.name]
+            self.conv_calls = [
+                each
+                for each in self.conv_calls
+                if passing.not_sequence_parallel or each.block_call != visit.name
+            ]
         self.gathers.leave_block(visit.name, outputs, is_replicated=passing.is_replicated)
         return self._wrap_outputs(passing, outputs, visit.module_num_tokens)
 
     def _wrap_outputs(self, passing: BlockSequenceInfo, outputs: Any, rows: Mapping[str, int]) -> Any:
         """A block has been left: what glue is given of its outputs."""
         pairs = list(zip(tree_tensors(outputs), passing.output_token_dims, strict=True))
-        of = tuple(self.trial_lengths.planned_length(each.shape[dims[0]]) if dims else 0 for each, dims in pairs)
+        of = tuple(
+            self.trial_lengths.planned_length(each.shape[dims[0]]) if dims else 0 for each, dims in pairs
+        )
         passing = replace(passing, output_num_tokens=of)
-        within = tuple((name, count) for name, count in rows.items() if count != passing.num_sharded_tokens(0) > 0)
+        within = tuple(
+            (name, count) for name, count in rows.items() if count != passing.num_sharded_tokens(0) > 0
+        )
         self.block_calls[passing.block_call] = replace(passing, module_num_tokens=within)
         told = [
             (dims[0], self._full_shard(self.trial_lengths.glue_length(each.shape[dims[0]]))) if dims else None
@@ -252,7 +299,9 @@ class BlockTrace(TorchFunctionMode):
         back = {id(each): self.trial_lengths.resize_for_glue(each) for each, dims in pairs if dims}
         return wrap_block_outputs(replace_tensors(outputs, back), told)
 
-    def _try_replicated(self, passing: BlockSequenceInfo, outputs: Any, takes: BlockInputs) -> BlockSequenceInfo:
+    def _try_replicated(
+        self, passing: BlockSequenceInfo, outputs: Any, takes: BlockInputs
+    ) -> BlockSequenceInfo:
         """A visit that cannot run on some of the tokens, and may run on all: it is given no other's; as it was, if it may not."""
         found, none = tree_tensors(outputs), ((),) * len(passing.input_token_dims)
         gives = tuple(find_token_dims(each, self.prime_product) for each in found)
@@ -273,7 +322,11 @@ class BlockTrace(TorchFunctionMode):
         if takes.has_tokens:
             return passing
         return replace(
-            passing, input_token_dims=none, input_num_tokens=(), output_token_dims=((),) * len(found), not_sequence_parallel=""
+            passing,
+            input_token_dims=none,
+            input_num_tokens=(),
+            output_token_dims=((),) * len(found),
+            not_sequence_parallel="",
         )  # some other size is as large
 
     def _try_replicated_pooling(self, passing: BlockSequenceInfo, outputs: Any) -> BlockSequenceInfo:
@@ -303,12 +356,17 @@ class BlockTrace(TorchFunctionMode):
             return ()
         if along is None:
             visit.reads_tokens = True  # who knows what
-            self._note(visit, "gives out tokens that it was not given: put into an attribute, or made by code out of sight")
+            self._note(
+                visit,
+                "gives out tokens that it was not given: put into an attribute, or made by code out of sight",
+            )
         elif along.kind == "made":
             self._note(visit, MADE_IN_BLOCK.format(along.origin))
         if any(tensor.shape[dim] not in self.trial_lengths.planned_lengths for dim in dims):
             shape = describe_shape(tensor, self.trial_lengths)
-            self._note(visit, f"gives out a tensor of shape {shape}, in which tokens are merged with another dim")
+            self._note(
+                visit, f"gives out a tensor of shape {shape}, in which tokens are merged with another dim"
+            )
             return ()
         return dims
 
@@ -316,12 +374,16 @@ class BlockTrace(TorchFunctionMode):
         """A visit attends."""
         if is_unrelated_to_tokens(given, self.trial_lengths):
             visit.attends_elsewhere = True
-            self.calls_attending_elsewhere += [] if visit.name in self.calls_attending_elsewhere else [visit.name]
+            self.calls_attending_elsewhere += (
+                [] if visit.name in self.calls_attending_elsewhere else [visit.name]
+            )
             return
         visit.calls_attention = True
         self._note(visit, recompute_reason())
         declared = any(vars(module).get("is_causal") is True for _, module in visit.open_modules)
-        found = describe_attention_call(visit, given, self.token_layouts, self.trial_lengths, declared_causal=declared)
+        found = describe_attention_call(
+            visit, given, self.token_layouts, self.trial_lengths, declared_causal=declared
+        )
         if isinstance(found, AttentionSpec):
             self.token_layouts[made] = SHARDED
             self.attention_calls.append(found)
@@ -338,7 +400,9 @@ class BlockTrace(TorchFunctionMode):
             "num_tokens": self.trial_lengths.planned_lengths.get(found.num_tokens, 0),
         }
         self.conv_calls.append(
-            replace(found, **where, num_prior_attention_calls=attended, prior_layers=tuple(visit.finished_modules))
+            replace(
+                found, **where, num_prior_attention_calls=attended, prior_layers=tuple(visit.finished_modules)
+            )
         )
         return why
 
@@ -351,7 +415,11 @@ class BlockTrace(TorchFunctionMode):
 
     def _leave_module(self, aside: bool, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """A module within a block has been left; what experts give out has tokens as what they were given."""
-        if self._block_call is None or not self._block_call.open_modules or self._block_call.open_modules[-1][1] is not module:
+        if (
+            self._block_call is None
+            or not self._block_call.open_modules
+            or self._block_call.open_modules[-1][1] is not module
+        ):
             return
         self._block_call.finished_modules.append(self._block_call.open_modules.pop()[0])
         self._block_call.num_open_experts -= aside

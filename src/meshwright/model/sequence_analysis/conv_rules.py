@@ -24,9 +24,13 @@ from meshwright.plan.model_spec.sequence_info import ConvSpec
 PADS_TOKENS = "pads tokens"
 CACHES_TOKENS = "keeps some of the tokens (copy): build the model with use_cache=False, if that is a cache"
 EXTRA_CONV_OUTPUTS = "convolves tokens into more than there are, which are not cut at once: y[..., :tokens]"
-_COPIES = frozenset(("contiguous", "clone", "detach", "to", "type", "type_as", "float", "double", "half", "bfloat16"))
+_COPIES = frozenset(
+    ("contiguous", "clone", "detach", "to", "type", "type_as", "float", "double", "half", "bfloat16")
+)
 _TRANSPOSES = frozenset(("transpose", "swapaxes", "swapdims", "permute", "mT"))
-_ELEMENTWISE = ELEMENTWISE - CONSTANT_LIKE - {"dropout", "rand_like"}  # those draw by the place of an element among all
+_ELEMENTWISE = (
+    ELEMENTWISE - CONSTANT_LIKE - {"dropout", "rand_like"}
+)  # those draw by the place of an element among all
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,9 @@ class PaddedTokens(TokenLayout):
 
 def propagate_op(op: TokenOp) -> str:
     """Note in `step.held` how what it has made has tokens, with whatever stands around them. Returns why nobody knows."""
-    found = {each: known for each in op.operands if isinstance(known := op.token_layouts.get(each), PaddedTokens)}
+    found = {
+        each: known for each in op.operands if isinstance(known := op.token_layouts.get(each), PaddedTokens)
+    }
     if not found:
         if op.name == "copy" and op.operands_of_kind("part"):
             return CACHES_TOKENS
@@ -55,12 +61,18 @@ def propagate_op(op: TokenOp) -> str:
     if op.name == "getitem" and tensor is op.args[0]:
         return _propagate_slice(op, known)
     if op.name in _TRANSPOSES:
-        return _propagate_unchanged(op, replace(known, dim_from_end=_transposed_dim(op, tensor.ndim, known.dim_from_end)))
+        return _propagate_unchanged(
+            op, replace(known, dim_from_end=_transposed_dim(op, tensor.ndim, known.dim_from_end))
+        )
     if op.name in _COPIES:
         return _propagate_unchanged(op, known)
     written = any(each is op.results[0] for each in op.operands) if op.results else True
     beside = all(_has_same_padding(op, each, known) for each in op.operands)
-    if op.name in _ELEMENTWISE and beside and not (written and any(each.is_zero_padded for each in found.values())):
+    if (
+        op.name in _ELEMENTWISE
+        and beside
+        and not (written and any(each.is_zero_padded for each in found.values()))
+    ):
         return _propagate_unchanged(op, replace(known, is_zero_padded=False))
     return f"{known.origin} ({op.name})"
 
@@ -88,7 +100,9 @@ def analyze_convolution(op: TokenOp) -> tuple[str, ConvSpec]:
     if why:
         return why, nothing
     for each in op.results:
-        op.token_layouts[each] = PaddedTokens("around", origin=EXTRA_CONV_OUTPUTS, num_after=behind) if behind else SHARDED
+        op.token_layouts[each] = (
+            PaddedTokens("around", origin=EXTRA_CONV_OUTPUTS, num_after=behind) if behind else SHARDED
+        )
     said = {
         "pad_before": frame.num_before,
         "pad_after": frame.num_after,
@@ -97,7 +111,12 @@ def analyze_convolution(op: TokenOp) -> tuple[str, ConvSpec]:
     }
     tokens, width = given.input.shape[-1] - frame.num_before - frame.num_after, given.input.shape[-2]
     return "", replace(
-        nothing, num_tokens=tokens, token_numel=width, left_halo=left, right_halo=given.kernel_reach - left, **said
+        nothing,
+        num_tokens=tokens,
+        token_numel=width,
+        left_halo=left,
+        right_halo=given.kernel_reach - left,
+        **said,
     )
 
 
@@ -106,12 +125,18 @@ def _without_padding(step: TokenOp, tensor: torch.Tensor) -> PaddedTokens:
     return PaddedTokens("around", dim_from_end=tensor.ndim - step.token_dims(tensor)[0], is_zero_padded=True)
 
 
-def _unsupported_convolution(step: TokenOp, given: Conv1dArguments, known: TokenLayout, frame: PaddedTokens) -> str:
+def _unsupported_convolution(
+    step: TokenOp, given: Conv1dArguments, known: TokenLayout, frame: PaddedTokens
+) -> str:
     """Why a convolution is not over tokens, or is none that is known."""
     if frame.dim_from_end == 2:
         return "sums over tokens (conv1d)"
     tokens = given.input.shape[-1] - frame.num_before - frame.num_after
-    if frame.dim_from_end != 1 or known.numel_per_token != 1 or tokens not in prime_factors(step.prime_product):
+    if (
+        frame.dim_from_end != 1
+        or known.numel_per_token != 1
+        or tokens not in prime_factors(step.prime_product)
+    ):
         return "computes 'conv1d' along tokens"
     if not frame.is_zero_padded:
         return f"{frame.origin} (conv1d)"
@@ -137,7 +162,12 @@ def _propagate_pad(step: TokenOp) -> bool:
         return False
     for each in step.results:
         step.token_layouts[each] = PaddedTokens(
-            "around", origin=PADS_TOKENS, dim_from_end=back, num_before=pads[0], num_after=pads[1], is_zero_padded=True
+            "around",
+            origin=PADS_TOKENS,
+            dim_from_end=back,
+            num_before=pads[0],
+            num_after=pads[1],
+            is_zero_padded=True,
         )
     return True
 
@@ -162,9 +192,13 @@ def _propagate_slice(step: TokenOp, known: PaddedTokens) -> str:
 def _propagate_unchanged(step: TokenOp, known: PaddedTokens) -> str:
     """What is made has as much around its tokens."""
     size = next(
-        each.shape[-was.dim_from_end] for each in step.operands if isinstance(was := step.token_layouts.get(each), PaddedTokens)
+        each.shape[-was.dim_from_end]
+        for each in step.operands
+        if isinstance(was := step.token_layouts.get(each), PaddedTokens)
     )
-    if any(each.ndim < known.dim_from_end or each.shape[-known.dim_from_end] != size for each in step.results):
+    if any(
+        each.ndim < known.dim_from_end or each.shape[-known.dim_from_end] != size for each in step.results
+    ):
         return f"{known.origin} ({step.name})"
     step.token_layouts.update(dict.fromkeys(step.results, known))
     return ""
@@ -177,7 +211,11 @@ def _transposed_dim(step: TokenOp, ndim: int, back: int) -> int:
         said = step.argument(1, "dims")
         order = said if isinstance(said, (tuple, list)) else step.args[1:]
         return ndim - [each % ndim for each in order].index(at)
-    dims = (-2, -1) if step.name == "mT" else [step.argument(place, f"dim{place - 1}", f"axis{place - 1}") for place in (1, 2)]
+    dims = (
+        (-2, -1)
+        if step.name == "mT"
+        else [step.argument(place, f"dim{place - 1}", f"axis{place - 1}") for place in (1, 2)]
+    )
     one, two = (each % ndim for each in dims)
     return ndim - (two if at == one else one if at == two else at)
 
@@ -186,5 +224,13 @@ def _has_same_padding(step: TokenOp, each: torch.Tensor, known: PaddedTokens) ->
     """Whether `each` has as much around its tokens, at the same place, or none at all."""
     mine = step.token_layouts.get(each)
     if isinstance(mine, PaddedTokens):
-        return (mine.dim_from_end, mine.num_before, mine.num_after) == (known.dim_from_end, known.num_before, known.num_after)
-    return mine is None and not step.token_dims(each) and (each.ndim < known.dim_from_end or each.shape[-known.dim_from_end] == 1)
+        return (mine.dim_from_end, mine.num_before, mine.num_after) == (
+            known.dim_from_end,
+            known.num_before,
+            known.num_after,
+        )
+    return (
+        mine is None
+        and not step.token_dims(each)
+        and (each.ndim < known.dim_from_end or each.shape[-known.dim_from_end] == 1)
+    )

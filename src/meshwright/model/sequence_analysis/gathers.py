@@ -77,27 +77,43 @@ class GatherTrace:
         self._output_nodes: set[GradNode] = set()
         self._seen_edges: set[GradEdge] = set()
 
-    def add_gather(self, block_call: str, gathered: torch.Tensor, num_tokens: int = 0, consumer: str = "") -> torch.Tensor:
+    def add_gather(
+        self, block_call: str, gathered: torch.Tensor, num_tokens: int = 0, consumer: str = ""
+    ) -> torch.Tensor:
         """Behind `visit` glue, or a visit, is given `made`, which nobody else has: of all `tokens`, or a sum. Returns it."""
         planned = self._trial_lengths.planned_lengths.get(num_tokens, num_tokens)
         self.gathers.append(
             GatherRecord(
-                block_call, self._trial_lengths.planned_numel(gathered.shape), planned, gathered.dtype, consumer, gathered.grad_fn
+                block_call,
+                self._trial_lengths.planned_numel(gathered.shape),
+                planned,
+                gathered.dtype,
+                consumer,
+                gathered.grad_fn,
             )
         )
         return gathered
 
     def enter_block(
-        self, previous_call: str, value: Any, token_dims: Iterable[tuple[int, ...]], replacements: Mapping[int, torch.Tensor]
+        self,
+        previous_call: str,
+        value: Any,
+        token_dims: Iterable[tuple[int, ...]],
+        replacements: Mapping[int, torch.Tensor],
     ) -> None:
         """A visit behind another takes in `value`; of its tensors, in order, these `dims` are tokens, and `new` run instead."""
         self._previous_call, found = previous_call, dict[int, _InputEdges]()
         for tensor, along in zip(tree_tensors(value), token_dims, strict=True):
             inner = replacements.get(id(tensor), tensor)
             apart = tensor if type(tensor) is SequenceShardedTensor else None
-            outer = inner if apart is None else apart.local_tensor  # a rank cuts its tokens out of all else, every time
+            outer = (
+                inner if apart is None else apart.local_tensor
+            )  # a rank cuts its tokens out of all else, every time
             tokens = 0 if apart is None else apart.token_shard.length
-            found.setdefault(id(tensor), _InputEdges(inner, grad_edge(outer), grad_edge(inner), tokens, is_replicated=not along))
+            found.setdefault(
+                id(tensor),
+                _InputEdges(inner, grad_edge(outer), grad_edge(inner), tokens, is_replicated=not along),
+            )
         self._inputs = list(found.values())
 
     def leave_block(self, block_call: str, outputs: Any, *, is_replicated: bool) -> None:
@@ -110,7 +126,11 @@ class GatherTrace:
             outer = each.inner_edge if brought else each.outer_edge
             if outer is not None and each.inner_edge is not None:
                 pairs.append((outer, each.inner_edge))
-        glue = [outer for outer, _ in pairs if outer[0] not in self._output_nodes and outer not in self._seen_edges]
+        glue = [
+            outer
+            for outer, _ in pairs
+            if outer[0] not in self._output_nodes and outer not in self._seen_edges
+        ]
         self._seen_edges.update(glue)
         gave = grad_edges(outputs)
         self._output_nodes |= {node for node, _ in gave}
@@ -126,7 +146,9 @@ class GatherTrace:
             self._note_backward("", reached)
             marked &= reached
         self._flow_back(
-            "", [each for each in given if each[0] not in self._output_nodes and each not in self._seen_edges], marked
+            "",
+            [each for each in given if each[0] not in self._output_nodes and each not in self._seen_edges],
+            marked,
         )
         for passed in reversed(self._block_calls):
             inside = _reachable_edges(
@@ -154,7 +176,9 @@ class GatherTrace:
 
 
 def compare_gathers(
-    first_gathers: Sequence[GatherRecord], second_gathers: Sequence[GatherRecord] | None, batch_sizes: tuple[int, int]
+    first_gathers: Sequence[GatherRecord],
+    second_gathers: Sequence[GatherRecord] | None,
+    batch_sizes: tuple[int, int],
 ) -> tuple[tuple[GlueGather, ...], str]:
     """What is brought together on any number of rows, as two forwards show it; and why it is not the same on all (empty: it is).
 
@@ -178,7 +202,10 @@ def compare_gathers(
             one.backward_calls,
         ):
             text = f"what {_describe_glue(one.block_call)} needs of several ranks' tokens depends on the number of rows, or of tokens"
-            return (), f"{text}: {one.numel:,} elements of {batch_sizes[0]} rows, {two.numel:,} of {batch_sizes[1]}"
+            return (
+                (),
+                f"{text}: {one.numel:,} elements of {batch_sizes[0]} rows, {two.numel:,} of {batch_sizes[1]}",
+            )
         own = not one.dtype.is_floating_point or (second_gathers is not None and two.dtype == one.dtype)
         dtype = str(one.dtype).removeprefix("torch.") if own else ""
         found.append(

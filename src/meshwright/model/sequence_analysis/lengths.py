@@ -26,10 +26,21 @@ from meshwright.model.tensors.op_tables import CONSTANT_LIKE, ELEMENTWISE
 from meshwright.model.tensors.pytree import value_leaves
 from meshwright.model.trial.trial import PROBE_BATCH
 
-USER_CHECKPOINT = "torch.utils.checkpoint, which runs it again in backward: leave that to the strategy 'recompute'"
-_FILL_VALUE_POSITIONS = {"full": 1, "full_like": 1, "new_full": 2, "fill": 1}  # where the value stands; sizes are told by shapes
-_NUMBER_FACTORIES = frozenset(("tensor", "as_tensor", "asarray", "new_tensor", "scalar_tensor", "scaled_dot_product_attention"))
-_WITH_NUMBERS = (ELEMENTWISE - CONSTANT_LIKE) | _NUMBER_FACTORIES | {"softmax", "log_softmax", "layer_norm", "rms_norm"}
+USER_CHECKPOINT = (
+    "torch.utils.checkpoint, which runs it again in backward: leave that to the strategy 'recompute'"
+)
+_FILL_VALUE_POSITIONS = {
+    "full": 1,
+    "full_like": 1,
+    "new_full": 2,
+    "fill": 1,
+}  # where the value stands; sizes are told by shapes
+_NUMBER_FACTORIES = frozenset(
+    ("tensor", "as_tensor", "asarray", "new_tensor", "scalar_tensor", "scaled_dot_product_attention")
+)
+_WITH_NUMBERS = (
+    (ELEMENTWISE - CONSTANT_LIKE) | _NUMBER_FACTORIES | {"softmax", "log_softmax", "layer_norm", "rms_norm"}
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +52,9 @@ class ComputedOp:
     numbers: tuple[str, ...]
 
     @classmethod
-    def from_call(cls, module: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "ComputedOp":
+    def from_call(
+        cls, module: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> "ComputedOp":
         """The operation `name` on these."""
         if name in _FILL_VALUE_POSITIONS:
             given: list[Any] = [
@@ -57,7 +70,11 @@ def recompute_reason() -> str:
     """Why what runs now cannot have some of the tokens, in a trial: it runs once more in backward, unseen; "": it does not."""
     if not torch.is_grad_enabled():
         return f"runs without gradients: torch.no_grad, or {USER_CHECKPOINT}"
-    return f"runs in {USER_CHECKPOINT}" if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None else ""
+    return (
+        f"runs in {USER_CHECKPOINT}"
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        else ""
+    )
 
 
 def length_dependence(ops: Sequence[ComputedOp], other_ops: Sequence[ComputedOp], length: str) -> str:
@@ -67,7 +84,11 @@ def length_dependence(ops: Sequence[ComputedOp], other_ops: Sequence[ComputedOp]
             return f"{one.module} computes '{two.name}' on rows of {length} tokens where it else computes '{one.name}'"
         if one.numbers != two.numbers:
             return f"{one.module} computes with the number of tokens ({one.name})"
-    return "" if len(ops) == len(other_ops) else f"{ops[-1].module} computes more or less on rows of {length} tokens than else"
+    return (
+        ""
+        if len(ops) == len(other_ops)
+        else f"{ops[-1].module} computes more or less on rows of {length} tokens than else"
+    )
 
 
 NextPrime = Callable[[int, Collection[int]], int]  # a prime near a number, which is none of those in use
@@ -79,7 +100,9 @@ class TrialLengths:
     `rows` are those of inputs, each with the length that it stands for; `spare` gives more.
     """
 
-    def __init__(self, planned_lengths: Mapping[int, int], next_prime: NextPrime, num_samples: int = PROBE_BATCH) -> None:
+    def __init__(
+        self, planned_lengths: Mapping[int, int], next_prime: NextPrime, num_samples: int = PROBE_BATCH
+    ) -> None:
         self.planned_lengths, self.num_samples = dict(planned_lengths), num_samples
         self.inner_primes = dict[int, int]()  # by how many glue sees
         self._next_prime = next_prime
@@ -97,13 +120,19 @@ class TrialLengths:
     @property
     def input_lengths(self) -> list[int]:
         """How long the rows of inputs are in the plan."""
-        return [planned for prime, planned in self.planned_lengths.items() if prime not in self.inner_primes.values()]
+        return [
+            planned
+            for prime, planned in self.planned_lengths.items()
+            if prime not in self.inner_primes.values()
+        ]
 
     def start_tokens(self, count: int) -> None:
         """From here on, `count` in glue are tokens too."""
         if count not in self.inner_primes:
             if has_tokens(count, prod(self.planned_lengths)):
-                raise RuntimeError(f"{count} tokens that begin within, and those of rows, are not told from each other")
+                raise RuntimeError(
+                    f"{count} tokens that begin within, and those of rows, are not told from each other"
+                )
             prime = self._next_prime(count, {*self.planned_lengths, *self.inner_primes, count})
             self.inner_primes[count], self.planned_lengths[prime] = prime, count
 
@@ -125,7 +154,11 @@ class TrialLengths:
 
     def resize_for_glue(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that a block gives out with as many tokens as glue sees."""
-        sizes = {dim: self.glue_length(size) for dim, size in enumerate(tensor.shape) if size in self.inner_primes.values()}
+        sizes = {
+            dim: self.glue_length(size)
+            for dim, size in enumerate(tensor.shape)
+            if size in self.inner_primes.values()
+        }
         return _resize(tensor, sizes)
 
     def _planned_size(self, size: int) -> int:

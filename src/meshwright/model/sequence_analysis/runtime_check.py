@@ -60,23 +60,36 @@ class SequenceShardCheck:
     _ops: OpsByBlockCall = field(default_factory=dict)  # that on fewest
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
-    def check(self, sequence_info: SequenceInfo, sequence_sharding: SequenceSharding, lengths: Mapping[int, int]) -> None:
+    def check(
+        self, sequence_info: SequenceInfo, sequence_sharding: SequenceSharding, lengths: Mapping[int, int]
+    ) -> None:
         """Raise PlanError where ranks to which `deal` gives tokens compute something else than one device.
 
         `lengths` says how many tokens rows have, by how many they have in the plan, where some are known.
         """
-        lengths = {sequence_info.num_tokens_in(key): sequence_info.num_tokens_in(key) for key in sequence_info.inputs} | dict(
-            lengths
-        )
+        lengths = {
+            sequence_info.num_tokens_in(key): sequence_info.num_tokens_in(key) for key in sequence_info.inputs
+        } | dict(lengths)
         if not lengths or any(passing.not_sequence_parallel for passing in sequence_info.block_calls):
             return
-        if max(lengths.values()) > MAX_TRIAL_LENGTH and any(each.has_mask for each in sequence_info.attention_calls):
+        if max(lengths.values()) > MAX_TRIAL_LENGTH and any(
+            each.has_mask for each in sequence_info.attention_calls
+        ):
             return
         ranks = range(sequence_sharding.num_ranks)
-        few = min(ranks, key=lambda index: sum(sequence_sharding.num_padded_tokens(length, index) for length in lengths.values()))
-        least = {planned: sequence_sharding.num_padded_tokens(length, few) for planned, length in lengths.items()}
+        few = min(
+            ranks,
+            key=lambda index: sum(
+                sequence_sharding.num_padded_tokens(length, index) for length in lengths.values()
+            ),
+        )
+        least = {
+            planned: sequence_sharding.num_padded_tokens(length, few) for planned, length in lengths.items()
+        }
         with self._lock:
-            fewer = any(count < self._fewest_tokens.get(planned, count + 1) for planned, count in least.items())
+            fewer = any(
+                count < self._fewest_tokens.get(planned, count + 1) for planned, count in least.items()
+            )
             course = (
                 self._trace_in_thread(sequence_info, lengths, partial(_rank_shard, sequence_sharding, few))
                 if fewer
@@ -97,12 +110,17 @@ class SequenceShardCheck:
         with ThreadPoolExecutor(1) as apart:
             return apart.submit(self._trace, tokens, lengths, share).result()
 
-    def _trace(self, tokens: SequenceInfo, lengths: Mapping[int, int], share: Callable[[int], TokenShard]) -> OpsByBlockCall:
+    def _trace(
+        self, tokens: SequenceInfo, lengths: Mapping[int, int], share: Callable[[int], TokenShard]
+    ) -> OpsByBlockCall:
         rows = {key: resize_sequence(value, lengths) for key, value in self.inputs.items()}
         try:
             with silence_fake_errors(), self.make_trial(rows, PROBE_BATCH) as run:
                 forward = _OpRecorder(
-                    tokens, SequenceLengths.from_inputs(share, tokens, run.batch), run.on_block_call, run.fake_mode
+                    tokens,
+                    SequenceLengths.from_inputs(share, tokens, run.batch),
+                    run.on_block_call,
+                    run.fake_mode,
                 )
                 with forward.record_ops(run.module, run.blocks):
                     run.module(**run.rows)
@@ -111,7 +129,9 @@ class SequenceShardCheck:
         except Exception as error:
             words = " and ".join(map(str, lengths.values()))
             text = f"it does not run on rows of {words} tokens: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            raise PlanError(text, fix="give it rows that it takes, or set mesh.cp = 1", location="model") from error
+            raise PlanError(
+                text, fix="give it rows that it takes, or set mesh.cp = 1", location="model"
+            ) from error
         return forward.ops
 
 
@@ -119,7 +139,11 @@ class _OpRecorder(ShardedForward):
     """A forward on fake tensors as on a rank, that notes what blocks compute."""
 
     def __init__(
-        self, sequence_info: SequenceInfo, lengths: SequenceLengths, enter: Callable[[str], None], mode: FakeTensorMode
+        self,
+        sequence_info: SequenceInfo,
+        lengths: SequenceLengths,
+        enter: Callable[[str], None],
+        mode: FakeTensorMode,
     ) -> None:
         super().__init__(sequence_info, lengths)
         self.ops: dict[str, list[ComputedOp]] = {}
@@ -130,7 +154,9 @@ class _OpRecorder(ShardedForward):
     def _record_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._block_call and not self._num_open_experts:
             name = function_title(func).removesuffix(" of").strip("_")
-            self.ops.setdefault(self._block_call, []).append(ComputedOp.from_call(self._block_call, name, args, kwargs))
+            self.ops.setdefault(self._block_call, []).append(
+                ComputedOp.from_call(self._block_call, name, args, kwargs)
+            )
         return func(*args, **kwargs)
 
     @contextmanager
@@ -138,7 +164,9 @@ class _OpRecorder(ShardedForward):
         """Meanwhile the blocks of `module` run as on the rank; what experts do is their own."""
         asks = lambda: self._num_sharded_tokens.get(self._block_call, 0) > 0  # noqa: E731  what a name would say twice
         plugged = patch_attention(
-            module, lambda queries, keys: self.next_attention_shards(self._block_call) if asks() else None, self._pause
+            module,
+            lambda queries, keys: self.next_attention_shards(self._block_call) if asks() else None,
+            self._pause,
         )
         for name, block in blocks.items():
             block.forward = partial(self._run_block, name, block.forward)
@@ -148,9 +176,15 @@ class _OpRecorder(ShardedForward):
                 experts.forward = partial(self._run_experts, experts.forward)
         with ExitStack() as stack:
             stack.callback(plugged.restore)
-            stack.enter_context(AttentionMode(_empty_attention, lambda: self.take_attention_shards(self._block_call), asks))
             stack.enter_context(
-                Conv1dMode(_empty_convolution, lambda: self.take_convolution(self._block_call) if asks() else None, self._pause)
+                AttentionMode(_empty_attention, lambda: self.take_attention_shards(self._block_call), asks)
+            )
+            stack.enter_context(
+                Conv1dMode(
+                    _empty_convolution,
+                    lambda: self.take_convolution(self._block_call) if asks() else None,
+                    self._pause,
+                )
             )
             stack.enter_context(InterceptMode(self._record_op))
             yield

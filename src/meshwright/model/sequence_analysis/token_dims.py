@@ -62,7 +62,9 @@ def keeps_dims(index: Any, dims: Sequence[int], ndim: int, length: int = 0) -> b
 
 
 def _takes_all(each: Any, length: int) -> bool:
-    return isinstance(each, slice) and (each == slice(None) or (length > 0 and range(length)[each] == range(length)))
+    return isinstance(each, slice) and (
+        each == slice(None) or (length > 0 and range(length)[each] == range(length))
+    )
 
 
 def indexed_dims(entries: Sequence[Any], ndim: int) -> Iterator[tuple[int, Any]]:

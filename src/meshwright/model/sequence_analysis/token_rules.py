@@ -53,7 +53,9 @@ PAIRS_TOKENS = f"{ATTENDS_WITHOUT_SDPA} ({{0}})"
 SUMS_TOKENS = "sums over tokens ({0})"
 
 
-def check_product(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], prime_product: int) -> str | None:
+def check_product(
+    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], prime_product: int
+) -> str | None:
     """Why the product `name` does not treat each token by itself; "": it does, None: it is no product that is known.
 
     Tokens are along dims whose size `length` tells (model/primes.py).
@@ -101,7 +103,9 @@ def _check_einsum(args: tuple[Any, ...], length: int) -> str | None:
         before, dots, after = word.partition("...")
         spread = tensor.ndim - len(before) - len(after)
         named = [*before, *(f".{spread - i}" for i in range(spread if dots else 0)), *after]
-        letters |= {letter for letter, size in zip(named, tensor.shape, strict=True) if has_tokens(size, length)}
+        letters |= {
+            letter for letter, size in zip(named, tensor.shape, strict=True) if has_tokens(size, length)
+        }
     if any(letter not in gives and not letter.startswith(".") for letter in letters) or "->" not in args[0]:
         return SUMS_TOKENS.format("einsum")
     return PAIRS_TOKENS.format("einsum") if len(letters) > 1 else ""
@@ -109,7 +113,9 @@ def _check_einsum(args: tuple[Any, ...], length: int) -> str | None:
 
 TokenKind = Literal["own", "mask", "keys", "same", "made", "part", "around"]
 PARTIAL_TOKENS = "takes some of the tokens (indexing)"
-MADE_IN_BLOCK = "makes positions or a mask inside of the block ({0}): give them to it, or declare smaller blocks"
+MADE_IN_BLOCK = (
+    "makes positions or a mask inside of the block ({0}): give them to it, or declare smaller blocks"
+)
 
 
 @dataclass(frozen=True)
@@ -143,7 +149,11 @@ class TokenOp:
 
     def operands_of_kind(self, kind: TokenKind) -> list[torch.Tensor]:
         """What it was given of a `kind`."""
-        return [each for each in self.operands if each in self.token_layouts and self.token_layouts[each].kind == kind]
+        return [
+            each
+            for each in self.operands
+            if each in self.token_layouts and self.token_layouts[each].kind == kind
+        ]
 
     @property
     def operands(self) -> list[torch.Tensor]:
@@ -201,15 +211,23 @@ def _propagate_without_tokens(step: TokenOp) -> None:
     tall = [each for each in before if each.kind == "made"]
     constant = step.name in CONSTANT_FACTORIES or (step.name in BROADCAST and not before)
     constant = constant or (bool(before) and not tall and step.name in ELEMENTWISE | RESHAPES | DIM_MOVES)
-    if step.name == "setitem" and before and not keeps_dims(step.args[1], step.token_dims(step.args[0]), step.args[0].ndim):
+    if (
+        step.name == "setitem"
+        and before
+        and not keeps_dims(step.args[1], step.token_dims(step.args[0]), step.args[0].ndim)
+    ):
         step.token_layouts[step.args[0]] = TokenLayout("made", origin=step.name)
     for each in step.results:
         if step.token_dims(each) and constant:
             step.token_layouts[each] = TokenLayout("same")
         elif before and not tall and not step.token_dims(each) and step.name in SPLITS | {"getitem"}:
-            step.token_layouts[each] = TokenLayout("part", origin=PARTIAL_TOKENS)  # a view, into which somebody may write
+            step.token_layouts[each] = TokenLayout(
+                "part", origin=PARTIAL_TOKENS
+            )  # a view, into which somebody may write
         elif (
-            step.token_dims(each) or tall or (before and step.name not in CONSTANT_FACTORIES | IDEMPOTENT_REDUCTIONS)
+            step.token_dims(each)
+            or tall
+            or (before and step.name not in CONSTANT_FACTORIES | IDEMPOTENT_REDUCTIONS)
         ):  # a sum of ones tells how many there are
             step.token_layouts[each] = TokenLayout("made", origin=tall[0].origin if tall else step.name)
 
@@ -221,11 +239,15 @@ def _check_masks(step: TokenOp, own: Sequence[torch.Tensor]) -> tuple[str, int]:
         return why or f"computes '{step.name}' of tokens and of a mask", 1
     if step.name not in ELEMENTWISE | RESHAPES | BROADCAST | {"getitem", "unsqueeze", "squeeze"}:
         return f"computes '{step.name}' with a mask", 1
-    if step.name == "getitem" and not keeps_dims(step.args[1], step.token_dims(step.args[0]), step.args[0].ndim):
+    if step.name == "getitem" and not keeps_dims(
+        step.args[1], step.token_dims(step.args[0]), step.args[0].ndim
+    ):
         return "cuts its mask to the number of its own tokens", 1
     for each in step.results:
         dims, last = step.token_dims(each), each.ndim - 1
-        known = dims in ((last - 1, last), (last,)) and all(each.shape[dim] in prime_factors(step.prime_product) for dim in dims)
+        known = dims in ((last - 1, last), (last,)) and all(
+            each.shape[dim] in prime_factors(step.prime_product) for dim in dims
+        )
         if not known:
             return f"turns its mask round ({step.name})", 1
     return "", 1
@@ -243,10 +265,14 @@ def _check_sharded(step: TokenOp, own: Sequence[torch.Tensor]) -> tuple[str, int
     if name in DIM_MOVES or name == "one_hot":
         return "", behind
     if name == "embedding":
-        return ("looks up in a table of tokens" if any(step.argument(1, "weight") is each for each in own) else ""), behind
+        return (
+            "looks up in a table of tokens" if any(step.argument(1, "weight") is each for each in own) else ""
+        ), behind
     if name in ("layer_norm", "rms_norm"):
         over = len(step.argument(1, "normalized_shape"))
-        return (f"takes {name} over tokens" if step.token_dims(own[0])[0] >= own[0].ndim - over else ""), behind
+        return (
+            f"takes {name} over tokens" if step.token_dims(own[0])[0] >= own[0].ndim - over else ""
+        ), behind
     if name in ("getitem", "setitem"):
         return _check_indexing(step), step.token_layouts[own[0]].numel_per_token
     if name in DIM_ARGUMENT:
@@ -278,13 +304,17 @@ def _check_aligned(step: TokenOp, given: Sequence[torch.Tensor] | None = None) -
     """Why what is given does not have the same tokens along the same dim."""
     own = [each for each in step.operands if step.token_dims(each)] if given is None else given
     places = {(_dim_from_end(step, each), each.shape[step.token_dims(each)[0]]) for each in own}
-    behind = {step.token_layouts[each].numel_per_token for each in own if step.token_layouts[each].kind == "own"}
+    behind = {
+        step.token_layouts[each].numel_per_token for each in own if step.token_layouts[each].kind == "own"
+    }
     return f"pairs tokens with tokens ({step.name})" if len(places) > 1 or len(behind) > 1 else ""
 
 
 def _check_length_arithmetic(step: TokenOp) -> str:
     """Whether a number that it computes with is how many tokens there are, or what people make of that."""
-    made_of = [made for n in prime_factors(step.prime_product) for made in (n, 1 / n, n**0.5, n**-0.5, log(n))]
+    made_of = [
+        made for n in prime_factors(step.prime_product) for made in (n, 1 / n, n**0.5, n**-0.5, log(n))
+    ]
     numbers = [each for each in (*step.args, *step.kwargs.values()) if type(each) in (int, float)]
     counted = step.name in ARITHMETIC and any(isclose(each, number) for each in numbers for number in made_of)
     return f"computes with the number of tokens ({step.name})" if counted else ""
@@ -305,12 +335,18 @@ def _check_view(step: TokenOp, tensor: torch.Tensor) -> tuple[str, int]:
 
 def _check_reduction(step: TokenOp, own: Sequence[torch.Tensor]) -> str:
     """Why an operation over dims does not leave tokens alone."""
-    if step.name in CAT_OPS and sum(each.numel() > 0 for each in step.operands) == 1:  # with an empty cache of keys
+    if (
+        step.name in CAT_OPS and sum(each.numel() > 0 for each in step.operands) == 1
+    ):  # with an empty cache of keys
         return ""
     place, default = DIM_ARGUMENT[step.name]
     first = step.argument(0, "input", "tensors")
-    if isinstance(first, torch.Tensor) and first not in step.token_layouts:  # rows of a table, by what tokens say
-        return _check_aligned(step, own) if step.name in LOOKUPS else f"adds tokens up in a table ({step.name})"
+    if (
+        isinstance(first, torch.Tensor) and first not in step.token_layouts
+    ):  # rows of a table, by what tokens say
+        return (
+            _check_aligned(step, own) if step.name in LOOKUPS else f"adds tokens up in a table ({step.name})"
+        )
     over = step.argument(place, "dim", "dims", "axis", default=default)
     if isinstance(over, torch.Tensor):  # the larger one of two
         return _check_aligned(step)
@@ -321,7 +357,9 @@ def _check_reduction(step: TokenOp, own: Sequence[torch.Tensor]) -> str:
     (dim,) = step.token_dims(own[0])
     if step.name == "stack":
         return _check_aligned(step)
-    if not over or any(each is None or type(each) is bool or each % ndim == dim for each in over):  # x.var(False): over all
+    if not over or any(
+        each is None or type(each) is bool or each % ndim == dim for each in over
+    ):  # x.var(False): over all
         return "takes tokens apart" if step.name in SPLITS else f"takes {step.name} over tokens"
     return _check_aligned(step)
 

@@ -90,7 +90,9 @@ def describe_mask(mask: torch.Tensor | None) -> AttentionMaskSpec | None:
     if mask is None:
         return None
     rows, heads, queries = (size > 1 for size in (*[1] * (4 - mask.ndim), *mask.shape)[-4:-1])
-    return AttentionMaskSpec(rows, heads, queries, is_additive=mask.dtype != torch.bool, needs_grad=mask.requires_grad)
+    return AttentionMaskSpec(
+        rows, heads, queries, is_additive=mask.dtype != torch.bool, needs_grad=mask.requires_grad
+    )
 
 
 AttentionImpl = Callable[[ShardedAttentionCall], torch.Tensor]  # [.., heads, own queries, width of values]
@@ -108,7 +110,9 @@ class AttentionMode(TorchFunctionMode):
         super().__init__()
         self._attention_impl, self._next_shards, self._is_in_block = attention_impl, next_shards, is_in_block
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if func is not F.scaled_dot_product_attention or not self._is_in_block():
             return func(*args, **(kwargs or {}))
         return self._call_impl(SDPAArguments(*args, **(kwargs or {})))
@@ -128,7 +132,9 @@ class AttentionMode(TorchFunctionMode):
         return F.pad(made, (0, 0, 0, idle)) if idle else made
 
 
-def _split_mask(mask: torch.Tensor | None, queries: TokenShard) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _split_mask(
+    mask: torch.Tensor | None, queries: TokenShard
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The `bias` of a mask, and `together`, as `Asked` has them."""
     if mask is None:
         return None, None

@@ -90,7 +90,9 @@ class Conv1dMode(TorchFunctionMode):
         super().__init__()
         self._conv_impl, self._next_call, self._suspend_modes = conv_impl, next_call, suspend_modes
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         told = self._next_call() if func is F.conv1d else None
         if told is None:
             return func(*args, **(kwargs or {}))
@@ -99,15 +101,25 @@ class Conv1dMode(TorchFunctionMode):
             text = f"it convolves {number + 1} times, and in the trial run {len(mine)} times"
             raise PlanError(text, fix=CONV_FIX, location=visit)
         known = mine[number]
-        with self._suspend_modes():  # the mode of another forward may stand behind this one, and would be asked next
+        with (
+            self._suspend_modes()
+        ):  # the mode of another forward may stand behind this one, and would be asked next
             if not known.halo:
                 return func(*args, **(kwargs or {}))
-            return self._call_impl(known, Conv1dArguments(*args, **(kwargs or {})), shares(known.num_tokens, known.num_tokens))
+            return self._call_impl(
+                known, Conv1dArguments(*args, **(kwargs or {})), shares(known.num_tokens, known.num_tokens)
+            )
 
     def _call_impl(self, known: ConvSpec, given: Conv1dArguments, share: TokenShard) -> torch.Tensor:
         run, size = max(MIN_TOKENS, share.num_tokens), tuple(given.input.shape[-2:])
         behind = known.pad_before + known.pad_after + sum(given.padding_sizes) - given.kernel_reach
-        found = (size, given.stride_size, given.kernel_reach, known.pad_before + given.padding_sizes[0], behind)
+        found = (
+            size,
+            given.stride_size,
+            given.kernel_reach,
+            known.pad_before + given.padding_sizes[0],
+            behind,
+        )
         if found != (
             (known.token_numel, known.pad_before + run + known.pad_after),
             1,
@@ -118,9 +130,13 @@ class Conv1dMode(TorchFunctionMode):
             text = f"'{known.module}' convolves {list(size)} with a kernel that reaches over {given.kernel_reach}"
             wanted = f"{run} tokens of width {known.token_numel} here, with {known.pad_before} zeros before and {known.pad_after} after them"
             raise PlanError(
-                f"{text}; the trial run says {wanted}, and a reach of {known.halo}", fix=CONV_FIX, location=known.block_call
+                f"{text}; the trial run says {wanted}, and a reach of {known.halo}",
+                fix=CONV_FIX,
+                location=known.block_call,
             )
-        made = self._conv_impl(ShardedConv1dCall(given.input.narrow(-1, known.pad_before, run), given, known, share))
+        made = self._conv_impl(
+            ShardedConv1dCall(given.input.narrow(-1, known.pad_before, run), given, known, share)
+        )
         return (
             F.pad(made, (0, known.num_extra_outputs), value=1.0) if known.num_extra_outputs else made
         )  # of ones, no function that is cut is infinite

@@ -41,7 +41,9 @@ SDPA_IN_CODE = re.compile(
 BIAS_FLAG = "has_relative_attention_bias"  # whether a module asks for a bias, or makes zeros itself
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "cache")  # what other functions of transformers know besides
 
-GetShards = Callable[[int, int], tuple[TokenShard, TokenShard] | None]  # of so many queries and keys, which are here; None: all
+GetShards = Callable[
+    [int, int], tuple[TokenShard, TokenShard] | None
+]  # of so many queries and keys, which are here; None: all
 BiasCallback = Callable[[torch.Tensor], object]  # hears of a bias: own queries, all keys
 SuspendModes = Callable[[], AbstractContextManager[object]]  # round the making of it
 
@@ -60,7 +62,10 @@ class PatchedAttention:
 
 
 def patch_attention(
-    module: nn.Module, get_shards: GetShards, suspend_modes: SuspendModes = nullcontext, on_bias: BiasCallback = id
+    module: nn.Module,
+    get_shards: GetShards,
+    suspend_modes: SuspendModes = nullcontext,
+    on_bias: BiasCallback = id,
 ) -> PatchedAttention:
     """Have the parts of `module` that are transformers' attend by `attended`, with biases for the tokens that are here."""
     copies = _patched_configs(module)
@@ -68,13 +73,19 @@ def patch_attention(
     for each in module.modules():
         part, said = cast(Any, each), vars(each)
         old = {"config": said["config"]} if id(said.get("config")) in copies else {}
-        old |= {name: said[name] for name in ("compute_bias", BIAS_FLAG) if name in said and _has_relative_bias(part)}
+        old |= {
+            name: said[name]
+            for name in ("compute_bias", BIAS_FLAG)
+            if name in said and _has_relative_bias(part)
+        }
         if old or _has_relative_bias(part):
             before.append((part, old))
         if "config" in old:
             part.config = copies[id(old["config"])]
         if _has_relative_bias(part):
-            part.compute_bias = partial(_sharded_bias, part, part.compute_bias, (get_shards, suspend_modes, on_bias))
+            part.compute_bias = partial(
+                _sharded_bias, part, part.compute_bias, (get_shards, suspend_modes, on_bias)
+            )
             part.has_relative_attention_bias = part.has_relative_attention_bias or _is_cross_attention(part)
     return PatchedAttention(tuple(before))
 
@@ -98,17 +109,31 @@ def sharded_attention(
     for name in UNSUPPORTED_ARGUMENTS:
         if more.get(name) is not None:
             text = f"attention takes '{name}', which F.scaled_dot_product_attention does not know"
-            raise PlanError(text, fix="set mesh.cp = 1: no technique deals the tokens of this model", location="model")
+            raise PlanError(
+                text, fix="set mesh.cp = 1: no technique deals the tokens of this model", location="model"
+            )
     causal = (_is_causal(module) if is_causal is None else is_causal) and attention_mask is None
     mask = attention_mask
     if position_bias is not None and not _is_cross_attention(module):
         if causal and not _has_relative_bias(module):
-            text = "attention is causal by a flag, and adds a bias that somebody makes for its queries and keys"
+            text = (
+                "attention is causal by a flag, and adds a bias that somebody makes for its queries and keys"
+            )
             raise PlanError(text, fix="give it a causal mask; or set mesh.cp = 1", location="model")
-        mask, causal = combine_bias_and_mask(position_bias, attention_mask), False  # a bias of `_rows` is causal itself
+        mask, causal = (
+            combine_bias_and_mask(position_bias, attention_mask),
+            False,
+        )  # a bias of `_rows` is causal itself
     grouped = query.shape[1] != key.shape[1]
     made = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scaling, enable_gqa=grouped
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=causal,
+        scale=scaling,
+        enable_gqa=grouped,
     )
     return made.transpose(1, 2).contiguous(), None
 
@@ -195,7 +220,8 @@ def _patched_configs(module: nn.Module) -> dict[int, Any]:
     named = [
         each
         for each in found
-        if found[each]._attn_implementation in SUPPORTED_ATTENTION and all(map(_pluggable, holders.get(each, [])))
+        if found[each]._attn_implementation in SUPPORTED_ATTENTION
+        and all(map(_pluggable, holders.get(each, [])))
     ]
     named = [each for each in named if each in holders and not found[each].output_attentions]
     if not named:
@@ -213,7 +239,9 @@ def _pluggable(kind: type[Any]) -> bool:
     """Whether models of a kind can do with torch's function, and look it up by the name in their config."""
     known: Any = next(each for each in kind.__mro__ if each.__module__.startswith("transformers."))
     code = inspect.getsource(sys.modules[known.__module__])
-    return bool(kind._supports_sdpa and known._can_set_attn_implementation()) and not SDPA_IN_CODE.search(code)
+    return bool(kind._supports_sdpa and known._can_set_attn_implementation()) and not SDPA_IN_CODE.search(
+        code
+    )
 
 
 def _register_attention() -> None:

@@ -21,9 +21,19 @@ INDEX_DTYPES = (torch.int64, torch.int32)
 
 def partial_sum(name: str, tensor: Any, dim: Any = None, keepdim: Any = False, **more: Any) -> Any:
     """The `sum` or `mean` of an Apart over its tokens; None where it is not over them, or is asked for in another way."""
-    dims = tuple(range(tensor.ndim)) if dim is None or dim == () else dim if isinstance(dim, (tuple, list)) else (dim,)
+    dims = (
+        tuple(range(tensor.ndim))
+        if dim is None or dim == ()
+        else dim
+        if isinstance(dim, (tuple, list))
+        else (dim,)
+    )
     plain = all(type(each) is int for each in dims) and type(keepdim) is bool and not more
-    if not plain or not tensor.dtype.is_floating_point or tensor.along not in (each % tensor.ndim for each in dims):
+    if (
+        not plain
+        or not tensor.dtype.is_floating_point
+        or tensor.along not in (each % tensor.ndim for each in dims)
+    ):
         return None
     local, share = tensor.local_tensor, tensor.share
     own = local.narrow(tensor.along, 0, share.count)  # behind them stand-ins may run

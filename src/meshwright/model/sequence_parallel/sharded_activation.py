@@ -28,11 +28,25 @@ from meshwright.model.tensors.pytree import copy_containers, named_tensors, repl
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.sequence_info import BlockSequenceInfo
 
-GetShard = Callable[[int, int], TokenShard]  # of rows that have so many tokens in the plan, and that many, it seems, now
-OutputShards = Sequence[tuple[int, TokenShard] | None]  # of tensors in order: along which dim they have tokens, and which of them
+GetShard = Callable[
+    [int, int], TokenShard
+]  # of rows that have so many tokens in the plan, and that many, it seems, now
+OutputShards = Sequence[
+    tuple[int, TokenShard] | None
+]  # of tensors in order: along which dim they have tokens, and which of them
 MASK_DIMS = 4  # rows, heads, queries, keys
 METADATA_QUERIES = frozenset(
-    ("size", "dim", "__len__", "numel", "is_floating_point", "is_complex", "element_size", "stride", "ndimension")
+    (
+        "size",
+        "dim",
+        "__len__",
+        "numel",
+        "is_floating_point",
+        "is_complex",
+        "element_size",
+        "stride",
+        "ndimension",
+    )
 )
 
 
@@ -44,9 +58,7 @@ class SequenceShardedTensor(torch.Tensor):
     token_shard: TokenShard
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        return (
-            f"Apart({list(self.shape)}, {self.token_shard.num_tokens} of {self.token_shard.length} along dim {self.sequence_dim})"
-        )
+        return f"Apart({list(self.shape)}, {self.token_shard.num_tokens} of {self.token_shard.length} along dim {self.sequence_dim})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -76,13 +88,19 @@ class SequenceShardedTensor(torch.Tensor):
         raise PlanError(text, fix="compute it inside of a block: Model(blocks=[...])", location="model")
 
 
-def make_sharded_tensor(local_tensor: torch.Tensor, sequence_dim: int, token_shard: TokenShard) -> torch.Tensor:
+def make_sharded_tensor(
+    local_tensor: torch.Tensor, sequence_dim: int, token_shard: TokenShard
+) -> torch.Tensor:
     """The Apart whose tokens on this rank are `local`."""
     shape = [*local_tensor.shape]
     shape[sequence_dim] = token_shard.length
     needed = local_tensor.requires_grad
     made: Any = torch.Tensor._make_wrapper_subclass(
-        SequenceShardedTensor, shape, dtype=local_tensor.dtype, device=local_tensor.device, requires_grad=needed
+        SequenceShardedTensor,
+        shape,
+        dtype=local_tensor.dtype,
+        device=local_tensor.device,
+        requires_grad=needed,
     )
     made.local_tensor, made.along, made.share = local_tensor, sequence_dim % local_tensor.ndim, token_shard
     return made
@@ -105,14 +123,23 @@ def shard_block_inputs(value: Any, sequence_info: BlockSequenceInfo, get_shard: 
     Of a tensor that has tokens along two dims, such as a mask, the second stays whole. Raises PlanError for another length, and
     for a tensor with tokens that the visit was not given in the trial run.
     """
-    slots = zip(sequence_info.arg_paths, sequence_info.input_token_dims, sequence_info.input_num_tokens, strict=True)
+    slots = zip(
+        sequence_info.arg_paths, sequence_info.input_token_dims, sequence_info.input_num_tokens, strict=True
+    )
     known = {slot: (dims, planned) for slot, dims, planned in slots}
-    found, mine, new, alike = dict[int, torch.Tensor](), list[TokenShard](), list[torch.Tensor](), list[torch.Tensor]()
+    found, mine, new, alike = (
+        dict[int, torch.Tensor](),
+        list[TokenShard](),
+        list[torch.Tensor](),
+        list[torch.Tensor](),
+    )
     for slot, tensor in named_tensors(value):
         dims, planned = known.get(slot, (None, 0))
         if type(tensor) is SequenceShardedTensor:  # without dims it is a row of a mask: it has all keys
             if dims:
-                mine.append(_shard_of_dim(tensor, tensor.sequence_dim, get_shard, planned, sequence_info.block_call))
+                mine.append(
+                    _shard_of_dim(tensor, tensor.sequence_dim, get_shard, planned, sequence_info.block_call)
+                )
             if dims != ():
                 found[id(tensor)] = tensor.local_tensor
             elif id(tensor) not in found:
@@ -121,7 +148,9 @@ def shard_block_inputs(value: Any, sequence_info: BlockSequenceInfo, get_shard: 
             new.append(tensor)
         elif dims:
             mine.append(_shard_of_dim(tensor, dims[0], get_shard, planned, sequence_info.block_call))
-            found[id(tensor)] = (mine[-1].take_mask if len(dims) > 1 else mine[-1].take_padded)(tensor, dims[0])
+            found[id(tensor)] = (mine[-1].take_mask if len(dims) > 1 else mine[-1].take_padded)(
+                tensor, dims[0]
+            )
         elif tensor.ndim > 1 and tensor.shape[-2] == 1:
             alike.append(tensor)
     for share, tensor in product(set(mine), alike):
@@ -137,9 +166,13 @@ def shard_block_outputs(value: Any, sequence_info: BlockSequenceInfo, get_shard:
     """What a visit gives out, `value`: of one that every rank runs `whole`, this rank's tokens."""
     if not sequence_info.is_replicated:
         return value
-    told = zip(tree_tensors(value), sequence_info.output_token_dims, sequence_info.output_num_tokens, strict=True)
+    told = zip(
+        tree_tensors(value), sequence_info.output_token_dims, sequence_info.output_num_tokens, strict=True
+    )
     found = {
-        id(each): _shard_of_dim(each, dims[0], get_shard, planned, sequence_info.block_call).take_padded(each, dims[0])
+        id(each): _shard_of_dim(each, dims[0], get_shard, planned, sequence_info.block_call).take_padded(
+            each, dims[0]
+        )
         for each, dims, planned in told
         if dims
     }
@@ -152,7 +185,9 @@ def _shard_of_dim(tensor: torch.Tensor, dim: int, shares: GetShard, planned: int
     share = shares(planned, count)
     if share.length != count:
         text = f"it is given a tensor of shape {list(tensor.shape)}, and in the trial run dim {dim} of that was tokens"
-        raise PlanError(f"{text}: there are {share.length}", fix="give each row as many tokens", location=visit)
+        raise PlanError(
+            f"{text}: there are {share.length}", fix="give each row as many tokens", location=visit
+        )
     return share
 
 
@@ -167,7 +202,9 @@ def _shard_of_new_tensor(tensor: torch.Tensor, mine: Sequence[TokenShard], visit
             return rows
     if any(share.length in tensor.shape for share in mine):
         text = f"it is given a tensor of shape {list(tensor.shape)}, which was not there in the trial run"
-        raise PlanError(text, fix="make the plan from an example batch that has all that later ones have", location=visit)
+        raise PlanError(
+            text, fix="make the plan from an example batch that has all that later ones have", location=visit
+        )
     return None
 
 
@@ -180,7 +217,9 @@ def wrap_block_outputs(value: Any, output_shards: OutputShards) -> Any:
     return replace_tensors(value, found) if found else value
 
 
-def _run_on_shards(name: str, func: Any, args: Any, kwargs: Any, found: Sequence[SequenceShardedTensor]) -> Any:
+def _run_on_shards(
+    name: str, func: Any, args: Any, kwargs: Any, found: Sequence[SequenceShardedTensor]
+) -> Any:
     """What `func` makes of tokens, each by itself; None where it does not."""
     first = found[0]
     if name == "getitem":
@@ -210,7 +249,11 @@ def _run_on_shards(name: str, func: Any, args: Any, kwargs: Any, found: Sequence
             mine[id(tensor)] = first.token_shard.take_padded(tensor, tensor.ndim - back)
     args, kwargs = replace_tensors((args, dict(kwargs)), mine)
     made = func(*args, **kwargs)
-    return make_sharded_tensor(made, made.ndim - back, first.token_shard) if isinstance(made, torch.Tensor) else made
+    return (
+        make_sharded_tensor(made, made.ndim - back, first.token_shard)
+        if isinstance(made, torch.Tensor)
+        else made
+    )
 
 
 def _index_other_dims(args: tuple[Any, ...]) -> Any:
@@ -239,7 +282,9 @@ def _index_other_dims(args: tuple[Any, ...]) -> Any:
 def _has_same_shape(tensor: torch.Tensor, *sizes: Any) -> bool:
     """Whether `sizes` are those that the tensor has."""
     asked = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
-    return len(asked) == tensor.ndim and all(size in (-1, own) for size, own in zip(asked, tensor.shape, strict=True))
+    return len(asked) == tensor.ndim and all(
+        size in (-1, own) for size, own in zip(asked, tensor.shape, strict=True)
+    )
 
 
 def _takes_all(piece: slice, length: int) -> bool:

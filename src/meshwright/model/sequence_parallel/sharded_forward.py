@@ -34,7 +34,10 @@ class SequenceLengths:
 
     @classmethod
     def from_inputs(
-        cls, get_shard: Callable[[int], TokenShard], sequence_info: SequenceInfo, inputs: Mapping[str, torch.Tensor]
+        cls,
+        get_shard: Callable[[int], TokenShard],
+        sequence_info: SequenceInfo,
+        inputs: Mapping[str, torch.Tensor],
     ) -> "SequenceLengths":
         """Those of `inputs`. Raises PlanError for rows of unlike lengths that have the same one in the plan."""
         known: dict[int, dict[str, int]] = {}
@@ -70,16 +73,21 @@ class ShardedForward:
         self.lengths = lengths
         self.active_calls: list[BlockSequenceInfo] = []
         self._block_calls = {
-            passing.block_call: passing.with_lengths(sequence_info.length) for passing in sequence_info.block_calls
+            passing.block_call: passing.with_lengths(sequence_info.length)
+            for passing in sequence_info.block_calls
         }
-        self._num_sharded_tokens = {visit: sequence_info.num_sharded_tokens(visit) for visit in self._block_calls}
+        self._num_sharded_tokens = {
+            visit: sequence_info.num_sharded_tokens(visit) for visit in self._block_calls
+        }
         self._attention_calls: dict[str, list[tuple[int, int]]] = {}
         for each in sequence_info.attention_calls:
             self._attention_calls.setdefault(each.block_call, []).append((each.query_len, each.key_len))
         self._conv_calls: dict[str, list[ConvSpec]] = {}
         for each in sequence_info.conv_calls:
             self._conv_calls.setdefault(each.block_call, []).append(each)
-        self._num_attention_calls = self._num_conv_calls = 0  # calls of attention in the visit under way, and of convolutions
+        self._num_attention_calls = self._num_conv_calls = (
+            0  # calls of attention in the visit under way, and of convolutions
+        )
 
     def wrap_local(self, tensor: torch.Tensor, sequence_dim: int, length: int) -> Any:
         """This rank's tokens of `length`, `tensor`, as glue shall see them."""
@@ -102,7 +110,8 @@ class ShardedForward:
             zip(passing.output_token_dims, passing.output_num_tokens, strict=True),
         )
         return wrap_block_outputs(
-            outputs, [(dims[0], self.lengths.known_shard(planned)) if dims else None for dims, planned in gives]
+            outputs,
+            [(dims[0], self.lengths.known_shard(planned)) if dims else None for dims, planned in gives],
         )
 
     def local_outputs(self, outputs: Any) -> Any:
@@ -119,7 +128,11 @@ class ShardedForward:
         if len(set(calls)) > 1 and self._num_attention_calls >= len(calls):
             text = f"it calls attention {self._num_attention_calls + 1} times, and in the trial run {len(calls)} times"
             raise PlanError(text, fix="let a block attend as often on every batch", location=block_call)
-        pair = calls[min(self._num_attention_calls, len(calls) - 1)] if calls else (self._num_sharded_tokens[block_call],) * 2
+        pair = (
+            calls[min(self._num_attention_calls, len(calls) - 1)]
+            if calls
+            else (self._num_sharded_tokens[block_call],) * 2
+        )
         queries, keys = map(self.lengths.known_shard, pair)
         return queries, keys
 
@@ -139,9 +152,13 @@ class SingleRankForward(ShardedForward):
     """Rows all of whose tokens are here: glue sees tensors that look whole, and a block what is here."""
 
     @classmethod
-    def for_inputs(cls, sequence_info: SequenceInfo | None, inputs: Mapping[str, torch.Tensor]) -> "SingleRankForward | None":
+    def for_inputs(
+        cls, sequence_info: SequenceInfo | None, inputs: Mapping[str, torch.Tensor]
+    ) -> "SingleRankForward | None":
         """That on rows like those of `inputs`; None where nothing is known of tokens, or a visit needs all of them."""
-        if sequence_info is None or any(passing.not_sequence_parallel for passing in sequence_info.block_calls):
+        if sequence_info is None or any(
+            passing.not_sequence_parallel for passing in sequence_info.block_calls
+        ):
             return None
         return cls(sequence_info, SequenceLengths.from_inputs(_full_shard, sequence_info, inputs))
 

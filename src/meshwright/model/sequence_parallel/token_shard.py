@@ -15,7 +15,9 @@ from meshwright.model.tensors.pytree import storage_id
 from meshwright.model.tensors.token_slices import select_spans
 from meshwright.plan.model_spec.sequence_info import MIN_TOKENS, TokenRange, num_positions, with_padding
 
-GatherTokens = Callable[[torch.Tensor, int], torch.Tensor]  # all tokens of a tensor along a dim, from this rank's
+GatherTokens = Callable[
+    [torch.Tensor, int], torch.Tensor
+]  # all tokens of a tensor along a dim, from this rank's
 MIN_SHARED_NDIM = 3  # of what layers are given alike: masks, and tables by position
 
 
@@ -31,10 +33,14 @@ class TokenShard:
     length: int
     spans: tuple[TokenRange, ...]
     gather: GatherTokens = field(compare=False, repr=False, default=lambda local, dim: local)
-    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = field(compare=False, repr=False, default=lambda part: part)
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = field(
+        compare=False, repr=False, default=lambda part: part
+    )
     group_spans: tuple[TokenRange, ...] = field(compare=False, repr=False, default=())
     caches_slices: bool = field(compare=False, repr=False, default=True)
-    _slices: WeakTensorKeyDictionary = field(compare=False, repr=False, default_factory=WeakTensorKeyDictionary)  # for all layers
+    _slices: WeakTensorKeyDictionary = field(
+        compare=False, repr=False, default_factory=WeakTensorKeyDictionary
+    )  # for all layers
     _group_mask_rows: WeakTensorKeyDictionary = field(
         compare=False, repr=False, default_factory=WeakTensorKeyDictionary
     )  # None: as it is
@@ -64,7 +70,10 @@ class TokenShard:
         if known is None or known[0] != said:
             # a view would keep the tensor, and with it the entry, for good
             own = select_spans(tensor, dim, with_padding(self.spans)).detach()
-            known = self._slices[tensor] = said, own.clone() if apart and _shares_larger_storage(own, tensor) else own
+            known = self._slices[tensor] = (
+                said,
+                own.clone() if apart and _shares_larger_storage(own, tensor) else own,
+            )
         return known[1]
 
     def take_mask(self, mask: torch.Tensor, dim: int | None) -> torch.Tensor:
@@ -74,7 +83,9 @@ class TokenShard:
         """
         own = mask if dim is None else self._take_padded(mask, dim, apart=not self.group_spans)
         if self.group_spans and not mask.requires_grad and own not in self._group_mask_rows:
-            self._group_mask_rows[own] = None if own is mask else select_spans(mask, dim or 0, self.group_spans).detach()
+            self._group_mask_rows[own] = (
+                None if own is mask else select_spans(mask, dim or 0, self.group_spans).detach()
+            )
         return own
 
     def group_mask_rows(self, mask: torch.Tensor) -> torch.Tensor | None:

@@ -40,7 +40,11 @@ FeatureSourceKind = Literal["linear", "table", "argument"]
 PER_HEAD_NDIM = 4  # dims of a tensor that is one table per head: rows, heads, queries, keys
 
 
-FEATURE_KINDS = {"linear": "linear", "embedding": "table", "head": "head"}  # what a layer is to a flow, by the kind of its socket
+FEATURE_KINDS = {
+    "linear": "linear",
+    "embedding": "table",
+    "head": "head",
+}  # what a layer is to a flow, by the kind of its socket
 DROPOUT_FUNCTIONS = (F.dropout, torch.dropout, torch.dropout_)
 ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask")
 
@@ -88,7 +92,9 @@ class FeatureFlow(TorchDispatchMode):
         self._in_glue: Callable[[], bool] = lambda: False
         self._is_table_feature = np.zeros(0, dtype=bool)  # by number: whether it is of a table
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if not self._num_open_layers:
@@ -107,7 +113,11 @@ class FeatureFlow(TorchDispatchMode):
 
     @contextmanager
     def follow_forward(
-        self, module: nn.Module, blocks: Mapping[str, nn.Module], layers: Mapping[str, str], in_glue: Callable[[], bool]
+        self,
+        module: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        layers: Mapping[str, str],
+        in_glue: Callable[[], bool],
     ) -> Iterator[None]:
         """Meanwhile, what `module` computes is followed: its `blocks`, and `layers` by name with their kinds.
 
@@ -116,7 +126,9 @@ class FeatureFlow(TorchDispatchMode):
         handles = []
         self._in_glue = in_glue
         for name, block in blocks.items():
-            handles.append(block.register_forward_pre_hook(partial(self._before_block, name), with_kwargs=True))
+            handles.append(
+                block.register_forward_pre_hook(partial(self._before_block, name), with_kwargs=True)
+            )
             handles.append(block.register_forward_hook(lambda block, args, out: self._after_block(out)))
         for name, kind in layers.items():
             layer = module.get_submodule(name)
@@ -134,10 +146,14 @@ class FeatureFlow(TorchDispatchMode):
         """Another block runs."""
         self.block_call = block_call
 
-    def _after_layer(self, name: str, kind: str, layer: nn.Module, args: tuple[Any, ...], out: object) -> None:
+    def _after_layer(
+        self, name: str, kind: str, layer: nn.Module, args: tuple[Any, ...], out: object
+    ) -> None:
         self.leave_layer(name, "" if self._in_glue() else kind, args[0] if args else None, out)
 
-    def _before_block(self, block: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _before_block(
+        self, block: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         """A block is given these: those by head are sources."""
         if not self._in_glue():
             return
@@ -166,7 +182,11 @@ class FeatureFlow(TorchDispatchMode):
     def leave_layer(self, name: str, kind: str, layer_input: object, out: object) -> None:
         """A layer ends: `kind` is "linear", "table", or another, which takes in all and gives out nothing."""
         self._num_open_layers -= 1
-        if self._num_open_layers or not isinstance(layer_input, torch.Tensor) or not isinstance(out, torch.Tensor):
+        if (
+            self._num_open_layers
+            or not isinstance(layer_input, torch.Tensor)
+            or not isinstance(out, torch.Tensor)
+        ):
             return
         self.params_without_features |= self._params_of(layer_input)
         carried = None if kind == "table" else self.features.get(layer_input)
@@ -176,7 +196,11 @@ class FeatureFlow(TorchDispatchMode):
             return
         into = None
         if carried is not None:
-            into = carried.reshape(-1) if carried.size == carried.shape[-1] == layer_input.shape[-1] > 1 else None
+            into = (
+                carried.reshape(-1)
+                if carried.size == carried.shape[-1] == layer_input.shape[-1] > 1
+                else None
+            )
             into = None if into is None or (into == NO_FEATURE).any() else into
             self.unsplit_features += [carried] if into is None else []
         self._add_node(name, "linear" if kind == "linear" else "table", out.shape[-1], into)
@@ -201,7 +225,9 @@ class FeatureFlow(TorchDispatchMode):
             return
         for tensor, numbers in zip((key, value), met[1:], strict=True):
             if numbers is None:
-                asking = ties.tie_along(asking, [asking.ndim - 3] if tensor.ndim >= 3 and tensor.shape[-3] > 1 else [])
+                asking = ties.tie_along(
+                    asking, [asking.ndim - 3] if tensor.ndim >= 3 and tensor.shape[-3] > 1 else []
+                )
         for numbers in met[1:]:
             if numbers is not None:
                 shared = query.shape[-3] // numbers.shape[-3] if numbers.shape[-3] > 1 else 1
@@ -218,14 +244,21 @@ class FeatureFlow(TorchDispatchMode):
 
     def _one_per_head(self, numbers: FeatureIds) -> FeatureIds:
         """One number per head."""
-        return self.features.ties.tie_along(numbers, [dim for dim in range(numbers.ndim) if dim != numbers.ndim - 3])
+        return self.features.ties.tie_along(
+            numbers, [dim for dim in range(numbers.ndim) if dim != numbers.ndim - 3]
+        )
 
     def _tie_all(self, found: list[FeatureIds]) -> None:
         for numbers in found:
             self.features.ties.tie_along(numbers, range(numbers.ndim))
 
     def _add_node(
-        self, name: str, kind: FeatureSourceKind, width: int, into: FeatureIds | None = None, slot: int | str = 0
+        self,
+        name: str,
+        kind: FeatureSourceKind,
+        width: int,
+        into: FeatureIds | None = None,
+        slot: int | str = 0,
     ) -> None:
         self.nodes.append(FeatureNode(name, kind, self.block_call, self.num_features, width, into, slot))
         self._is_table_feature = np.concatenate([self._is_table_feature, np.full(width, kind == "table")])
@@ -244,7 +277,8 @@ class FeatureFlow(TorchDispatchMode):
         names = set[str]().union(*(self._params_of(each) for each in given))
         carry = [self.features.get(each) is not None for each in given]
         others = any(
-            each.requires_grad and not (known or self._params_of(each)) for each, known in zip(given, carry, strict=True)
+            each.requires_grad and not (known or self._params_of(each))
+            for each, known in zip(given, carry, strict=True)
         )
         for made in tree_tensors(out) if names or others else ():
             numbers = self.features.get(made)
@@ -267,7 +301,11 @@ def traced_layer_kinds(module: nn.Module) -> dict[str, str]:
     """The layers of `module` that are met in a flow, and their kinds; of one with adapters, whose layers are two, none."""
     if is_adapted(module):
         return {}
-    return {socket.name: FEATURE_KINDS[socket.kind] for socket in find_layer_roles(module) if socket.kind in FEATURE_KINDS}
+    return {
+        socket.name: FEATURE_KINDS[socket.kind]
+        for socket in find_layer_roles(module)
+        if socket.kind in FEATURE_KINDS
+    }
 
 
 class _FunctionCalls(TorchFunctionMode):
@@ -277,7 +315,9 @@ class _FunctionCalls(TorchFunctionMode):
         super().__init__()
         self._flow = flow
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func not in (*DROPOUT_FUNCTIONS, F.scaled_dot_product_attention):
             return func(*args, **kwargs)
@@ -287,5 +327,7 @@ class _FunctionCalls(TorchFunctionMode):
             self._flow.copy_features(args[0] if args else kwargs.get("input"), out)
         else:
             given = {**dict(zip(ATTENTION_ARGUMENTS, args, strict=False)), **kwargs}
-            self._flow.follow_attention(given["query"], given["key"], given["value"], given.get("attn_mask"), out)
+            self._flow.follow_attention(
+                given["query"], given["key"], given["value"], given.get("attn_mask"), out
+            )
         return out

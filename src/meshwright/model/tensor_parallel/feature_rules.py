@@ -113,7 +113,9 @@ class CarriedFeatures:
 
     def set_constant(self, tensor: torch.Tensor, varying_dims: Sequence[bool] | None = None) -> None:
         """Note that `tensor` carries nothing, and changes along the dims `loose` only."""
-        self._varying_dims[tensor] = tuple(varying_dims) if varying_dims is not None else (False,) * tensor.ndim
+        self._varying_dims[tensor] = (
+            tuple(varying_dims) if varying_dims is not None else (False,) * tensor.ndim
+        )
 
     def tie_to_other(self, numbers: FeatureIds, other: torch.Tensor, ndim: int) -> FeatureIds:
         """`numbers`, of `ndim` dims, where an element of them meets one of `plain`: tied along dims in which that changes."""
@@ -178,7 +180,9 @@ FeatureRule = Callable[[CarriedFeatures, Any, Sequence[Any], Mapping[str, Any], 
 aten: Any = torch.ops.aten
 
 
-def propagate_features(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def propagate_features(
+    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> None:
     """Note what the results `out` of one operation carry."""
     packet = func._overloadpacket
     if packet in CONSTANT_OPS:
@@ -199,12 +203,18 @@ def propagate_features(carried: CarriedFeatures, func: Any, args: Sequence[Any],
             _tie_everything(carried, func, args, kwargs, out)
 
 
-def _pointwise(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def _pointwise(
+    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> None:
     if not isinstance(out, torch.Tensor):
         _tie_everything(carried, func, args, kwargs, out)
         return
     given = [tensor for tensor in tree_tensors((args, kwargs)) if tensor.ndim <= out.ndim]
-    found = [add_leading_dims(numbers, out.ndim) for tensor in given if (numbers := carried.get(tensor)) is not None]
+    found = [
+        add_leading_dims(numbers, out.ndim)
+        for tensor in given
+        if (numbers := carried.get(tensor)) is not None
+    ]
     plain = [tensor for tensor in given if carried.get(tensor) is None]
     if not found:
         loose = [False] * out.ndim
@@ -229,27 +239,37 @@ def _merge_features(found: Sequence[FeatureIds]) -> FeatureIds:
     return joined
 
 
-def _copy(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def _copy(
+    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> None:
     if carried.get(args[0]) is None:
         carried.set_constant(out, carried.varying_dims(args[0]))
     else:
         carried.put(out, carried.get(args[0]))
 
 
-def _view(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def _view(
+    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> None:
     if out.numel():
         carried.put(out, view_features(_first_features(carried, args), args[0].shape, out.shape))
 
 
-def _transpose(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def _transpose(
+    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> None:
     carried.put(out, np.swapaxes(_first_features(carried, args), args[1], args[2]))
 
 
-def _permute(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def _permute(
+    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> None:
     carried.put(out, np.transpose(_first_features(carried, args), args[1] if len(args) > 1 else None))
 
 
-def _expand(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def _expand(
+    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> None:
     if carried.get(args[0]) is None:
         loose = carried.varying_dims(args[0])
         carried.set_constant(out, (*[False] * (out.ndim - len(loose)), *loose))
@@ -257,7 +277,9 @@ def _expand(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Ma
         carried.put(out, add_leading_dims(_first_features(carried, args), out.ndim))
 
 
-def _slice(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def _slice(
+    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> None:
     numbers = _first_features(carried, args)
     given: tuple[Any, ...] = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
     dim, start, end, step = given
@@ -267,12 +289,16 @@ def _slice(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Map
     carried.put(out, numbers)
 
 
-def _select(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def _select(
+    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> None:
     numbers, dim, index = _first_features(carried, args), args[1], args[2]
     carried.put(out, numbers.take(index if numbers.shape[dim] > 1 else 0, axis=dim))
 
 
-def _split(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def _split(
+    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> None:
     numbers, dim, start = _first_features(carried, args), _dim_argument(func, args, kwargs), 0
     for part in out:
         end = start + part.shape[dim]
@@ -280,18 +306,24 @@ def _split(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Map
         start = end
 
 
-def _unbind(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def _unbind(
+    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> None:
     numbers, dim = _first_features(carried, args), _dim_argument(func, args, kwargs)
     for i, part in enumerate(out):
         carried.put(part, numbers.take(i if numbers.shape[dim] > 1 else 0, axis=dim))
 
 
-def _cat(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def _cat(
+    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> None:
     dim = _dim_argument(func, args, kwargs)
     _concatenate(carried, [part for part in args[0] if part.ndim == out.ndim], dim % out.ndim, out)
 
 
-def _stack(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def _stack(
+    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> None:
     dim = _dim_argument(func, args, kwargs) % out.ndim
     found = [carried.get(part) for part in args[0]]
     ndim = out.ndim - 1
@@ -300,13 +332,21 @@ def _stack(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Map
     carried.put(out, np.stack([np.broadcast_to(numbers, shapes) for numbers in rows], axis=dim))
 
 
-def _concatenate(carried: CarriedFeatures, parts: Sequence[torch.Tensor], dim: int, out: torch.Tensor) -> None:
+def _concatenate(
+    carried: CarriedFeatures, parts: Sequence[torch.Tensor], dim: int, out: torch.Tensor
+) -> None:
     found = [carried.get(part) for part in parts]
-    shape = list(np.broadcast_shapes(*(_shape_without_dim(numbers.shape, dim) for numbers in found if numbers is not None)))
+    shape = list(
+        np.broadcast_shapes(
+            *(_shape_without_dim(numbers.shape, dim) for numbers in found if numbers is not None)
+        )
+    )
     rows = []
     for part, numbers in zip(parts, found, strict=True):
         shape[dim] = part.shape[dim]
-        rows.append(np.broadcast_to(np.full((1,) * out.ndim, NO_FEATURE) if numbers is None else numbers, shape))
+        rows.append(
+            np.broadcast_to(np.full((1,) * out.ndim, NO_FEATURE) if numbers is None else numbers, shape)
+        )
     carried.put(out, np.concatenate(rows, axis=dim))
 
 
@@ -314,20 +354,26 @@ def _shape_without_dim(shape: Sequence[int], dim: int) -> tuple[int, ...]:
     return tuple(1 if i == dim else size for i, size in enumerate(shape))
 
 
-def _reduce(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def _reduce(
+    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> None:
     """One number for all that a sum, a norm or a softmax takes in along its dims."""
     numbers = _first_features(carried, args)
     dims = _dim_argument(func, args, kwargs)
     if dims is None or (isinstance(dims, (list, tuple)) and not dims):
         dims = range(args[0].ndim)
-    dims = [dim % max(1, args[0].ndim) for dim in (dims if isinstance(dims, (list, tuple, range)) else [dims])]
+    dims = [
+        dim % max(1, args[0].ndim) for dim in (dims if isinstance(dims, (list, tuple, range)) else [dims])
+    ]
     numbers = carried.ties.tie_along(numbers, [dim for dim in dims if dim < numbers.ndim])
     for each in tree_tensors(out):
         fits = each.ndim == numbers.ndim
         carried.put(each, numbers if fits else np.squeeze(numbers, axis=tuple(dims)))
 
 
-def _layer_norm(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def _layer_norm(
+    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> None:
     numbers = _first_features(carried, args)
     ndim = len(args[1])
     found = carried.ties.tie_along(numbers, range(numbers.ndim - ndim, numbers.ndim))
@@ -336,10 +382,16 @@ def _layer_norm(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs
             carried.put(each, found)
 
 
-def _product(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def _product(
+    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> None:
     left, right = args[-2:] if func._overloadpacket in (aten.mm, aten.bmm) else args[1:3]
     first, second = carried.get(left), carried.get(right)
-    if func._overloadpacket not in (aten.mm, aten.bmm) and kwargs.get("beta", 1) != 0 and carried.get(args[0]) is not None:
+    if (
+        func._overloadpacket not in (aten.mm, aten.bmm)
+        and kwargs.get("beta", 1) != 0
+        and carried.get(args[0]) is not None
+    ):
         _tie_everything(carried, func, args, kwargs, out)
         return
     first = None if first is None else carried.ties.tie_along(first, [-1])
@@ -353,7 +405,9 @@ def _product(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: M
     carried.put(out, second if first is None else first)
 
 
-def _glu(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def _glu(
+    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> None:
     numbers, dim = _first_features(carried, args), _dim_argument(func, args, kwargs)
     if numbers.shape[dim] > 1:
         numbers, gate = np.split(numbers, 2, axis=dim)
@@ -361,7 +415,9 @@ def _glu(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mappi
     carried.put(out, numbers)
 
 
-def _index(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def _index(
+    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> None:
     """Rows picked along one dim, by an index that is known or not."""
     numbers = _first_features(carried, args)
     if func._overloadpacket is aten.index:
@@ -385,7 +441,9 @@ def _known_index(index: torch.Tensor) -> list[int] | None:
         return None if known is None else known.tolist()
 
 
-def _tie_everything(carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def _tie_everything(
+    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> None:
     """Everything that goes in is tied; nobody knows what comes out."""
     met = [numbers for tensor in tree_tensors((args, kwargs)) if (numbers := carried.get(tensor)) is not None]
     ones = [carried.ties.tie_along(numbers, range(numbers.ndim)).reshape(()) for numbers in met]
@@ -403,11 +461,21 @@ def _first_features(carried: CarriedFeatures, args: Sequence[Any]) -> FeatureIds
 def _dim_argument(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     for position, argument in enumerate(func._schema.arguments):
         if argument.name in ("dim", "dims"):
-            return args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            return (
+                args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            )
     return None
 
 
-CONSTANT_OPS = {aten.zeros, aten.ones, aten.full, aten.scalar_tensor, aten.new_zeros, aten.new_ones, aten.new_full}
+CONSTANT_OPS = {
+    aten.zeros,
+    aten.ones,
+    aten.full,
+    aten.scalar_tensor,
+    aten.new_zeros,
+    aten.new_ones,
+    aten.new_full,
+}
 CONSTANT_OPS |= {aten.zeros_like, aten.ones_like, aten.full_like}
 UNINITIALIZED_OPS = {
     aten.empty_like,
@@ -418,10 +486,18 @@ UNINITIALIZED_OPS = {
     torch.ops.prim.device,
 }
 FEATURE_RULES: Mapping[Any, FeatureRule] = {
-    **dict.fromkeys((aten.clone, aten.detach, aten.alias, aten._to_copy, aten.lift_fresh, aten.contiguous), _copy),
-    **dict.fromkeys((aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.squeeze, aten.unsqueeze), _view),
-    **dict.fromkeys((aten.mean, aten.sum, aten.amax, aten.amin, aten.prod, aten.logsumexp, aten.var, aten.std), _reduce),
-    **dict.fromkeys((aten._softmax, aten._log_softmax, aten.linalg_vector_norm, aten.cumsum, aten.var_mean), _reduce),
+    **dict.fromkeys(
+        (aten.clone, aten.detach, aten.alias, aten._to_copy, aten.lift_fresh, aten.contiguous), _copy
+    ),
+    **dict.fromkeys(
+        (aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.squeeze, aten.unsqueeze), _view
+    ),
+    **dict.fromkeys(
+        (aten.mean, aten.sum, aten.amax, aten.amin, aten.prod, aten.logsumexp, aten.var, aten.std), _reduce
+    ),
+    **dict.fromkeys(
+        (aten._softmax, aten._log_softmax, aten.linalg_vector_norm, aten.cumsum, aten.var_mean), _reduce
+    ),
     **dict.fromkeys((aten.mm, aten.bmm, aten.addmm, aten.baddbmm), _product),
     **dict.fromkeys((aten.permute, aten.t), _permute),
     **dict.fromkeys((aten.split, aten.split_with_sizes), _split),

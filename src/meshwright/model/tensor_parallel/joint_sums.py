@@ -37,18 +37,26 @@ class JointSums(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._uses: list[tuple[str, int]] = []  # layers, each with the number of the block's call in which it ran
+        self._uses: list[
+            tuple[str, int]
+        ] = []  # layers, each with the number of the block's call in which it ran
         self._summands: Any = WeakTensorKeyDictionary()  # of a tensor, the uses that it has as summands
         self._read_together: dict[SummandIds, None] = {}  # what was looked at, in order
         self._num_open_blocks, self._block = 0, 0
 
     @contextmanager
-    def follow_layers(self, module: nn.Module, blocks: Mapping[str, nn.Module], layers: Iterable[str]) -> Iterator[None]:
+    def follow_layers(
+        self, module: nn.Module, blocks: Mapping[str, nn.Module], layers: Iterable[str]
+    ) -> Iterator[None]:
         """Meanwhile, what `layers` of `module` give out is followed to the ends of its `blocks`."""
         handles = [block.register_forward_pre_hook(self._before_block) for block in blocks.values()]
         handles += [block.register_forward_hook(self._after_block) for block in blocks.values()]
         for name in dict.fromkeys(layers):  # before hooks of others change what comes out
-            handles.append(module.get_submodule(name).register_forward_hook(partial(self._after_layer, name), prepend=True))
+            handles.append(
+                module.get_submodule(name).register_forward_hook(
+                    partial(self._after_layer, name), prepend=True
+                )
+            )
         try:
             with self:
                 yield
@@ -69,7 +77,9 @@ class JointSums(TorchDispatchMode):
         numbers = {name: number for number, layers in enumerate(sums, 1) for name in layers}
         return tuple(replace(call, sum_id=numbers.get(call.name, 0)) for call in calls)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         if self._summands:
             self._follow(func, args, kwargs or {}, out)

@@ -21,7 +21,14 @@ from meshwright.model.tensor_parallel.norm_formulas import find_norm_formula
 from meshwright.plan.model_spec.dim_split import DimSplit
 from meshwright.plan.model_spec.layer_calls import LayerCall
 
-UNPAIRED_ROLES = ("table", "lookup", "head", "logits", "norm", "gathered")  # roles of layers that are no part of a pair
+UNPAIRED_ROLES = (
+    "table",
+    "lookup",
+    "head",
+    "logits",
+    "norm",
+    "gathered",
+)  # roles of layers that are no part of a pair
 
 
 @dataclass
@@ -29,8 +36,12 @@ class LayerUses:
     """What a trial run saw, in order: uses of layers that have a role, and the head widths of attention between them."""
 
     uses: list["LayerUse"] = field(default_factory=list)
-    head_widths: list[tuple[int, int]] = field(default_factory=list)  # after how many uses, and the width of a head
-    live_inputs: list[torch.Tensor] = field(default_factory=list)  # during the run, so that no two inputs have one identity
+    head_widths: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # after how many uses, and the width of a head
+    live_inputs: list[torch.Tensor] = field(
+        default_factory=list
+    )  # during the run, so that no two inputs have one identity
 
 
 @dataclass(frozen=True)
@@ -112,7 +123,11 @@ def find_shardable_calls(
                 layer, role = module.get_submodule(use.name), roles[use.name]
                 width = _in_out_features(layer)[common_side(role) == "out"]
                 parts |= _param_splits(use.name, layer, role, DimSplit(0, units, (width,)))
-    lone = {use.name for use in layer_uses.uses if use.name in gather_output_layers and roles[use.name] == "columns"}
+    lone = {
+        use.name
+        for use in layer_uses.uses
+        if use.name in gather_output_layers and roles[use.name] == "columns"
+    }
     lone -= {use.name for use in layer_uses.uses if id(use) in divided}
     lone -= {
         use.name for pair in find_layer_pairs(layer_uses, roles) for use in pair.colwise
@@ -132,7 +147,11 @@ def find_shardable_calls(
             source = sources.setdefault((use.block_call, use.input_id), len(sources))
             sizes = use.in_numel // num_samples, use.out_numel // num_samples
             formula = find_norm_formula(module.get_submodule(use.name)) if roles[use.name] == "norm" else None
-            calls.append(LayerCall(use.name, use.block_call, roles[use.name], source, *sizes, use.input_needs_grad, formula))
+            calls.append(
+                LayerCall(
+                    use.name, use.block_call, roles[use.name], source, *sizes, use.input_needs_grad, formula
+                )
+            )
     return tuple(calls), parts
 
 
@@ -143,7 +162,9 @@ def _num_units(module: nn.Module, pair: LayerPair) -> int:
     if not pair.head_dim:
         return into if set(widths) == {into} else 0
     groups = min(widths) // pair.head_dim
-    fits = max(widths) == into and all(width % (groups * pair.head_dim) == 0 for width in widths) and groups > 0
+    fits = (
+        max(widths) == into and all(width % (groups * pair.head_dim) == 0 for width in widths) and groups > 0
+    )
     return groups if fits else 0
 
 
@@ -159,7 +180,9 @@ def is_weight_transposed(layer: nn.Module) -> bool:
     return type(layer).__name__ == "Conv1D"
 
 
-def _param_splits(name: str, layer: nn.Module, role: str, cut: DimSplit | None = None) -> dict[str, ParamSplit]:
+def _param_splits(
+    name: str, layer: nn.Module, role: str, cut: DimSplit | None = None
+) -> dict[str, ParamSplit]:
     """What is known of the weights of `layer`. What stands inside of a pair may be cut in no way, unless it is known how."""
     return {
         f"{name}.{leaf}": ParamSplit(
@@ -169,14 +192,17 @@ def _param_splits(name: str, layer: nn.Module, role: str, cut: DimSplit | None =
     }
 
 
-def split_param_dims(layer: nn.Module, parameter: torch.Tensor, role: str, dim_split: DimSplit | None) -> tuple[DimSplit, ...]:
+def split_param_dims(
+    layer: nn.Module, parameter: torch.Tensor, role: str, dim_split: DimSplit | None
+) -> tuple[DimSplit, ...]:
     """How the dims of a `parameter` of `layer` may be divided: as `cut` says on the side that a pair has in common."""
     shape = tuple(parameter.shape)
     sides = {len(shape) - 1: "out"} if len(shape) == 1 else dict(enumerate(_sides(layer)))
     common = common_side(role)
     whole = {dim: DimSplit(dim, shape[dim], (shape[dim],), side) for dim, side in sides.items()}
     return tuple(
-        replace(dim_split, dim=dim, side=side) if dim_split and side == common else whole[dim] for dim, side in sides.items()
+        replace(dim_split, dim=dim, side=side) if dim_split and side == common else whole[dim]
+        for dim, side in sides.items()
     )
 
 

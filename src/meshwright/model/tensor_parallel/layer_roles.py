@@ -88,7 +88,11 @@ def hidden_matrices(module: nn.Module) -> frozenset[str]:
     linears = [socket.name for socket in sockets if socket.kind == "linear"]
     ends = {socket.name for socket in sockets if socket.kind in ("embedding", "head")}
     ends |= set(linears[-1:]) if output_head(module) is None else set()
-    inside = [socket.name for socket in sockets if socket.kind in ("linear", "attention", "router") and socket.name not in ends]
+    inside = [
+        socket.name
+        for socket in sockets
+        if socket.kind in ("linear", "attention", "router") and socket.name not in ends
+    ]
     shared = {id(weight) for name in ends for weight in module.get_submodule(name)._parameters.values()}
     return frozenset(
         _param_name(name, leaf)
@@ -105,7 +109,9 @@ def find_traced_roles(module: nn.Module, declared: Mapping[str, str] | None = No
     """
     by_kind = {"embedding": "table", "head": "head", "norm": "norm"}
     roles, sockets = {}, find_layer_roles(module, declared)
-    linears = [socket.name for socket in sockets if socket.kind == "linear"] if output_head(module) is None else []
+    linears = (
+        [socket.name for socket in sockets if socket.kind == "linear"] if output_head(module) is None else []
+    )
     for socket in sockets:
         if socket.kind == "linear" and socket.role in ("columns", "rows"):
             roles[socket.name] = socket.role
@@ -132,11 +138,16 @@ def _kind(owner: nn.Module) -> str:
     return "norm" if "Norm" in name and deepest == 1 else "weights"
 
 
-def _find_role(name: str, leaves: list[str], kind: str, asked: Mapping[str, str], styles: Mapping[str, str]) -> tuple[str, str]:
+def _find_role(
+    name: str, leaves: list[str], kind: str, asked: Mapping[str, str], styles: Mapping[str, str]
+) -> tuple[str, str]:
     for roles, source in ((asked, DECLARED_BY_USER), (styles, DECLARED_BY_MODEL)):
         whole = next((role for pattern, role in roles.items() if matches_pattern(pattern, name)), None)
         parts = {
-            leaf: role for leaf in leaves for pattern, role in roles.items() if matches_pattern(pattern, _param_name(name, leaf))
+            leaf: role
+            for leaf in leaves
+            for pattern, role in roles.items()
+            if matches_pattern(pattern, _param_name(name, leaf))
         }
         if kind == "experts" and parts:
             return ", ".join(f"{leaf} {role}" for leaf, role in parts.items()), source
@@ -148,14 +159,18 @@ def _find_role(name: str, leaves: list[str], kind: str, asked: Mapping[str, str]
 def matches_pattern(pattern: str, name: str) -> bool:
     """Whether `pattern`, in which a "*" stands for one part between dots, is `name`."""
     given, parts = pattern.split("."), name.split(".")
-    return len(given) == len(parts) and all(mine in ("*", part) for mine, part in zip(given, parts, strict=True))
+    return len(given) == len(parts) and all(
+        mine in ("*", part) for mine, part in zip(given, parts, strict=True)
+    )
 
 
 def check_roles(declared: object) -> None:
     """Raise PlanError unless `declared` is a mapping from patterns to roles."""
     if not isinstance(declared, Mapping) or not all(isinstance(key, str) for key in declared):
         text = f"the sockets are {declared!r}; needed are patterns of module names with a role each"
-        raise PlanError(text, fix='write sockets={"layers.*.up": "columns", "layers.*.down": "rows"}', location=ROLES_KEY)
+        raise PlanError(
+            text, fix='write sockets={"layers.*.up": "columns", "layers.*.down": "rows"}', location=ROLES_KEY
+        )
     raise_diagnostics(
         Diagnostic(f"'{pattern}' has the role {role!r}", suggest_name(str(role), ROLES), ROLES_KEY)
         for pattern, role in declared.items()
@@ -168,7 +183,11 @@ def _check_patterns(asked: Mapping[str, str], module: nn.Module) -> None:
     names = dict.fromkeys([*weights, *(name.rpartition(".")[0] for name in weights)])
     patterns = {LAYER_NUMBER.sub("*", name) for name in names if name}
     raise_diagnostics(
-        Diagnostic(f"'{pattern}' names no module or parameter with weights", suggest_name(pattern, patterns), ROLES_KEY)
+        Diagnostic(
+            f"'{pattern}' names no module or parameter with weights",
+            suggest_name(pattern, patterns),
+            ROLES_KEY,
+        )
         for pattern in asked
         if not any(matches_pattern(pattern, name) for name in names)
     )

@@ -21,8 +21,14 @@ TOLERANCE = 1e-4  # of float32 sums over some thousand elements
 def find_norm_formula(layer: nn.Module) -> NormFormula | None:
     """The formula of `layer`, a norm with a weight over the last dim; None where it follows neither."""
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-    eps = [value for key, value in vars(layer).items() if key in EPS_NAMES and (value is None or isinstance(value, float))]
-    if weight is None or weight.dim() != 1 or len(eps) != 1 or layer._buffers:  # who has buffers keeps count of what it sees
+    eps = [
+        value
+        for key, value in vars(layer).items()
+        if key in EPS_NAMES and (value is None or isinstance(value, float))
+    ]
+    if (
+        weight is None or weight.dim() != 1 or len(eps) != 1 or layer._buffers
+    ):  # who has buffers keeps count of what it sees
         return None
     width, generator = len(weight), torch.Generator().manual_seed(0)
     x = torch.randn(4, width, generator=generator) + 0.3
@@ -56,7 +62,11 @@ def combine_statistics(formula: NormFormula, slices: torch.Tensor) -> torch.Tens
 
 
 def apply_norm(
-    formula: NormFormula, x: torch.Tensor, statistics: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
+    formula: NormFormula,
+    x: torch.Tensor,
+    statistics: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """What the norm gives out for `x`, rows or slices of rows whose statistics are `known`; weight and bias likewise."""
     eps = torch.finfo(x.dtype).eps if formula.eps is None else formula.eps

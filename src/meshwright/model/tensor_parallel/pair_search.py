@@ -55,7 +55,9 @@ class LayerGroup:
         return next(iter(self.rowwise.values()))
 
 
-def find_layer_groups(feature_flow: FeatureFlow, roles: Mapping[str, str], excluded: Collection[str] = ()) -> list[LayerGroup]:
+def find_layer_groups(
+    feature_flow: FeatureFlow, roles: Mapping[str, str], excluded: Collection[str] = ()
+) -> list[LayerGroup]:
     """The groups of a trial run; `roles` are those declared, by layer, and the layers `without` stay whole."""
     found = _GroupSearch(feature_flow, roles, set(excluded))
     refused: set[FeatureNode] = set()
@@ -93,9 +95,15 @@ class _GroupSearch:
         for node in self._flow.nodes:
             if node.input_features is None:
                 continue
-            sources = [] if node in refused or not self._may_have_role(node, "rows") else self._sources(node.input_features)
+            sources = (
+                []
+                if node in refused or not self._may_have_role(node, "rows")
+                else self._sources(node.input_features)
+            )
             linear = [source for source in sources if source.kind == "linear"]
-            barred = any(source in used_as_rows or not self._may_have_role(source, "columns") for source in linear)
+            barred = any(
+                source in used_as_rows or not self._may_have_role(source, "columns") for source in linear
+            )
             if not linear or barred:
                 whole.append(node.input_features)
                 continue
@@ -112,10 +120,13 @@ class _GroupSearch:
         numbers = np.concatenate(whole) if whole else np.zeros(0, dtype=int)
         return merged, np.unique(self._unit_labels[numbers])
 
-    def touches_unsplit(self, escaped: FeatureIds, rows: Sequence[FeatureNode], sources: Sequence[FeatureNode]) -> bool:
+    def touches_unsplit(
+        self, escaped: FeatureIds, rows: Sequence[FeatureNode], sources: Sequence[FeatureNode]
+    ) -> bool:
         """Whether features of `sources` are among those needed whole."""
         return any(
-            np.isin(self._unit_labels[node.first_feature : node.first_feature + node.width], escaped).any() for node in sources
+            np.isin(self._unit_labels[node.first_feature : node.first_feature + node.width], escaped).any()
+            for node in sources
         )
 
     def make_group(self, rows: Sequence[FeatureNode], sources: Sequence[FeatureNode]) -> LayerGroup | None:
@@ -133,43 +144,62 @@ class _GroupSearch:
         if not fine and len(units) < 2:
             return None
         if not fine:
-            cuts = {node: self._find_split(numbers, units, units, "out") for node, numbers in features.items()}
+            cuts = {
+                node: self._find_split(numbers, units, units, "out") for node, numbers in features.items()
+            }
             ends = {node: self._find_split(_input_features(node), units, units, "in") for node in rows}
         if any(cut is None for cut in [*cuts.values(), *ends.values()]) or any(
             _has_shared_features(cut) for cut in ends.values()
         ):
             return None
         beside = {name: self._num_units_met(met, units) for name, met in self._flow.param_features.items()}
-        if any(0 < met < len(units) for met in beside.values()):  # a norm for each head: which one is whose, the model says
+        if any(
+            0 < met < len(units) for met in beside.values()
+        ):  # a norm for each head: which one is whose, the model says
             return None
         if any(
             met and name in self._flow.params_without_features for name, met in beside.items()
         ):  # of its gradient, one summand is whole
             return None
-        return LayerGroup(_without_none(cuts), _without_none(ends), tuple(name for name, met in beside.items() if met))
+        return LayerGroup(
+            _without_none(cuts), _without_none(ends), tuple(name for name, met in beside.items() if met)
+        )
 
     def _may_have_role(self, node: FeatureNode, role: str) -> bool:
-        return node.name not in self._excluded and self._roles.get(node.name, UNDECLARED) in (UNDECLARED, role)
+        return node.name not in self._excluded and self._roles.get(node.name, UNDECLARED) in (
+            UNDECLARED,
+            role,
+        )
 
     def _num_units_met(self, met: Iterable[FeatureIds], units: FeatureIds) -> int:
         """How many of `units` are among the numbers that a parameter `met`."""
-        return len(np.intersect1d(self._unit_labels[np.concatenate([numbers[numbers >= 0] for numbers in met])], units))
+        return len(
+            np.intersect1d(
+                self._unit_labels[np.concatenate([numbers[numbers >= 0] for numbers in met])], units
+            )
+        )
 
     def _covers(self, units: FeatureIds, sources: Iterable[FeatureNode]) -> bool:
         """Whether every feature of `sources` belongs to one of `units`."""
         return all(
-            np.isin(self._unit_labels[node.first_feature : node.first_feature + node.width], units).all() for node in sources
+            np.isin(self._unit_labels[node.first_feature : node.first_feature + node.width], units).all()
+            for node in sources
         )
 
     def _sources(self, into: FeatureIds) -> list[FeatureNode]:
         """The nodes of which a feature is tied to one of `into`."""
         wanted = np.unique(self._unit_labels[into])
-        begins, ends = np.searchsorted(self._sorted, wanted), np.searchsorted(self._sorted, wanted, side="right")
+        begins, ends = (
+            np.searchsorted(self._sorted, wanted),
+            np.searchsorted(self._sorted, wanted, side="right"),
+        )
         members = np.concatenate([self._order[begin:end] for begin, end in zip(begins, ends, strict=True)])
         places = np.unique(np.searchsorted(self._starts, members, side="right") - 1)
         return [self._flow.nodes[place] for place in places]
 
-    def _find_split(self, numbers: FeatureIds, units: FeatureIds, heads: FeatureIds, side: str) -> DimSplit | None:
+    def _find_split(
+        self, numbers: FeatureIds, units: FeatureIds, heads: FeatureIds, side: str
+    ) -> DimSplit | None:
         """How features of these `numbers` are cut; None where units do not lie one behind the other."""
         unit_of = _index_of(self._unit_labels[numbers], units)
         starts = [0, *(np.flatnonzero(np.diff(unit_of) < 0) + 1).tolist(), len(numbers)]
@@ -181,7 +211,9 @@ class _GroupSearch:
             return None
         if len(heads) == len(units):
             return DimSplit(0, len(units), sections, side)
-        parts = [_per_head_numel(part, units, heads) for part in np.split(self._head_labels[numbers], starts[1:-1])]
+        parts = [
+            _per_head_numel(part, units, heads) for part in np.split(self._head_labels[numbers], starts[1:-1])
+        ]
         if any(part is None for part in parts):
             return None
         return DimSplit(0, len(units), sections, side, len(heads), tuple(part or 0 for part in parts))
@@ -226,7 +258,15 @@ def _without_none(cuts: Mapping[FeatureNode, DimSplit | None]) -> dict[Any, DimS
     return {node: cut for node, cut in cuts.items() if cut is not None}
 
 
-HEAD_COUNT_NAMES = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_query_heads", "nhead", "heads")
+HEAD_COUNT_NAMES = (
+    "num_heads",
+    "n_heads",
+    "n_head",
+    "num_attention_heads",
+    "num_query_heads",
+    "nhead",
+    "heads",
+)
 KV_HEAD_COUNT_NAMES = ("num_kv_heads", "num_key_value_heads", "n_kv_heads", "n_head_kv")
 GROUP_SIZE_NAMES = ("num_key_value_groups", "num_queries_per_kv", "n_rep")
 WIDTH_NAMES = ("split_size", "all_head_size", "inner_dim")
@@ -252,9 +292,13 @@ def find_size_attributes(module: nn.Module, group: LayerGroup, attempt: int) -> 
 def _match_attributes(
     module: str, prefix: str, held: Mapping[str, Any], cut: DimSplit, widths: tuple[str, ...]
 ) -> Iterator[SizeAttribute]:
-    values = {name: value for name, value in held.items() if isinstance(value, int) and not isinstance(value, bool)}
+    values = {
+        name: value for name, value in held.items() if isinstance(value, int) and not isinstance(value, bool)
+    }
     heads = cut.num_heads or cut.num_units
-    asking = next((values[name] for name in HEAD_COUNT_NAMES if name in values and values[name] % heads == 0), heads)
+    asking = next(
+        (values[name] for name in HEAD_COUNT_NAMES if name in values and values[name] % heads == 0), heads
+    )
     for name, value in values.items():
         if (name in HEAD_COUNT_NAMES and value == asking) or (name in widths and value == sum(cut.sections)):
             yield SizeAttribute(module, prefix + name, _count_split(cut, value, value // cut.num_units))
@@ -279,5 +323,10 @@ def _modules_around(group: LayerGroup) -> Iterator[str]:
             visits.setdefault(node.block_call, []).append(node.name)
     for names in visits.values():
         paths = [name.split(".")[:-1] for name in names]
-        depth = next((i for i, parts in enumerate(zip(*paths, strict=False)) if len(set(parts)) > 1), min(map(len, paths)))
-        yield from dict.fromkeys(".".join(path[:length]) for path in paths for length in range(depth, len(path) + 1))
+        depth = next(
+            (i for i, parts in enumerate(zip(*paths, strict=False)) if len(set(parts)) > 1),
+            min(map(len, paths)),
+        )
+        yield from dict.fromkeys(
+            ".".join(path[:length]) for path in paths for length in range(depth, len(path) + 1)
+        )

@@ -104,12 +104,16 @@ def trace_residual_stream(
 class _ResidualTrace(TorchFunctionMode):
     """What a forward does with the stream. `roles` are those of layers, `visits` are filled from outside, in order."""
 
-    def __init__(self, module: nn.Module, blocks: Blocks, roles: Mapping[str, str], visits: Sequence[str]) -> None:
+    def __init__(
+        self, module: nn.Module, blocks: Blocks, roles: Mapping[str, str], visits: Sequence[str]
+    ) -> None:
         super().__init__()
         self.marks: dict[LayerCallKey, ResidualMark] = {}
         self._roles, self._block_calls = roles, visits
         self._flows: dict[str, ResidualFlow] = {}
-        self._producers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # what visits gave out, as glue has it: the visit
+        self._producers: WeakIdKeyDictionary = (
+            WeakIdKeyDictionary()
+        )  # what visits gave out, as glue has it: the visit
         self._consumers: dict[str, list[tuple[str, int | str | None]]] = {}
         self._read_by_glue: set[str] = set()
         self._pending_inputs: list[tuple[str, int | str | None]] | None = (
@@ -123,10 +127,14 @@ class _ResidualTrace(TorchFunctionMode):
         self._attach(module, blocks)
 
     def _attach(self, module: nn.Module, blocks: Blocks) -> None:
-        inside = {id(part) for block in blocks.values() for part in block.modules()} - {id(block) for block in blocks.values()}
+        inside = {id(part) for block in blocks.values() for part in block.modules()} - {
+            id(block) for block in blocks.values()
+        }
         for name, part in module.named_modules():
             if id(part) in inside:
-                self._handles.append(part.register_forward_pre_hook(partial(self._enter_module, name), with_kwargs=True))
+                self._handles.append(
+                    part.register_forward_pre_hook(partial(self._enter_module, name), with_kwargs=True)
+                )
                 self._handles.append(part.register_forward_hook(self._leave_module))
         for name, block in blocks.items():
             self._handles.append(block.register_forward_pre_hook(self._before_block, with_kwargs=True))
@@ -145,7 +153,9 @@ class _ResidualTrace(TorchFunctionMode):
 
     def residual_flows(self, outputs: Any) -> tuple[ResidualFlow, ...]:
         """The passages of the stream in a forward that has ended with `outputs`."""
-        self._read_by_glue |= {self._producers[tensor] for tensor in tree_tensors(outputs) if tensor in self._producers}
+        self._read_by_glue |= {
+            self._producers[tensor] for tensor in tree_tensors(outputs) if tensor in self._producers
+        }
         found = dict(self._flows)
         for visit, takers in self._consumers.items():
             if visit in self._read_by_glue or visit not in found or len(takers) != 1:
@@ -158,7 +168,9 @@ class _ResidualTrace(TorchFunctionMode):
             found[visit] = replace(found[visit], consumer=taker)
         return tuple(found.values())
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self._block_call is None:
@@ -193,7 +205,9 @@ class _ResidualTrace(TorchFunctionMode):
                 frame.used_inputs |= {id(tensor) for tensor in carried if id(tensor) in frame.residual_inputs}
         why = f"reads its values ({name})" if not made and reads_values(name) else ""
         if made:
-            why = self._foreign_param(operands) or tokenwise_problem(name, args, kwargs, operands, carried, made[0])
+            why = self._foreign_param(operands) or tokenwise_problem(
+                name, args, kwargs, operands, carried, made[0]
+            )
         if why and not visit.not_sequence_parallel:
             visit.not_sequence_parallel = f"{self._open_modules[-1].name} {why}"
         for tensor in made:
@@ -204,7 +218,9 @@ class _ResidualTrace(TorchFunctionMode):
         """What is wrong with a parameter among `operands`: but for those of a norm, nobody adds up their gradients."""
         frame = self._open_modules[-1]
         for tensor in operands:
-            if id(tensor) in self._names and not (frame.role == "norm" and any(tensor is p for p in frame.module.parameters())):
+            if id(tensor) in self._names and not (
+                frame.role == "norm" and any(tensor is p for p in frame.module.parameters())
+            ):
                 return f"uses {self._names[id(tensor)]} on it"
         return ""
 
@@ -212,10 +228,16 @@ class _ResidualTrace(TorchFunctionMode):
         """A block is about to be reached, with what glue has."""
         if self._block_call is None and torch.is_grad_enabled():
             top = {id(value): slot for slot, value in _arguments(args, kwargs).items()}
-            given = {id(tensor): tensor for tensor in tree_tensors((args, kwargs)) if tensor in self._producers}
-            self._pending_inputs = [(self._producers[tensor], top.get(id(tensor))) for tensor in given.values()]
+            given = {
+                id(tensor): tensor for tensor in tree_tensors((args, kwargs)) if tensor in self._producers
+            }
+            self._pending_inputs = [
+                (self._producers[tensor], top.get(id(tensor))) for tensor in given.values()
+            ]
 
-    def _run_block(self, name: str, block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _run_block(
+        self, name: str, block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         """A block runs; within another one, or without gradients, it is no visit."""
         if self._block_call is not None or self._pending_inputs is None:
             return forward(*args, **kwargs)
@@ -223,7 +245,12 @@ class _ResidualTrace(TorchFunctionMode):
         for source, slot in self._pending_inputs:
             self._consumers.setdefault(source, []).append((visit.name, slot))
         for slot, value in _arguments(args, kwargs).items():
-            if not visit.shape and isinstance(value, torch.Tensor) and value.ndim == 3 and value.is_floating_point():
+            if (
+                not visit.shape
+                and isinstance(value, torch.Tensor)
+                and value.ndim == 3
+                and value.is_floating_point()
+            ):
                 visit.arg, visit.shape, visit.input_needs_grad = slot, tuple(value.shape), value.requires_grad
                 visit.residual_tensors[value] = True
         self._enter_module(name, block, args, kwargs)
@@ -241,11 +268,17 @@ class _ResidualTrace(TorchFunctionMode):
         if not visit.shape:
             return
         several = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
-        through = [i for i, each in enumerate(several) if isinstance(each, torch.Tensor) and each in visit.residual_tensors]
+        through = [
+            i
+            for i, each in enumerate(several)
+            if isinstance(each, torch.Tensor) and each in visit.residual_tensors
+        ]
         if not through or tuple(several[through[0]].shape) != visit.shape:
             return
         if sum(each in visit.residual_tensors for each in tree_tensors(outputs)) > 1:
-            visit.not_sequence_parallel = visit.not_sequence_parallel or "it gives out more than one tensor of the stream"
+            visit.not_sequence_parallel = (
+                visit.not_sequence_parallel or "it gives out more than one tensor of the stream"
+            )
         place, (tokens, width) = None if several[0] is outputs else through[0], visit.shape[1:]
         self._flows[visit.name] = ResidualFlow(
             visit.name,
@@ -264,9 +297,13 @@ class _ResidualTrace(TorchFunctionMode):
         self._pending_inputs = None
         passage = self._flows.get(self._block_calls[-1]) if self._block_calls else None
         if passage is not None:
-            self._producers[outputs if passage.output_index is None else outputs[passage.output_index]] = passage.block_call
+            self._producers[outputs if passage.output_index is None else outputs[passage.output_index]] = (
+                passage.block_call
+            )
 
-    def _enter_module(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter_module(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """A module within a block is called."""
         visit = self._block_call
         if visit is None:
@@ -281,7 +318,9 @@ class _ResidualTrace(TorchFunctionMode):
             self.marks[name, visit.name, visit.num_calls[name]] = mark
             visit.num_calls[name] += 1
             if mark.takes_residual and role == "rows":
-                visit.not_sequence_parallel = visit.not_sequence_parallel or f"{name} takes in the stream itself"
+                visit.not_sequence_parallel = (
+                    visit.not_sequence_parallel or f"{name} takes in the stream itself"
+                )
             if mark.takes_residual and role == "columns":
                 for frame in self._open_modules[1:]:
                     frame.marks += [(id(args[0]), mark)] if id(args[0]) in frame.residual_inputs else []
@@ -297,11 +336,17 @@ class _ResidualTrace(TorchFunctionMode):
         for tensor, mark in frame.marks:
             if tensor not in frame.used_inputs | handed_on:
                 mark.outer_module, mark.outer_args = frame.name, frame.residual_inputs[tensor]
-        if frame.role == "rows" and isinstance(output, torch.Tensor) and tuple(output.shape[:2]) == visit.shape[:2]:
+        if (
+            frame.role == "rows"
+            and isinstance(output, torch.Tensor)
+            and tuple(output.shape[:2]) == visit.shape[:2]
+        ):
             visit.residual_tensors[output] = True
 
 
-def _mark_calls(calls: Iterable[LayerCall], marks: Mapping[LayerCallKey, ResidualMark]) -> tuple[LayerCall, ...]:
+def _mark_calls(
+    calls: Iterable[LayerCall], marks: Mapping[LayerCallKey, ResidualMark]
+) -> tuple[LayerCall, ...]:
     """`calls`, each with what is known of its place in the stream."""
     before: Counter = Counter()
     found = []
@@ -309,7 +354,12 @@ def _mark_calls(calls: Iterable[LayerCall], marks: Mapping[LayerCallKey, Residua
         mark = marks.get((call.name, call.block_call, before[call.name, call.block_call]), ResidualMark())
         before[call.name, call.block_call] += 1
         found.append(
-            replace(call, takes_residual=mark.takes_residual, outer_module=mark.outer_module, outer_args=mark.outer_args)
+            replace(
+                call,
+                takes_residual=mark.takes_residual,
+                outer_module=mark.outer_module,
+                outer_args=mark.outer_args,
+            )
         )
     return tuple(found)
 

@@ -35,12 +35,23 @@ class SplitProposal:
     @property
     def per_head_inputs(self) -> tuple[PerHeadInput, ...]:
         """The arguments of blocks of which a rank takes its heads."""
-        found = [(node, cut) for group in self.groups for node, cut in group.sources.items() if node.kind == "argument"]
-        return tuple(dict.fromkeys(PerHeadInput(node.name, node.arg, replace(cut, dim=1)) for node, cut in found))
+        found = [
+            (node, cut)
+            for group in self.groups
+            for node, cut in group.sources.items()
+            if node.kind == "argument"
+        ]
+        return tuple(
+            dict.fromkeys(PerHeadInput(node.name, node.arg, replace(cut, dim=1)) for node, cut in found)
+        )
 
     def size_attributes(self, module: nn.Module, attempt: int) -> tuple[SizeAttribute, ...]:
         """The numbers that modules of `module` hold of what is cut; the `attempt` says which are looked at."""
-        return tuple(dict.fromkeys(each for group in self.groups for each in find_size_attributes(module, group, attempt)))
+        return tuple(
+            dict.fromkeys(
+                each for group in self.groups for each in find_size_attributes(module, group, attempt)
+            )
+        )
 
 
 def propose_splits(
@@ -70,7 +81,9 @@ def propose_splits(
     return SplitProposal(names, cuts, tuple(found))
 
 
-def _unfit_layers(module: nn.Module, flow: FeatureFlow, found: Sequence[LayerGroup], uses: Sequence[str]) -> Iterator[str]:
+def _unfit_layers(
+    module: nn.Module, flow: FeatureFlow, found: Sequence[LayerGroup], uses: Sequence[str]
+) -> Iterator[str]:
     """The layers that cannot be what they were found to be."""
     cuts: dict[str, list[DimSplit]] = {}
     for group in found:
@@ -82,13 +95,22 @@ def _unfit_layers(module: nn.Module, flow: FeatureFlow, found: Sequence[LayerGro
             holders.setdefault(id(weight), set()).add(name)
     for name, each in cuts.items():
         calls = sum(node.name == name for node in flow.nodes)
-        tied = [other for weight in module.get_submodule(name).parameters(recurse=False) for other in holders[id(weight)]]
+        tied = [
+            other
+            for weight in module.get_submodule(name).parameters(recurse=False)
+            for other in holders[id(weight)]
+        ]
         alike = all(cuts.get(other, [None])[0] == each[0] for other in tied)
         if calls != len(each) or uses.count(name) != calls or len(set(each)) > 1 or not alike:
             yield name
     for group in found:
         owners = {name.rpartition(".")[0] for name in group.inner_params}
-        around = {owner for owner in owners for node in (*group.sources, *group.rowwise) if node.name.startswith(f"{owner}.")}
+        around = {
+            owner
+            for owner in owners
+            for node in (*group.sources, *group.rowwise)
+            if node.name.startswith(f"{owner}.")
+        }
         if around or any(owner in cuts or owner not in uses for owner in owners):
             yield from (node.name for node in group.rowwise)
 
@@ -109,7 +131,9 @@ def local_size_attributes(
     for number in size_attributes:
         where, _, field = number.name.rpartition(".")
         if where:
-            vars(mine.setdefault(where, copy.copy(vars(holder)[where])))[field] = number.local_value(index, num_ranks)
+            vars(mine.setdefault(where, copy.copy(vars(holder)[where])))[field] = number.local_value(
+                index, num_ranks
+            )
         else:
             mine[field] = number.local_value(index, num_ranks)
     return mine

@@ -56,7 +56,9 @@ class VocabFlow(TorchDispatchMode):
         super().__init__()
         self._roles = dict(layers)
         self._open_layers: list[str] = []
-        self._logits: dict[int, tuple[torch.Tensor, str]] = {}  # by storage; the tensor keeps its address its own
+        self._logits: dict[
+            int, tuple[torch.Tensor, str]
+        ] = {}  # by storage; the tensor keeps its address its own
         self._owners: dict[int, set[str]] = {}
         self.used_elsewhere: set[str] = set()
         self.not_shardable: dict[str, str] = {}
@@ -79,7 +81,9 @@ class VocabFlow(TorchDispatchMode):
         """The head whose words are along the last dim of `tensor`; "" where it is of none."""
         return self._logits[storage_id(tensor)][1] if storage_id(tensor) in self._logits else ""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         if not tree_tensors(out):
             return out
@@ -91,9 +95,13 @@ class VocabFlow(TorchDispatchMode):
             self.not_shardable |= {} if alone else {self._open_layers[-1]: f"{name} follows the look-up"}
         heads = {self.find_head(tensor) for tensor in given} - {""}
         if heads and not self._is_elementwise(func, args, given, out):
-            self.not_shardable |= dict.fromkeys(heads - set(self.not_shardable), f"{name} looks at all words of a token at once")
+            self.not_shardable |= dict.fromkeys(
+                heads - set(self.not_shardable), f"{name} looks at all words of a token at once"
+            )
         elif heads:
-            if func._overloadpacket not in ALIAS_OPS or any(each.shape != given[0].shape for each in tree_tensors(out)):
+            if func._overloadpacket not in ALIAS_OPS or any(
+                each.shape != given[0].shape for each in tree_tensors(out)
+            ):
                 self.logits_modified_by = dict.fromkeys(heads, name) | self.logits_modified_by
             self._logits |= {storage_id(each): (each, min(heads)) for each in tree_tensors(out)}
         return out
@@ -104,14 +112,18 @@ class VocabFlow(TorchDispatchMode):
             if owners and owners.isdisjoint(self._open_layers):
                 self.used_elsewhere |= owners
 
-    def _is_elementwise(self, func: Any, args: tuple[Any, ...], given: Sequence[torch.Tensor], out: Any) -> bool:
+    def _is_elementwise(
+        self, func: Any, args: tuple[Any, ...], given: Sequence[torch.Tensor], out: Any
+    ) -> bool:
         """Whether every logit among `given` is changed by itself, and words stay along the last dim.
 
         What is trained would get a gradient that adds up over words.
         """
         marked = [tensor for tensor in given if self.find_head(tensor)]
         widths = {tensor.shape[-1] for tensor in marked if tensor.ndim}
-        if len(widths) != 1 or any(each.ndim == 0 or each.shape[-1] not in widths for each in tree_tensors(out)):
+        if len(widths) != 1 or any(
+            each.ndim == 0 or each.shape[-1] not in widths for each in tree_tensors(out)
+        ):
             return False
         if func._overloadpacket in SHAPE_OPS:
             return True
@@ -144,19 +156,33 @@ def find_vocab_splits(
     taken = None if loss_spec is None or loss_spec.logits is None else _loss_logits(loss_spec, outputs)
     heads = [name for name, role in roles.items() if role == "head"]
     tables = [name for name, role in roles.items() if role == "table"]
-    whys = {name: why for name in heads if (why := _why_head_unsharded(module, vocab_flow, called_layers, name, taken))}
+    whys = {
+        name: why
+        for name in heads
+        if (why := _why_head_unsharded(module, vocab_flow, called_layers, name, taken))
+    }
     widths = {len(weight) for name in heads if (weight := _weight(module, name)) is not None}
     whys |= {name: why for name in tables if (why := _why_table_unsharded(module, vocab_flow, name, widths))}
-    whys |= {name: f"tied to {other}: {whys[other]}" for name, other in _tied_to_unsharded(module, (*tables, *heads), whys)}
-    kept = {**roles, **{name: "" if "max_norm" in why else UNSHARDED_ROLES[roles[name]] for name, why in whys.items()}}
-    whole = {f"{name}.{leaf}": why for name, why in whys.items() for leaf in module.get_submodule(name)._parameters}
+    whys |= {
+        name: f"tied to {other}: {whys[other]}"
+        for name, other in _tied_to_unsharded(module, (*tables, *heads), whys)
+    }
+    kept = {
+        **roles,
+        **{name: "" if "max_norm" in why else UNSHARDED_ROLES[roles[name]] for name, why in whys.items()},
+    }
+    whole = {
+        f"{name}.{leaf}": why for name, why in whys.items() for leaf in module.get_submodule(name)._parameters
+    }
     head = next((name for name in heads if name not in whys), None)
     if head is None or taken is None or loss_spec is None:
         return VocabSplit(kept, whole, None)
     words, rows, changed = taken.shape[-1], len(taken), vocab_flow.logits_modified_by.get(head, "")
     weight = next(name for name, each in module.named_parameters() if each is _weight(module, head))
     return VocabSplit(
-        kept, whole, LogitsSpec(head, weight, words, taken.numel() // words // rows, loss_spec.num_token_stats, changed)
+        kept,
+        whole,
+        LogitsSpec(head, weight, words, taken.numel() // words // rows, loss_spec.num_token_stats, changed),
     )
 
 
@@ -198,7 +224,9 @@ def _why_table_unsharded(module: nn.Module, followed: VocabFlow, name: str, word
     return "its weight is used elsewhere too" if name in followed.used_elsewhere else ""
 
 
-def _tied_to_unsharded(module: nn.Module, names: Sequence[str], whole: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _tied_to_unsharded(
+    module: nn.Module, names: Sequence[str], whole: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
     """Of `names` those that share a weight with one that stays whole, and which."""
     stays = {id(weight): name for name in whole if (weight := _weight(module, name)) is not None}
     for name in names:

@@ -27,7 +27,9 @@ from math import erf, nextafter, sqrt
 
 import torch
 
-CHUNK_NUMEL = 1 << 16  # elements at once: 0.5 MB of int64 stays in cache; 1 M elements at once took 1.7 times as long
+CHUNK_NUMEL = (
+    1 << 16
+)  # elements at once: 0.5 MB of int64 stays in cache; 1 M elements at once took 1.7 times as long
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 TWO_POW_63 = 1 << 63
 
@@ -55,21 +57,27 @@ def top53(bits: torch.Tensor) -> torch.Tensor:
     return (bits >> 11) & ((1 << 53) - 1)
 
 
-def uniform(key: int, start: int, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+def uniform(
+    key: int, start: int, count: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """`count` numbers in [0, 1): those at the logical indices start, start + 1, ..."""
     out = torch.empty(count, dtype=dtype, device=device)
     fill_uniform_(out, key, start=start)
     return out
 
 
-def normal(key: int, start: int, count: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+def normal(
+    key: int, start: int, count: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """`count` standard normal numbers: those at the logical indices start, start + 1, ..."""
     out = torch.empty(count, dtype=dtype, device=device)
     fill_normal_(out, key, start=start)
     return out
 
 
-def fill_uniform_(tensor: torch.Tensor, key: int, low: float = 0.0, high: float = 1.0, *, start: int = 0) -> None:
+def fill_uniform_(
+    tensor: torch.Tensor, key: int, low: float = 0.0, high: float = 1.0, *, start: int = 0
+) -> None:
     """Fill `tensor` with numbers in [low, high), by logical index.
 
     `start` is the logical index of the first element. Rows r, r + 1, ... of a larger tensor are made alone with
@@ -84,7 +92,9 @@ def fill_uniform_(tensor: torch.Tensor, key: int, low: float = 0.0, high: float 
     _fill(tensor, start, values)
 
 
-def fill_normal_(tensor: torch.Tensor, key: int, mean: float = 0.0, std: float = 1.0, *, start: int = 0) -> None:
+def fill_normal_(
+    tensor: torch.Tensor, key: int, mean: float = 0.0, std: float = 1.0, *, start: int = 0
+) -> None:
     """Fill `tensor` with normal numbers, by logical index; `start` as in `fill_uniform_`."""
 
     def values(first: int, count: int) -> torch.Tensor:
@@ -96,7 +106,14 @@ def fill_normal_(tensor: torch.Tensor, key: int, mean: float = 0.0, std: float =
 
 
 def fill_truncated_normal_(
-    tensor: torch.Tensor, key: int, mean: float = 0.0, std: float = 1.0, low: float = -2.0, high: float = 2.0, *, start: int = 0
+    tensor: torch.Tensor,
+    key: int,
+    mean: float = 0.0,
+    std: float = 1.0,
+    low: float = -2.0,
+    high: float = 2.0,
+    *,
+    start: int = 0,
 ) -> None:
     """Fill `tensor` with normal numbers cut to [low, high] (absolute, not in units of std), by logical index.
 

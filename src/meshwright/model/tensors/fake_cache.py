@@ -29,7 +29,11 @@ def clear_fake_caches(module: nn.Module) -> None:
 
 def lru_caches(module: nn.Module) -> tuple[LRUCache, ...]:
     """Those of the classes of `module`, and of the files where these are written: for who forgets often."""
-    found = {id(cache): cache for kind in {type(each) for each in module.modules()} for cache in _class_caches(kind)}
+    found = {
+        id(cache): cache
+        for kind in {type(each) for each in module.modules()}
+        for cache in _class_caches(kind)
+    }
     return tuple(found.values())
 
 
@@ -50,7 +54,12 @@ def _cached_values(cache: LRUCache) -> list[Any]:
 def _class_caches(kind: type) -> tuple[LRUCache, ...]:
     own = [each for each in kind.__mro__ if each.__module__ != nn.Module.__module__ and each is not object]
     files = [vars(sys.modules[each.__module__]) for each in own if each.__module__ in sys.modules]
-    found = [cache for names in (*map(vars, own), *files) for value in list(names.values()) for cache in _unwrap_caches(value)]
+    found = [
+        cache
+        for names in (*map(vars, own), *files)
+        for value in list(names.values())
+        for cache in _unwrap_caches(value)
+    ]
     return tuple({id(cache): cache for cache in found}.values())
 
 

@@ -26,15 +26,24 @@ FACTORY_FUNCTIONS = frozenset(
 class Float64Mode(TorchFunctionMode):
     """While active (`with`), what torch functions on this thread would make in float32 they make in float64."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.Tensor.float:
             return args[0].double()
         args = tuple(map(_widen_dtype, args))
         kwargs = {name: _widen_dtype(value) for name, value in kwargs.items()} if kwargs else {}
         if func is torch.full and isinstance(args[-1] if len(args) > 1 else kwargs.get("fill_value"), float):
-            kwargs = {**kwargs, "dtype": kwargs.get("dtype") or torch.float64}  # the lowest number of float64 is none of float32
+            kwargs = {
+                **kwargs,
+                "dtype": kwargs.get("dtype") or torch.float64,
+            }  # the lowest number of float64 is none of float32
         made = func(*args, **kwargs)
-        return made.double() if func in FACTORY_FUNCTIONS and made.dtype == torch.float32 and not made.requires_grad else made
+        return (
+            made.double()
+            if func in FACTORY_FUNCTIONS and made.dtype == torch.float32 and not made.requires_grad
+            else made
+        )
 
 
 def run_in_float64(module: nn.Module) -> None:

@@ -10,14 +10,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.model.tensors.pytree import tree_tensors
 
-PYTHON_CONVERSIONS = ("__bool__", "__float__", "__int__", "__index__", "__complex__", "__array__", "__contains__")
+PYTHON_CONVERSIONS = (
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__index__",
+    "__complex__",
+    "__array__",
+    "__contains__",
+)
 VALUE_READS = frozenset((*PYTHON_CONVERSIONS, "item", "tolist", "numpy", "is_nonzero", "equal", "allclose"))
 SHAPE_ONLY_FACTORIES = frozenset(
-    ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
+    (
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "new_tensor",
+    )
 )
-RANDOM_GLUE_FIX = (
-    "set the layer drop to 0 where it is one (in transformers' configs: layerdrop, encoder_layerdrop, decoder_layerdrop)"
-)
+RANDOM_GLUE_FIX = "set the layer drop to 0 where it is one (in transformers' configs: layerdrop, encoder_layerdrop, decoder_layerdrop)"
 RANDOM_GLUE_FIX += ", or draw them in front of the first block, or inside one"
 SHAPE_FROM_SECOND_ARG = frozenset(
     ("expand_as", "view_as", "reshape_as")
@@ -32,14 +48,18 @@ def function_title(func: Any) -> str:
 def caller_line() -> str:
     """The line of the model's code that calls, as file:line."""
     frame = sys._getframe(1)
-    while frame is not None and ("/torch/" in frame.f_code.co_filename or "/meshwright/model/" in frame.f_code.co_filename):
+    while frame is not None and (
+        "/torch/" in frame.f_code.co_filename or "/meshwright/model/" in frame.f_code.co_filename
+    ):
         frame = frame.f_back
     return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}" if frame is not None else "?"
 
 
 def is_constant(leaf: Any) -> bool:
     """Whether a leaf is no tensor and no object: it is the same in every run."""
-    return leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type))
+    return leaf is None or isinstance(
+        leaf, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
+    )
 
 
 def call_unchanged(func: Any, args: Any, kwargs: Any) -> Any:
@@ -54,7 +74,9 @@ class InterceptMode(TorchFunctionMode):
         super().__init__()
         self.paused, self._intercept = False, intercept
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         return func(*args, **(kwargs or {})) if self.paused else self._intercept(func, args, kwargs or {})
 
 
@@ -63,9 +85,13 @@ class ValueReadMode(TorchDispatchMode):
 
     reads_values = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         looks = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
-        if looks and func.overloadpacket is torch.ops.aten.index:  # only masks make its shape depend on values
+        if (
+            looks and func.overloadpacket is torch.ops.aten.index
+        ):  # only masks make its shape depend on values
             looks = any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tree_tensors(args[1:]))
         self.reads_values = self.reads_values or looks
         return func(*args, **(kwargs or {}))

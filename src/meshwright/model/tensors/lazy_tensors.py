@@ -21,7 +21,12 @@ class LazyTensors(Mapping[str, torch.Tensor]):
         make_rows: Callable[[str, range], torch.Tensor] | None = None,
         shape_of: Callable[[str], tuple[int, ...]] | None = None,
     ) -> None:
-        self._names, self._make, self._make_rows, self._shape_of = dict.fromkeys(names), make, make_rows, shape_of
+        self._names, self._make, self._make_rows, self._shape_of = (
+            dict.fromkeys(names),
+            make,
+            make_rows,
+            shape_of,
+        )
 
     def rows(self, name: str, rows: range) -> torch.Tensor:
         """The `rows` of the tensor `name` along dim 0."""
@@ -31,7 +36,11 @@ class LazyTensors(Mapping[str, torch.Tensor]):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of the tensor `name`."""
-        return tuple(self[name].shape) if self._shape_of is None or name not in self._names else self._shape_of(name)
+        return (
+            tuple(self[name].shape)
+            if self._shape_of is None or name not in self._names
+            else self._shape_of(name)
+        )
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._names:
@@ -61,7 +70,11 @@ def strip_prefix(prefix: str, tensors: Mapping[str, torch.Tensor]) -> LazyTensor
 
 def read_rows(tensors: Mapping[str, torch.Tensor], name: str, rows: range) -> torch.Tensor:
     """The `rows` along dim 0 of the tensor `name` in `tensors`; the others are not made where that can be avoided."""
-    return tensors.rows(name, rows) if isinstance(tensors, LazyTensors) else tensors[name][rows.start : rows.stop]
+    return (
+        tensors.rows(name, rows)
+        if isinstance(tensors, LazyTensors)
+        else tensors[name][rows.start : rows.stop]
+    )
 
 
 def tensor_shape(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[int, ...]:

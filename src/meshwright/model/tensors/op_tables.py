@@ -51,10 +51,16 @@ def tokenwise_problem(
     dims = stream_tensors[0].ndim
     if name in _LAST_DIM_REDUCTIONS and operands[0] is stream_tensors[0] and len(stream_tensors) == 1:
         if name in ("layer_norm", "rms_norm"):
-            return "" if len(args[1] if len(args) > 1 else kwargs["normalized_shape"]) < dims - 1 else f"takes {name} over tokens"
+            return (
+                ""
+                if len(args[1] if len(args) > 1 else kwargs["normalized_shape"]) < dims - 1
+                else f"takes {name} over tokens"
+            )
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         over = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
-        return "" if dims > 2 and all(each in (-1, dims - 1) for each in over) else f"takes {name} over tokens"
+        return (
+            "" if dims > 2 and all(each in (-1, dims - 1) for each in over) else f"takes {name} over tokens"
+        )
     if name not in TOKENWISE_OPS:
         return f"computes '{name}' with it"
     if any(tensor.ndim != result.ndim for tensor in stream_tensors):
@@ -75,13 +81,17 @@ def _name_set(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
-CONSTANT_LIKE = _name_set("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty fill zero")
+CONSTANT_LIKE = _name_set(
+    "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty fill zero"
+)
 CONSTANT_FACTORIES = CONSTANT_LIKE | _name_set("zeros ones full empty scalar_tensor")
 BROADCAST = _name_set("expand expand_as broadcast_to")
 _COMPARISONS = _name_set(
     "eq ne lt le gt ge logical_and logical_or logical_not logical_xor isnan isinf isfinite heaviside sign sgn"
 )
-_BITWISE = _name_set("and or xor invert iand ior ixor rand ror rxor bitwise_and bitwise_or bitwise_xor bitwise_not")
+_BITWISE = _name_set(
+    "and or xor invert iand ior ixor rand ror rxor bitwise_and bitwise_or bitwise_xor bitwise_not"
+)
 _ROUNDING = _name_set("floor ceil round trunc fmod remainder mod floordiv rfloordiv int long bool short byte")
 _CURVES = _name_set("""
     exp2 expm1 log1p log2 log10 logit erfc tan sinh cosh atan atan2 hardtanh relu6 leaky_relu prelu celu selu hardswish
@@ -91,7 +101,9 @@ _OTHER_ELEMENTWISE = _name_set("""
     masked_fill addcdiv nan_to_num float_power positive pos true_divide divide multiply subtract negative absolute copy
     requires_grad data real imag conj rand_like bucketize polar
 """)
-ELEMENTWISE = TOKENWISE_OPS | CONSTANT_LIKE | _COMPARISONS | _BITWISE | _ROUNDING | _CURVES | _OTHER_ELEMENTWISE
+ELEMENTWISE = (
+    TOKENWISE_OPS | CONSTANT_LIKE | _COMPARISONS | _BITWISE | _ROUNDING | _CURVES | _OTHER_ELEMENTWISE
+)
 ARITHMETIC = _name_set("""
     add radd iadd sub rsub isub mul rmul imul div rdiv truediv rtruediv itruediv floordiv pow rpow true_divide divide multiply
     subtract
@@ -105,15 +117,23 @@ _ALL_DIMS: Any = None
 DIM_ARGUMENT: dict[str, tuple[int, Any]] = {
     **dict.fromkeys(_name_set("softmax log_softmax softmin glu sort argsort"), (1, -1)),
     **dict.fromkeys(
-        _name_set("mean sum var std var_mean std_mean amax amin max min argmax argmin prod all any median"), (1, _ALL_DIMS)
+        _name_set("mean sum var std var_mean std_mean amax amin max min argmax argmin prod all any median"),
+        (1, _ALL_DIMS),
     ),
-    **dict.fromkeys(_name_set("cumsum cumprod logcumsumexp logsumexp count_nonzero flip select narrow"), (1, _ALL_DIMS)),
-    **dict.fromkeys(_name_set("gather scatter scatter_add scatter_reduce index_select index_add index_fill"), (1, _ALL_DIMS)),
+    **dict.fromkeys(
+        _name_set("cumsum cumprod logcumsumexp logsumexp count_nonzero flip select narrow"), (1, _ALL_DIMS)
+    ),
+    **dict.fromkeys(
+        _name_set("gather scatter scatter_add scatter_reduce index_select index_add index_fill"),
+        (1, _ALL_DIMS),
+    ),
     **dict.fromkeys(_name_set("cat concat stack unbind"), (1, 0)),
     **dict.fromkeys(_name_set("chunk split split_with_sizes tensor_split"), (2, 0)),
     **dict.fromkeys(_name_set("topk diff"), (2, -1)),
     **dict.fromkeys(
-        _name_set("kthvalue repeat_interleave roll norm vector_norm linalg_norm linalg_vector_norm take_along_dim"),
+        _name_set(
+            "kthvalue repeat_interleave roll norm vector_norm linalg_norm linalg_vector_norm take_along_dim"
+        ),
         (2, _ALL_DIMS),
     ),
     "normalize": (2, 1),
@@ -126,4 +146,6 @@ IDEMPOTENT_REDUCTIONS = _name_set(
 )  # of what is the same for every token, the same for any number
 NORMS = _name_set("batch_norm instance_norm group_norm")
 RECURRENT = _name_set("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell")
-CONVOLUTIONS = _name_set("conv1d conv2d conv3d conv_transpose1d conv_transpose2d unfold fold max_pool1d avg_pool1d")
+CONVOLUTIONS = _name_set(
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d unfold fold max_pool1d avg_pool1d"
+)

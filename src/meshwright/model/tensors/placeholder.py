@@ -59,7 +59,13 @@ class PlaceholderTensor(torch.Tensor):
 
 
 def make_placeholder(
-    name: str, handler: PlaceholderHandler, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, needs_grad: bool
+    name: str,
+    handler: PlaceholderHandler,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    needs_grad: bool,
 ) -> PlaceholderTensor:
     """A Foreign of this shape, dtype and device; `needed` says whether the value needs a gradient."""
     made: Any = torch.Tensor._make_wrapper_subclass(PlaceholderTensor, shape, dtype=dtype, device=device)

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-_PLAIN = frozenset({type(None), bool, int, float, str, slice, type(...), torch.dtype, torch.device, torch.Size})
+_PLAIN = frozenset(
+    {type(None), bool, int, float, str, slice, type(...), torch.dtype, torch.device, torch.Size}
+)
 
 
 def tree_tensors(value: Any) -> list[torch.Tensor]:
@@ -32,11 +34,17 @@ def named_tensors(value: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
         items: Mapping[Any, Any] = dict(enumerate(value))
     else:
         items = value if isinstance(value, dict) else _items(value) if is_dataclass_instance(value) else {}
-    return [found for key, item in items.items() for found in named_tensors(item, f"{name}.{key}" if name else str(key))]
+    return [
+        found
+        for key, item in items.items()
+        for found in named_tensors(item, f"{name}.{key}" if name else str(key))
+    ]
 
 
 def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
-    for value in values:  # this runs for every block of every step, and mostly meets plain values, tuples and dicts
+    for (
+        value
+    ) in values:  # this runs for every block of every step, and mostly meets plain values, tuples and dicts
         kind = type(value)
         if kind in _PLAIN:
             continue
@@ -55,7 +63,9 @@ def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
 
 def storage_id(tensor: torch.Tensor) -> int:
     """The number of the storage under `tensor`: its views have the same one."""
-    return tensor.untyped_storage()._cdata  # meta storages have no address; this is what torch's own weak references use
+    return (
+        tensor.untyped_storage()._cdata
+    )  # meta storages have no address; this is what torch's own weak references use
 
 
 def replace_tensors(value: Any, replacements: Mapping[int, torch.Tensor]) -> Any:
@@ -73,7 +83,9 @@ def replace_tensors(value: Any, replacements: Mapping[int, torch.Tensor]) -> Any
             fresh = replace_tensors(item, replacements)
             if fresh is not item:
                 value[index] = fresh
-    elif isinstance(value, dict):  # a ModelOutput keeps its items in attributes too: setting an item sets both
+    elif isinstance(
+        value, dict
+    ):  # a ModelOutput keeps its items in attributes too: setting an item sets both
         for key, item in list(value.items()):
             fresh = replace_tensors(item, replacements)
             if fresh is not item:
@@ -115,14 +127,20 @@ def _empty_container(value: Any) -> Any:
     if not (isinstance(value, OrderedDict) and is_dataclass_instance(value)):
         return copy(value)
     kind: type[Any] = type(value)
-    fresh = OrderedDict.__new__(kind)  # a ModelOutput looks through its fields once for each of them when it is copied
+    fresh = OrderedDict.__new__(
+        kind
+    )  # a ModelOutput looks through its fields once for each of them when it is copied
     vars(fresh).update(vars(value))
     return fresh
 
 
 def value_leaves(value: Any) -> list[Any]:
     """Everything in `value` that is no list, dict, tuple or dataclass, in order."""
-    return [leaf for item in _contents(value) for leaf in value_leaves(item)] if _is_container(value) else [value]
+    return (
+        [leaf for item in _contents(value) for leaf in value_leaves(item)]
+        if _is_container(value)
+        else [value]
+    )
 
 
 def opaque_tensors(value: Any) -> list[torch.Tensor]:

@@ -58,7 +58,11 @@ def unsharded_reasons(
 
     `seen` is what the trial saw of the layers that have one of `roles`.
     """
-    failed = {use.name: pair for pair in find_layer_pairs(layer_uses, roles) for use in (*pair.colwise, pair.rowwise)}
+    failed = {
+        use.name: pair
+        for pair in find_layer_pairs(layer_uses, roles)
+        for use in (*pair.colwise, pair.rowwise)
+    }
     called = {use.name for use in layer_uses.uses}
     found: dict[str, str] = {}
     for socket in shardable_layers:
@@ -84,7 +88,9 @@ def _role_reason(socket: LayerRole, roles: Mapping[str, str]) -> str:
     if roles.get(socket.name):
         return ""
     if socket.role in ("columns", "rows"):
-        return f"{socket.role}, {socket.source}; but its features do not go from columns to rows in whole units"
+        return (
+            f"{socket.role}, {socket.source}; but its features do not go from columns to rows in whole units"
+        )
     said = f"{socket.role}, {socket.source}"
     if socket.role in PAIRED_ROLES:
         return f"{said}: {UNTRACED_REASON}"
@@ -92,7 +98,11 @@ def _role_reason(socket: LayerRole, roles: Mapping[str, str]) -> str:
 
 
 def _position_reason(
-    module: nn.Module, socket: LayerRole, roles: Mapping[str, str], called: Collection[str], failed: Mapping[str, LayerPair]
+    module: nn.Module,
+    socket: LayerRole,
+    roles: Mapping[str, str],
+    called: Collection[str],
+    failed: Mapping[str, LayerPair],
 ) -> str:
     if socket.name not in called:
         return "the trial run does not call it inside a block"
@@ -122,7 +132,9 @@ def _leaf(name: str) -> str:
 def user_declared_roles(module: nn.Module, shardable_layers: Iterable[LayerRole]) -> dict[str, str]:
     """The roles that the user has declared, by the names of the weights that they are for."""
     asked = [socket for socket in shardable_layers if socket.source == DECLARED_BY_USER]
-    return {name: socket.role for socket in asked for name in _weights(socket, module.get_submodule(socket.name))}
+    return {
+        name: socket.role for socket in asked for name in _weights(socket, module.get_submodule(socket.name))
+    }
 
 
 def suggest_roles(layers: Iterable[str], tables: Iterable[str] = ()) -> str:
@@ -134,7 +146,11 @@ def suggest_roles(layers: Iterable[str], tables: Iterable[str] = ()) -> str:
     for name in layers:
         together.setdefault(name.rpartition(".")[0], []).append(name)
     several = [names for names in together.values() if len(names) > 1] or list(together.values())
-    roles = {name: "rows" if name == names[-1] and len(names) > 1 else "columns" for names in several[:1] for name in names}
+    roles = {
+        name: "rows" if name == names[-1] and len(names) > 1 else "columns"
+        for names in several[:1]
+        for name in names
+    }
     return suggest_declaration(f"sockets={roles or dict.fromkeys(tables, 'vocabulary')}")
 
 
@@ -175,9 +191,13 @@ class DivisibleLayers:
     notes: tuple[str, ...]
 
 
-def traced_roles(module: nn.Module, shardable_layers: Sequence[LayerRole], declared: Mapping[str, str] | None) -> dict[str, str]:
+def traced_roles(
+    module: nn.Module, shardable_layers: Sequence[LayerRole], declared: Mapping[str, str] | None
+) -> dict[str, str]:
     """The layers of `module` of which a trial notes every use, with the roles known before it; `declared` are the user's."""
-    return {socket.name: "" for socket in shardable_layers if socket.kind in TRACED_KINDS} | find_traced_roles(module, declared)
+    return {
+        socket.name: "" for socket in shardable_layers if socket.kind in TRACED_KINDS
+    } | find_traced_roles(module, declared)
 
 
 def find_divisible_layers(
@@ -189,9 +209,15 @@ def find_divisible_layers(
     try_splits: TrySplits,
 ) -> DivisibleLayers:
     """What the trial of `module`, which has `seen` uses of layers with these `roles`, shows; `tried` runs it on slices."""
-    declared = {socket.name: socket.role for socket in shardable_layers if socket.role and socket.source != KNOWN_BY_KIND}
+    declared = {
+        socket.name: socket.role
+        for socket in shardable_layers
+        if socket.role and socket.source != KNOWN_BY_KIND
+    }
     uses = [use.name for use in findings.layer_uses.uses]
-    proposal, numbers, notes = try_splits(lambda without: propose_splits(module, findings.feature_flow, declared, uses, without))
+    proposal, numbers, notes = try_splits(
+        lambda without: propose_splits(module, findings.feature_flow, declared, uses, without)
+    )
     unproven = {
         socket.name
         for socket in shardable_layers
@@ -199,13 +225,31 @@ def find_divisible_layers(
     }
     mine = {name: "" if name in unproven else role for name, role in roles.items()} | dict(proposal.roles)
     words = find_vocab_splits(module, mine, loss_spec, findings.vocab_flow, uses, findings.outputs)
-    lone = {socket.name for socket in shardable_layers if socket.source == DECLARED_BY_USER and socket.role == "columns"}
-    calls, parts = find_shardable_calls(module, findings.layer_uses, words.roles, PROBE_BATCH, proposal.dim_splits, lone)
-    calls = findings.layer_ranges.add_costs(calls, findings.layer_uses.uses, findings.saved_storages, PROBE_BATCH)
+    lone = {
+        socket.name
+        for socket in shardable_layers
+        if socket.source == DECLARED_BY_USER and socket.role == "columns"
+    }
+    calls, parts = find_shardable_calls(
+        module, findings.layer_uses, words.roles, PROBE_BATCH, proposal.dim_splits, lone
+    )
+    calls = findings.layer_ranges.add_costs(
+        calls, findings.layer_uses.uses, findings.saved_storages, PROBE_BATCH
+    )
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     aliases = {name: first[id(each)] for name, each in module.named_parameters(remove_duplicate=False)}
     parts = {aliases[name]: part for name, part in parts.items() if name in aliases} | parts
-    whole = unsharded_reasons(module, findings.layer_uses, words.roles, shardable_layers, parts) | words.not_shardable
+    whole = (
+        unsharded_reasons(module, findings.layer_uses, words.roles, shardable_layers, parts)
+        | words.not_shardable
+    )
     return DivisibleLayers(
-        calls, parts, whole, user_declared_roles(module, shardable_layers), words.logits, numbers, proposal.per_head_inputs, notes
+        calls,
+        parts,
+        whole,
+        user_declared_roles(module, shardable_layers),
+        words.logits,
+        numbers,
+        proposal.per_head_inputs,
+        notes,
     )

@@ -59,7 +59,9 @@ class LayerRangeRecorder:
         """`calls`, some of `uses` in their order, with operations and what is kept per sample; `batch` samples were run."""
         left, found = iter(enumerate(uses)), []
         for call in calls:
-            number = next((i for i, use in left if (use.name, use.block_call) == (call.name, call.block_call)), -1)
+            number = next(
+                (i for i, use in left if (use.name, use.block_call) == (call.name, call.block_call)), -1
+            )
             found.append((call, self._ranges.get(number)))
         given = {stretch.given for call, stretch in found if stretch is not None and call.role != "rows"}
         own = [each for each in saved if each[1] not in given]
@@ -71,13 +73,17 @@ class LayerRangeRecorder:
                 continue
             begin, flops = stretch.begin, stretch.num_after - stretch.before
             if call.role == "columns":
-                waiting = [*waiting, stretch] if not shares or shares[-1].block_call == call.visit else [stretch]
+                waiting = (
+                    [*waiting, stretch] if not shares or shares[-1].block_call == call.visit else [stretch]
+                )
                 shares.append(replace(call, flops=flops // batch))
                 continue
             if call.role == "rows" and waiting:
                 begin = waiting[0].begin
                 flops = (
-                    stretch.num_after - waiting[0].flops_before - sum(each.flops_after - each.flops_before for each in waiting)
+                    stretch.num_after
+                    - waiting[0].flops_before
+                    - sum(each.flops_after - each.flops_before for each in waiting)
                 )
                 waiting = []
             inside = sum(numel for when, _, numel in own if begin <= when <= stretch.end)

@@ -22,7 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from meshwright.plan.model_spec.op_costs import COMPUTE_HEAVY_OPS, AttentionOp, LinearInSamples, MatmulOp, MemoryOp, OpCounts
+from meshwright.plan.model_spec.op_costs import (
+    COMPUTE_HEAVY_OPS,
+    AttentionOp,
+    LinearInSamples,
+    MatmulOp,
+    MemoryOp,
+    OpCounts,
+)
 
 Section = tuple[str, str]  # "forward", "backward", "glue" or "loss"; the visit, where it is one
 Size = tuple[int, bool]  # a number, and whether it is one for each row
@@ -57,7 +64,9 @@ class OpCounter(TorchDispatchMode):
         self._open: Counter[Any] | None = None
         self._counts: dict[Section, Counter[Any]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         if self._open is not None:
             self._note(func, args, kwargs, out)
@@ -84,7 +93,9 @@ class OpCounter(TorchDispatchMode):
         """What was noted in this section."""
         found = self._counts.get((kind, block_call), {})
         products = (_product(self._line, key, count) for key, count in found.items() if key[0] == "product")
-        attention = (_attention(self._line, key, count) for key, count in found.items() if key[0] == "attention")
+        attention = (
+            _attention(self._line, key, count) for key, count in found.items() if key[0] == "attention"
+        )
         passed = (_memory_pass(key, count) for key, count in found.items() if key[0] == "passed")
         return OpCounts(tuple(products), tuple(attention), tuple(passed))
 
@@ -100,11 +111,15 @@ class OpCounter(TorchDispatchMode):
             found[self._attention_key(kind, args)] += 1
         elif func.is_view or kind in NO_COST_OPS:
             found["passed", (0, 0.0), "", (0, 0.0)] += 1
-        elif any(isinstance(each, torch.Tensor) for each in tree_leaves(out)):  # others ask what a tensor is, where it lies
+        elif any(
+            isinstance(each, torch.Tensor) for each in tree_leaves(out)
+        ):  # others ask what a tensor is, where it lies
             rich = _rich_op_name(func, kwargs)
             made = next(each for each in tree_leaves(out) if isinstance(each, torch.Tensor))
             numbers = self._numel(made) if rich else (0, 0.0)
-            passed = (args[1:], out, out) if kind in LOOKUP_OPS else (args, kwargs, out)  # of a table it reads what it gives out
+            passed = (
+                (args[1:], out, out) if kind in LOOKUP_OPS else (args, kwargs, out)
+            )  # of a table it reads what it gives out
             found["passed", self._bytes(tree_leaves(passed)), rich, numbers] += 1
 
     def _attention_key(self, kind: Any, args: Sequence[Any]) -> tuple[Any, ...]:
@@ -112,7 +127,14 @@ class OpCounter(TorchDispatchMode):
         query, key = args[first], args[first + 1]
         causal = bool(args[at]) if len(args) > at else False
         rows, heads, queries, width = query.shape
-        return "attention", self._sized(rows), (heads, queries, key.shape[-2], width), _dtype(args), bool(first), causal
+        return (
+            "attention",
+            self._sized(rows),
+            (heads, queries, key.shape[-2], width),
+            _dtype(args),
+            bool(first),
+            causal,
+        )
 
     def _bytes(self, values: Sequence[Any]) -> tuple[int, float]:
         """The bytes of all tensors among `values`: those that are there whatever the rows are, and those for each row."""
@@ -168,7 +190,10 @@ def _nbytes(tensor: torch.Tensor) -> int:
     """The bytes of a tensor in memory: one that is expanded lies there once."""
     if tensor.layout != torch.strided:
         return tensor.numel() * tensor.itemsize
-    return prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or size < 2) * tensor.itemsize
+    return (
+        prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or size < 2)
+        * tensor.itemsize
+    )
 
 
 def _dtype(args: Sequence[Any]) -> str:
@@ -180,7 +205,9 @@ def _matmul_shapes(first: torch.Tensor, second: torch.Tensor) -> Iterator[tuple[
     yield first.shape[-2], second.shape[-1], first.shape[-1], batch
 
 
-def _convolution_shapes(into: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, groups: int, made: Sequence[bool]) -> Any:
+def _convolution_shapes(
+    into: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, groups: int, made: Sequence[bool]
+) -> Any:
     """The products that a convolution is, or that two of its gradients are: what comes out, goes in, and learns."""
     places, kernel = out.shape[0] * prod(out.shape[2:]), prod(weight.shape[1:])
     channels = out.shape[1] // groups
@@ -196,7 +223,9 @@ MATMUL_SHAPES = MappingProxyType(
         aten.bmm: lambda args, out: _matmul_shapes(args[0], args[1]),
         aten.addmm: lambda args, out: _matmul_shapes(args[1], args[2]),
         aten.baddbmm: lambda args, out: _matmul_shapes(args[1], args[2]),
-        aten.convolution: lambda args, out: _convolution_shapes(args[0], args[1], out, args[8], (True, False, False)),
+        aten.convolution: lambda args, out: _convolution_shapes(
+            args[0], args[1], out, args[8], (True, False, False)
+        ),
         aten.convolution_backward: lambda args, out: _convolution_shapes(
             args[1], args[2], args[0], args[9], (False, args[10][0], args[10][1])
         ),
@@ -211,7 +240,9 @@ class FlopCounter(TorchDispatchMode):
         super().__init__()
         self.total_flops = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func._overloadpacket is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:

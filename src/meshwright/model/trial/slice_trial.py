@@ -30,7 +30,9 @@ from meshwright.plan.model_spec.layer_calls import PerHeadInput, SizeAttribute
 TRIAL_RANKS = 2
 """The smallest number of ranks: what runs on the larger half runs on smaller slices."""
 
-_Failure = tuple[str, str, BaseException | None]  # the block that does not run, how, and the error if there is one
+_Failure = tuple[
+    str, str, BaseException | None
+]  # the block that does not run, how, and the error if there is one
 MakeModule = Callable[[], nn.Module]
 PrepareForward = Callable[[nn.Module], AbstractContextManager[Callable[[], object]]]
 ProposeSplits = Callable[[frozenset[str]], SplitProposal]
@@ -69,14 +71,20 @@ def try_on_slices(
 
 
 def _find_failure(
-    module: nn.Module, proposal: SplitProposal, numbers: Sequence[SizeAttribute], ready: PrepareForward, blocks: Sequence[str]
+    module: nn.Module,
+    proposal: SplitProposal,
+    numbers: Sequence[SizeAttribute],
+    ready: PrepareForward,
+    blocks: Sequence[str],
 ) -> _Failure | None:
     """What does not run; None if all does."""
     flow, reached = FeatureFlow(), [""]
     shrink_to_slice(module, proposal)
     for name in dict.fromkeys(number.module for number in numbers):
         holder = module.get_submodule(name)
-        vars(holder).update(local_size_attributes(holder, [each for each in numbers if each.module == name], 0, TRIAL_RANKS))
+        vars(holder).update(
+            local_size_attributes(holder, [each for each in numbers if each.module == name], 0, TRIAL_RANKS)
+        )
     for portion in proposal.per_head_inputs:
         block = module.get_submodule(portion.block)
         block.register_forward_pre_hook(partial(_take_portion, portion), with_kwargs=True)
@@ -91,8 +99,14 @@ def _find_failure(
         depth[0] -= 1
 
     try:
-        following = flow.follow_forward(module, held, traced_layer_kinds(module), lambda: bool(blocks) and not depth[0])
-        with silence_fake_errors(), ready(module) as forward, following:  # the flow meets dropout before its numbers are drawn
+        following = flow.follow_forward(
+            module, held, traced_layer_kinds(module), lambda: bool(blocks) and not depth[0]
+        )
+        with (
+            silence_fake_errors(),
+            ready(module) as forward,
+            following,
+        ):  # the flow meets dropout before its numbers are drawn
             for name, block in held.items():  # inside of what the flow notes where a block begins and ends
                 block.register_forward_pre_hook(partial(enter, name))
                 block.register_forward_hook(leave, prepend=True)
@@ -104,7 +118,9 @@ def _find_failure(
 
 def _unit_mismatch(flow: FeatureFlow, proposal: SplitProposal) -> _Failure | None:
     """A layer of which a slice has other units than the whole says."""
-    roles = {node.name: proposal.roles.get(node.name, "replicated") for node in flow.nodes if node.kind == "linear"}
+    roles = {
+        node.name: proposal.roles.get(node.name, "replicated") for node in flow.nodes if node.kind == "linear"
+    }
     shown = {}
     for group in find_layer_groups(flow, roles):
         shown |= {node.name: cut for node, cut in (*group.sources.items(), *group.rowwise.items())}
@@ -115,7 +131,11 @@ def _unit_mismatch(flow: FeatureFlow, proposal: SplitProposal) -> _Failure | Non
         wanted = _local_split(whole)
         if mine != wanted and (mine is not None or wanted.max_ranks > 1):
             units = "none" if mine is None else str(mine.most)
-            return node.block_call, f"of {wanted.max_ranks} heads or features of {node.name} in a slice it makes {units}", None
+            return (
+                node.block_call,
+                f"of {wanted.max_ranks} heads or features of {node.name} in a slice it makes {units}",
+                None,
+            )
     return None
 
 
@@ -174,14 +194,20 @@ def _product(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, weight.t() if is_weight_transposed(layer) else weight, layer._parameters.get("bias"))
 
 
-def _take_portion(portion: PerHeadInput, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _take_portion(
+    portion: PerHeadInput, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     return take_local_heads(portion, 0, TRIAL_RANKS, args, kwargs)
 
 
 def _layers_of_block(proposal: SplitProposal, block: str) -> Iterator[str]:
     """The layers of all blocks like `block`: those with heads, or all where none have."""
     pattern = LAYER_NUMBER.sub("*", block)
-    inside = [name for name in proposal.roles if LAYER_NUMBER.sub("*", name).startswith(pattern + ".") or name == block]
+    inside = [
+        name
+        for name in proposal.roles
+        if LAYER_NUMBER.sub("*", name).startswith(pattern + ".") or name == block
+    ]
     heads = [name for name in inside if name in proposal.dim_splits and _has_heads(proposal.dim_splits[name])]
     return iter(heads or inside)
 

@@ -104,14 +104,20 @@ def run_trial(
     forward itself raises passes through.
     """
     try:
-        return _run_trial(module, blocks, on_block_call, run_forward, layers or {}, count_draws, in_place=False)
+        return _run_trial(
+            module, blocks, on_block_call, run_forward, layers or {}, count_draws, in_place=False
+        )
     except RuntimeError as error:
         if "leaf Variable" not in str(error):
             raise
-        return _run_trial(module, blocks, on_block_call, run_forward, layers or {}, count_draws, in_place=True)
+        return _run_trial(
+            module, blocks, on_block_call, run_forward, layers or {}, count_draws, in_place=True
+        )
 
 
-def make_fake(module: nn.Module, mode: FakeTensorMode, dtype_of: Callable[[str], torch.dtype] | None = None) -> None:
+def make_fake(
+    module: nn.Module, mode: FakeTensorMode, dtype_of: Callable[[str], torch.dtype] | None = None
+) -> None:
     """Give `module` fake CPU parameters and buffers, in place, ties kept: the shapes of everything, the storage of nothing.
 
     A parameter becomes `dtype_of` its first name; None leaves each its own dtype.
@@ -119,12 +125,16 @@ def make_fake(module: nn.Module, mode: FakeTensorMode, dtype_of: Callable[[str],
     clear_fake_caches(module)
     with mode:
         fakes = {
-            id(parameter): _empty_parameter(parameter, parameter.dtype if dtype_of is None else dtype_of(name))
+            id(parameter): _empty_parameter(
+                parameter, parameter.dtype if dtype_of is None else dtype_of(name)
+            )
             for name, parameter in module.named_parameters()
         }
         buffers = {id(buffer): mode.from_tensor(buffer) for buffer in module.buffers()}
     for owner in module.modules():
-        owner._parameters.update({name: fakes[id(p)] for name, p in owner._parameters.items() if p is not None})
+        owner._parameters.update(
+            {name: fakes[id(p)] for name, p in owner._parameters.items() if p is not None}
+        )
         owner._buffers.update({name: buffers[id(b)] for name, b in owner._buffers.items() if b is not None})
 
 
@@ -176,7 +186,9 @@ def _run_trial(
     tables = TableUseMode(dict(module.named_parameters()), here)
     enter("")
     try:
-        flow = found.feature_flow.follow_forward(module, blocks, traced_layer_kinds(module), lambda: drive.in_glue)
+        flow = found.feature_flow.follow_forward(
+            module, blocks, traced_layer_kinds(module), lambda: drive.in_glue
+        )
         with counter, tables, watched, inside.recording(), followed, flow:
             outputs, closing, passed = drive.forward(reach, call)
             totals.append(counter.total_flops)
@@ -185,10 +197,18 @@ def _run_trial(
         found.layer_uses.live_inputs.clear()
         for handle in seeing:
             handle.remove()
-    found.outputs, found.table_uses, found.untracked_write_lines = outputs, tables.uses, watched.untracked_writes.lines
-    found.written_buffers = [name for name, now in _buffer_versions(module).items() if now != before.get(name)]
+    found.outputs, found.table_uses, found.untracked_write_lines = (
+        outputs,
+        tables.uses,
+        watched.untracked_writes.lines,
+    )
+    found.written_buffers = [
+        name for name, now in _buffer_versions(module).items() if now != before.get(name)
+    ]
     found.flops = [(end - start) // PROBE_BATCH for start, end in pairwise(totals)]
-    found.output_numel = [sum(leaf.numel() for _, leaf in visit.outputs) // PROBE_BATCH for visit in passed.block_calls.values()]
+    found.output_numel = [
+        sum(leaf.numel() for _, leaf in visit.outputs) // PROBE_BATCH for visit in passed.block_calls.values()
+    ]
     inside.exclude([*module.parameters(), *module.buffers()])
     inside.exclude(leaf for visit in passed.block_calls.values() for _, leaf in visit.outputs)
     found.saved_numel = [numel // PROBE_BATCH for numel in inside.numel(found.block_calls)]
@@ -196,7 +216,9 @@ def _run_trial(
     found.num_captured = dict(Counter(passed.side_channels.values()))
     users = split_graph(passed, closing).users
     found.param_users = {name: set(users.get(key, ())) for key, name in names.items()}
-    for tensor in tree_tensors(outputs):  # a parameter among the outputs takes its gradient straight from the loss
+    for tensor in tree_tensors(
+        outputs
+    ):  # a parameter among the outputs takes its gradient straight from the loss
         if id(tensor) in names:
             found.param_users[names[id(tensor)]].add(ROOT)
     return found
@@ -219,9 +241,16 @@ class _TrialObserver(TorchFunctionMode):
         self._drive, self._found = drive, found
         self.untracked_writes = UntrackedWrites()
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward) and self._drive.in_glue:
-            text = f"the forward takes gradients itself ({func.__name__}) between blocks, where the graph is cut"
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if (
+            func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+            and self._drive.in_glue
+        ):
+            text = (
+                f"the forward takes gradients itself ({func.__name__}) between blocks, where the graph is cut"
+            )
             raise PlanError(text, fix=f"take them inside one block, or {LARGER_BLOCK_FIX}", location="model")
         if (
             not self._drive.in_glue
@@ -232,7 +261,9 @@ class _TrialObserver(TorchFunctionMode):
         if func in ATTENTION_FUNCTIONS and not self._drive.in_glue:
             self._found.attention_calls.append(self._found.block_calls[-1])
             if func is F.scaled_dot_product_attention:
-                self._found.layer_uses.head_widths.append((len(self._found.layer_uses.uses), args[0].shape[-1]))
+                self._found.layer_uses.head_widths.append(
+                    (len(self._found.layer_uses.uses), args[0].shape[-1])
+                )
         result = func(*args, **(kwargs or {}))
         if self._drive.in_glue:
             self.untracked_writes.check_call(func, args, kwargs or {}, result)
@@ -259,11 +290,15 @@ def _record_use(
         found.layer_uses.live_inputs.append(given)
         found.num_draws.append(drawn())
         found.layer_uses.uses.append(
-            LayerUse(name, found.block_calls[-1], id(given), given.numel(), given.requires_grad, output.numel())
+            LayerUse(
+                name, found.block_calls[-1], id(given), given.numel(), given.requires_grad, output.numel()
+            )
         )
 
 
-def _hear_inputs(hear: Sequence[Callable[[list[torch.Tensor]], None]], block: nn.Module, args: Any, kwargs: Any) -> None:
+def _hear_inputs(
+    hear: Sequence[Callable[[list[torch.Tensor]], None]], block: nn.Module, args: Any, kwargs: Any
+) -> None:
     found = tree_tensors((args, kwargs))
     for each in hear:
         each(found)

@@ -56,18 +56,26 @@ def attention_inputs(call: ShardedAttentionCall, name: str) -> AttentionInputs:
     ):
         if tensor.shape[-2] != share.num_tokens:
             text = f"attention takes in {tensor.shape[-2]} {what}, and this rank has {share.num_tokens} of {share.length} tokens"
-            raise PlanError(text, fix="attend to the tokens of the row alone, or set mesh.cp = 1", location=where)
+            raise PlanError(
+                text, fix="attend to the tokens of the row alone, or set mesh.cp = 1", location=where
+            )
     if mask is not None:
         keys = call.key_shard.length
-        if call.is_causal or mask.shape[-1] not in (keys, 1) or mask.shape[-2] not in (call.query_shard.num_tokens, 1):
-            text = (
-                f"the mask is of shape {list(mask.shape)}; needed are rows for {call.query_shard.num_tokens} queries of this rank"
-            )
+        if (
+            call.is_causal
+            or mask.shape[-1] not in (keys, 1)
+            or mask.shape[-2] not in (call.query_shard.num_tokens, 1)
+        ):
+            text = f"the mask is of shape {list(mask.shape)}; needed are rows for {call.query_shard.num_tokens} queries of this rank"
             fix = "give the block a mask of shape [rows, heads, tokens, tokens], made outside of it; and is_causal = False"
             raise PlanError(f"{text}, and columns for all {keys} keys", fix=fix, location=where)
-    mask, together, bias = (_mask_to_4d(each, query, call.key_shard.length) for each in (mask, call.group_mask_rows, call.bias))
+    mask, together, bias = (
+        _mask_to_4d(each, query, call.key_shard.length) for each in (mask, call.group_mask_rows, call.bias)
+    )
     shape = (*query.shape[:-1], value.shape[-1])
-    return AttentionInputs(_to_4d(query), _to_4d(key), _to_4d(value), mask, shape, call.dropout_p, together, bias)
+    return AttentionInputs(
+        _to_4d(query), _to_4d(key), _to_4d(value), mask, shape, call.dropout_p, together, bias
+    )
 
 
 def dropout_keep_mask(
@@ -81,7 +89,8 @@ def dropout_keep_mask(
         return None
     before = call.query.shape[:-2]
     part = DrawRegion(
-        (*before, call.query_shard.length, call.key_shard.length), (*(((-3, (heads,)),) if heads else ()), (-2, query_spans))
+        (*before, call.query_shard.length, call.key_shard.length),
+        (*(((-3, (heads,)),) if heads else ()), (-2, query_spans)),
     )
     return _to_4d(thinned(call.query, part, call.dropout_p))
 
@@ -204,5 +213,7 @@ class BlockMask(Protocol):
     def row_offset(self, queries: TokenRange) -> torch.Tensor | None:
         """From where scores of these queries are counted, [samples or 1, heads or 1, rows or 1, 1]; None: from 0, all of them."""
 
-    def add_mask_grad(self, rank: int, block: QueryKeyBlock, grad: torch.Tensor, mask_grad: torch.Tensor) -> None:
+    def add_mask_grad(
+        self, rank: int, block: QueryKeyBlock, grad: torch.Tensor, mask_grad: torch.Tensor
+    ) -> None:
         """Add `part`, a gradient of the mask of a pair, to where that comes from in `into`, that of the whole one."""

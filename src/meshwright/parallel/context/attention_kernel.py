@@ -71,7 +71,9 @@ def math_attention(
     for rows in _query_chunks(query, key):
         scores = _scores(query[:, :, rows].to(wide), key, mask, causal, scale, rows, row_offset)
         lse = scores.logsumexp(-1)
-        weights = _apply_dropout(scores.sub_(lse.masked_fill(lse == NEG_INF, 0.0).unsqueeze(-1)).exp_(), dropout, rows)
+        weights = _apply_dropout(
+            scores.sub_(lse.masked_fill(lse == NEG_INF, 0.0).unsqueeze(-1)).exp_(), dropout, rows
+        )
         outs.append(_ungroup_heads(_group_heads(weights, key) @ value, query))
         sums.append(lse)
     return torch.cat(outs, 2).to(query.dtype), torch.cat(sums, 2)
@@ -97,8 +99,14 @@ def math_attention_backward(
     of_key, of_value = torch.zeros_like(keys), torch.zeros_like(values)
     for rows in _query_chunks(query, key):
         q, g, o = (each[:, :, rows].to(wide) for each in (query, grad, out))
-        weights = _scores(q, keys, mask, causal, scale, rows, row_offset).sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
-        q, g, shared = _group_heads(q, keys), _group_heads(g, keys), _group_heads(_apply_dropout(weights, dropout, rows), keys)
+        weights = (
+            _scores(q, keys, mask, causal, scale, rows, row_offset).sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
+        )
+        q, g, shared = (
+            _group_heads(q, keys),
+            _group_heads(g, keys),
+            _group_heads(_apply_dropout(weights, dropout, rows), keys),
+        )
         of_value += shared.transpose(-1, -2) @ g
         of_scores = _apply_dropout(_ungroup_heads(g @ values.transpose(-1, -2), query), dropout, rows)
         of_scores = of_scores - (o * _ungroup_heads(g, query)).sum(-1, keepdim=True)
@@ -119,7 +127,9 @@ def _query_chunks(query: torch.Tensor, key: torch.Tensor) -> Iterator[slice]:
     yield from (slice(first, min(rows, first + step)) for first in range(0, rows, step))
 
 
-def _scores(query: Any, key: Any, mask: Any, causal: bool, scale: float, rows: slice, above: Any) -> torch.Tensor:
+def _scores(
+    query: Any, key: Any, mask: Any, causal: bool, scale: float, rows: slice, above: Any
+) -> torch.Tensor:
     scores = _ungroup_heads(_group_heads(query, key) @ key.transpose(-1, -2), query).mul_(scale)
     if causal:
         places = torch.arange(key.shape[-2], device=key.device)
@@ -129,7 +139,9 @@ def _scores(query: Any, key: Any, mask: Any, causal: bool, scale: float, rows: s
     mine = _mask_rows(mask, rows)
     if mask.dtype == torch.bool:
         return scores.masked_fill_(~mine, NEG_INF)
-    scores.add_(mine.detach().to(scores.dtype))  # rounded here, as on one device, before what stands above is taken off
+    scores.add_(
+        mine.detach().to(scores.dtype)
+    )  # rounded here, as on one device, before what stands above is taken off
     return scores if above is None else scores.sub_(_mask_rows(above, rows).to(scores.dtype))
 
 
@@ -213,7 +225,11 @@ def attention_backward(
         return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     lse = lse.masked_fill(lse == NEG_INF, 0.0)  # exp(-inf - 0): who looks at nothing weighs nothing
     given = grad, query, key, value, out, lse
-    match "plain" if any(each is not None for each in (mask_grad, dropout, row_offset)) else _choose_kernel(query, value, mask):
+    match (
+        "plain"
+        if any(each is not None for each in (mask_grad, dropout, row_offset))
+        else _choose_kernel(query, value, mask)
+    ):
         case "cpu":
             return _cpu_backward(*given, mask, causal, scale)
         case "flash":
@@ -228,8 +244,12 @@ def merge_outputs(
     out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention to the keys of both, from those to some (`out`, `lse`) and to others; in the dtype of `out`."""
-    part = torch.sigmoid(other_lse - lse).masked_fill_(other_lse == NEG_INF, 0.0)  # of nothing and nothing: nothing
-    return torch.lerp(out, other_out.to(out.dtype), part.to(out.dtype).unsqueeze(-1)), torch.logaddexp(lse, other_lse)
+    part = torch.sigmoid(other_lse - lse).masked_fill_(
+        other_lse == NEG_INF, 0.0
+    )  # of nothing and nothing: nothing
+    return torch.lerp(out, other_out.to(out.dtype), part.to(out.dtype).unsqueeze(-1)), torch.logaddexp(
+        lse, other_lse
+    )
 
 
 def _choose_kernel(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> str:
@@ -243,12 +263,18 @@ def _choose_kernel(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor 
     newer = torch.cuda.get_device_capability(query.device) >= (8, 0)
     if dtype in HALF_DTYPES and mask is None and newer and not wide:
         return "flash"
-    return "efficient" if dtype in (*HALF_DTYPES[:1], torch.float32) or (dtype == torch.bfloat16 and newer) else ""
+    return (
+        "efficient"
+        if dtype in (*HALF_DTYPES[:1], torch.float32) or (dtype == torch.bfloat16 and newer)
+        else ""
+    )
 
 
 def _empty_output(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     shape = query.shape[:-1]
-    return query.new_zeros((*shape, value.shape[-1])), query.new_full(shape, NEG_INF, dtype=accumulation_dtype(query.dtype))
+    return query.new_zeros((*shape, value.shape[-1])), query.new_full(
+        shape, NEG_INF, dtype=accumulation_dtype(query.dtype)
+    )
 
 
 def _additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
@@ -258,7 +284,9 @@ def _additive_mask(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tenso
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask.logical_not(), NEG_INF)
 
 
-def _fix_masked_rows(out: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _fix_masked_rows(
+    out: torch.Tensor, lse: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What a kernel says of rows that may look at nothing, put right."""
     seen = (mask if mask.dtype == torch.bool else mask > NEG_INF).any(-1)
     return out.masked_fill(~seen.unsqueeze(-1), 0.0), lse.masked_fill(~seen, NEG_INF)
@@ -271,7 +299,9 @@ def _pad_width(tensor: torch.Tensor, width: int) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _cpu(query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _cpu(
+    query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     width = max(query.shape[-1], value.shape[-1])
     given = [_pad_width(each, width) for each in (query, key, value)]
     op = aten._scaled_dot_product_flash_attention_for_cpu
@@ -283,9 +313,22 @@ def _cpu_backward(
     grad: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, mask: Any, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     wide, narrow = query.shape[-1], value.shape[-1]
-    grad, query, key, value, out = (_pad_width(each, max(wide, narrow)) for each in (grad, query, key, value, out))
+    grad, query, key, value, out = (
+        _pad_width(each, max(wide, narrow)) for each in (grad, query, key, value, out)
+    )
     op = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    found = op(grad, query, key, value, out, lse, 0.0, causal, attn_mask=_additive_mask(mask, query.dtype), scale=scale)
+    found = op(
+        grad,
+        query,
+        key,
+        value,
+        out,
+        lse,
+        0.0,
+        causal,
+        attn_mask=_additive_mask(mask, query.dtype),
+        scale=scale,
+    )
     return found[0][..., :wide], found[1][..., :wide], found[2][..., :narrow]
 
 
@@ -304,16 +347,26 @@ def _flash_backward(
     grad: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     wide, narrow = query.shape[-1], value.shape[-1]
-    grad, query, key, value, out = (_pad_width(each, _multiple_of_8(wide, narrow)) for each in (grad, query, key, value, out))
+    grad, query, key, value, out = (
+        _pad_width(each, _multiple_of_8(wide, narrow)) for each in (grad, query, key, value, out)
+    )
     draws = torch.zeros(2, dtype=torch.uint64, device=query.device)  # where dropout would start from
     op, longest = aten._scaled_dot_product_flash_attention_backward, (query.shape[-2], key.shape[-2])
-    found = op(grad, query, key, value, out, lse, None, None, *longest, 0.0, causal, draws, draws[:0], scale=scale)
+    found = op(
+        grad, query, key, value, out, lse, None, None, *longest, 0.0, causal, draws, draws[:0], scale=scale
+    )
     return found[0][..., :wide], found[1][..., :wide], found[2][..., :narrow]
 
 
-def _efficient(query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _efficient(
+    query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     wide, narrow, heads = _multiple_of_8(query.shape[-1]), _multiple_of_8(value.shape[-1]), query.shape[1]
-    given = _pad_width(query, wide), _repeat_kv(_pad_width(key, wide), heads), _repeat_kv(_pad_width(value, narrow), heads)
+    given = (
+        _pad_width(query, wide),
+        _repeat_kv(_pad_width(key, wide), heads),
+        _repeat_kv(_pad_width(value, narrow), heads),
+    )
     op = aten._scaled_dot_product_efficient_attention
     out, lse, *_ = op(*given, _aligned_bias(mask, query, key), True, 0.0, causal, scale=scale)
     return out[..., : value.shape[-1]], lse[..., : query.shape[-2]]

@@ -54,15 +54,32 @@ def convolve_with_halo(runtime: Runtime, axis: str, call: ShardedConv1dCall) -> 
     space, known, share = runtime.plan.sharding, call.conv_spec, call.token_shard
     edges = _edges(call.local_input, share.spans, known, space.sequence_sharding.chunks)
     dim, spans = edges.ndim - 1, with_padding(share.spans)
-    met = F.pad(runtime.redistribute(edges, axis, S(dim), R), (0, 1))  # behind all, a zero for what is not in the row
+    met = F.pad(
+        runtime.redistribute(edges, axis, S(dim), R), (0, 1)
+    )  # behind all, a zero for what is not in the row
     columns = torch.tensor(
-        _halo_columns(space.sequence_sharding, share.length, spans, (known.left_halo, known.right_halo)), device=met.device
+        _halo_columns(space.sequence_sharding, share.length, spans, (known.left_halo, known.right_halo)),
+        device=met.device,
     )
-    around, made, at = met.index_select(dim, columns).split([known.left_halo, known.right_halo] * len(spans), dim), [], 0
+    around, made, at = (
+        met.index_select(dim, columns).split([known.left_halo, known.right_halo] * len(spans), dim),
+        [],
+        0,
+    )
     for number, (begin, end) in enumerate(spans):
-        whole = torch.cat([around[2 * number], call.local_input.narrow(dim, at, end - begin), around[2 * number + 1]], dim)
+        whole = torch.cat(
+            [around[2 * number], call.local_input.narrow(dim, at, end - begin), around[2 * number + 1]], dim
+        )
         made.append(
-            F.conv1d(whole, call.arguments.weight, call.arguments.bias, 1, 0, call.arguments.dilation, call.arguments.groups)
+            F.conv1d(
+                whole,
+                call.arguments.weight,
+                call.arguments.bias,
+                1,
+                0,
+                call.arguments.dilation,
+                call.arguments.groups,
+            )
         )
         at += end - begin
     return torch.cat(made, dim)
@@ -76,13 +93,21 @@ def halo_transfers(
     if sharding.sequence_sharding is None or ranks == 1 or not convolve.halo:
         return [], []
     dtype = job.precision.compute
-    nbytes = num_samples * convolve.token_numel * convolve.halo * sharding.sequence_sharding.max_ranges * FLOAT_NBYTES[dtype]
+    nbytes = (
+        num_samples
+        * convolve.token_numel
+        * convolve.halo
+        * sharding.sequence_sharding.max_ranges
+        * FLOAT_NBYTES[dtype]
+    )
     gather, scatter = (("all_gather", nbytes), ("reduce_scatter", nbytes * ranks))
     forth, back = (Transfer(act, (axis,), size, dtype=dtype) for act, size in (gather, scatter))
     return [forth], [back] if convolve.needs_grad else []
 
 
-def check_convolutions(name: str, axis: str, sharding: ShardingPlan, sequence_sharding: SequenceSharding) -> Iterator[Diagnostic]:
+def check_convolutions(
+    name: str, axis: str, sharding: ShardingPlan, sequence_sharding: SequenceSharding
+) -> Iterator[Diagnostic]:
     """What keeps the convolutions of this model from running on tokens that the technique `name` deals so."""
     tokens, ranks = sharding.model_spec.sequence_info, sharding.mesh.size(axis)
     found, striped = (
@@ -92,7 +117,9 @@ def check_convolutions(name: str, axis: str, sharding: ShardingPlan, sequence_sh
     for each in tokens.conv_calls if tokens is not None and ranks > 1 else ():
         if each.halo and striped:
             why = "convolves tokens, and a rank that gets them one by one has no neighbours"
-        elif each.halo > MAX_KERNEL_REACH and each.halo > (least := min(sequence_sharding.num_tokens_by_rank(each.num_tokens))):
+        elif each.halo > MAX_KERNEL_REACH and each.halo > (
+            least := min(sequence_sharding.num_tokens_by_rank(each.num_tokens))
+        ):
             why = f"convolves tokens with a kernel that reaches over {each.halo}, and a rank has {least}"
         else:
             continue
@@ -100,7 +127,11 @@ def check_convolutions(name: str, axis: str, sharding: ShardingPlan, sequence_sh
     other = f"mesh.{axis} = 1 and mesh.dp_shard = {ranks} are as many ranks"
     for why, modules in found.items():
         more = f" (and {len(modules) - 1} more)" if len(modules) > 1 else ""
-        fix = f"deal tokens in chunks, without 'striped'; or {other}" if striped else f"deal tokens to fewer ranks; or {other}"
+        fix = (
+            f"deal tokens in chunks, without 'striped'; or {other}"
+            if striped
+            else f"deal tokens to fewer ranks; or {other}"
+        )
         yield Diagnostic(f"{why}{more}", fix, f"strategies.{name}")
 
 
@@ -118,7 +149,9 @@ def _edges(own: torch.Tensor, spans: tuple[TokenRange, ...], known: ConvSpec, ch
 
 
 @lru_cache(maxsize=256)  # every convolution asks for it in every forward
-def _halo_columns(deal: SequenceSharding, length: int, spans: tuple[TokenRange, ...], around: tuple[int, int]) -> tuple[int, ...]:
+def _halo_columns(
+    deal: SequenceSharding, length: int, spans: tuple[TokenRange, ...], around: tuple[int, int]
+) -> tuple[int, ...]:
     """Where among the edges of all ranks the tokens stand that are before and behind each of `spans`; behind all: nowhere."""
     left, right = around
     dealt = [

@@ -55,11 +55,19 @@ class KVHeadAssignment:
     def for_heads(cls, heads: int, groups: int, num_ranks: int) -> "KVHeadAssignment":
         """Where `heads` of queries, which share `groups` of keys and values, go to so many ranks; they divide evenly."""
         each, shared = heads // num_ranks, heads // groups
-        found = [tuple(dict.fromkeys(head // shared for head in _head_indices(rank, each))) for rank in range(num_ranks)]
+        found = [
+            tuple(dict.fromkeys(head // shared for head in _head_indices(rank, each)))
+            for rank in range(num_ranks)
+        ]
         most = max(map(len, found))
         sent = tuple((*own, *own[-1:] * (most - len(own))) for own in found)
-        uses = tuple(tuple(own.index(head // shared) for head in _head_indices(rank, each)) for rank, own in enumerate(found))
-        even = each % most == 0 and all(used == tuple(head * most // each for head in range(each)) for used in uses)
+        uses = tuple(
+            tuple(own.index(head // shared) for head in _head_indices(rank, each))
+            for rank, own in enumerate(found)
+        )
+        even = each % most == 0 and all(
+            used == tuple(head * most // each for head in range(each)) for used in uses
+        )
         return cls(sent, () if even else uses)
 
     @property
@@ -70,7 +78,9 @@ class KVHeadAssignment:
     @property
     def is_identity(self) -> bool:
         """Whether each head is sent once, in order."""
-        return [head for own in self.sent_heads for head in own] == list(range(len(self.sent_heads) * self.num_sent))
+        return [head for own in self.sent_heads for head in own] == list(
+            range(len(self.sent_heads) * self.num_sent)
+        )
 
 
 @dataclass(frozen=True)
@@ -88,27 +98,45 @@ class HeadExchange:
     @classmethod
     def along_axis(cls, axis: str, sequence_sharding: SequenceSharding, runtime: Runtime) -> "HeadExchange":
         """That of the rank which is `runtime`."""
-        near = sequence_sharding.num_inner_ranks if sequence_sharding.num_inner_ranks < sequence_sharding.num_ranks else 0
+        near = (
+            sequence_sharding.num_inner_ranks
+            if sequence_sharding.num_inner_ranks < sequence_sharding.num_ranks
+            else 0
+        )
 
         def move(tensor: torch.Tensor, src: Placement, dst: Placement) -> torch.Tensor:
             return (
-                runtime.redistribute_uncached(tensor, axis, src, dst, near) if sequence_sharding.num_inner_ranks > 1 else tensor
+                runtime.redistribute_uncached(tensor, axis, src, dst, near)
+                if sequence_sharding.num_inner_ranks > 1
+                else tensor
             )
 
         space = runtime.plan.sharding
         return cls(sequence_sharding, dict(space.coordinate)[axis], move, has_masks_by_query(space))
 
-    def gather_inputs(self, inputs: AttentionInputs, call: ShardedAttentionCall, name: str) -> AttentionInputs:
+    def gather_inputs(
+        self, inputs: AttentionInputs, call: ShardedAttentionCall, name: str
+    ) -> AttentionInputs:
         """What `name` is asked, with the tokens of all neighbours, and this rank's heads of it."""
         heads, near = inputs.query.shape[1], self.sequence_sharding.num_inner_ranks
         if heads % near:
             raise PlanError(
-                UNEVEN_HEADS.format(heads, near), fix="take ring, which leaves heads together", location=f"strategies.{name}"
+                UNEVEN_HEADS.format(heads, near),
+                fix="take ring, which leaves heads together",
+                location=f"strategies.{name}",
             )
         needs = KVHeadAssignment.for_heads(heads, inputs.key.shape[1], near)
         query = self.to_heads(inputs.query, call.query_shard.length)
-        key, value = (self._kv_heads(each, call.key_shard.length, needs) for each in (inputs.key, inputs.value))
-        return replace(inputs, query=query, key=key, value=value, mask=self._exchange_mask(inputs, call.query_shard.length, name))
+        key, value = (
+            self._kv_heads(each, call.key_shard.length, needs) for each in (inputs.key, inputs.value)
+        )
+        return replace(
+            inputs,
+            query=query,
+            key=key,
+            value=value,
+            mask=self._exchange_mask(inputs, call.query_shard.length, name),
+        )
 
     def head_range(self, inputs: AttentionInputs) -> tuple[int, int]:
         """Which of the heads of queries that were `given` this rank computes."""
@@ -120,15 +148,20 @@ class HeadExchange:
 
     def to_heads(self, tensor: torch.Tensor, length: int) -> torch.Tensor:
         """[B, h, own tokens, w] -> [B, h / near, tokens of all neighbours, w], of samples of `length` tokens."""
-        return self._without_padding(self.move(_pad_tokens(tensor, self._max_tokens(length)), TOKEN_SHARD, HEAD_SHARD), length)
+        return self._without_padding(
+            self.move(_pad_tokens(tensor, self._max_tokens(length)), TOKEN_SHARD, HEAD_SHARD), length
+        )
 
     def to_tokens(self, tensor: torch.Tensor, length: int) -> torch.Tensor:
         """The way back: [B, h / near, tokens of all neighbours, w] -> [B, h, own tokens, w]."""
         counts, most = self._token_counts(length), self._max_tokens(length)
         even = min(counts) == most
-        filled = tensor if even else torch.cat([_pad_tokens(piece, most) for piece in tensor.split(counts, 2)], 2)
+        filled = (
+            tensor if even else torch.cat([_pad_tokens(piece, most) for piece in tensor.split(counts, 2)], 2)
+        )
         return _first_tokens(
-            self.move(filled, HEAD_SHARD, TOKEN_SHARD), counts[self.index % self.sequence_sharding.num_inner_ranks]
+            self.move(filled, HEAD_SHARD, TOKEN_SHARD),
+            counts[self.index % self.sequence_sharding.num_inner_ranks],
         )
 
     def _kv_heads(self, tensor: torch.Tensor, length: int, needs: KVHeadAssignment) -> torch.Tensor:
@@ -140,7 +173,10 @@ class HeadExchange:
         if not needs.used_heads:
             return moved
         return moved.index_select(
-            1, torch.tensor(needs.used_heads[self.index % self.sequence_sharding.num_inner_ranks], device=tensor.device)
+            1,
+            torch.tensor(
+                needs.used_heads[self.index % self.sequence_sharding.num_inner_ranks], device=tensor.device
+            ),
         )
 
     def _exchange_mask(self, given: AttentionInputs, length: int, name: str) -> torch.Tensor | None:
@@ -152,7 +188,9 @@ class HeadExchange:
         known = _mask_in_dtype(given.gathered_mask, given.query)
         if given.bias is None:
             return known
-        return combine_bias_and_mask(self._send_mask(_mask_in_dtype(given.bias, given.query), given, length, name), known)
+        return combine_bias_and_mask(
+            self._send_mask(_mask_in_dtype(given.bias, given.query), given, length, name), known
+        )
 
     def _send_mask(self, mask: torch.Tensor, given: AttentionInputs, length: int, name: str) -> torch.Tensor:
         """A mask that each rank has for its own queries, for those of all neighbours and this rank's heads."""
@@ -166,7 +204,9 @@ class HeadExchange:
         mask = mask.expand(-1, -1, given.query.shape[2], -1)
         if mask.shape[1] > 1:
             return self.to_heads(mask, length)
-        return self._without_padding(self.move(_pad_tokens(mask, self._max_tokens(length)), TOKEN_SHARD, R), length)
+        return self._without_padding(
+            self.move(_pad_tokens(mask, self._max_tokens(length)), TOKEN_SHARD, R), length
+        )
 
     def _without_padding(self, tensor: torch.Tensor, length: int) -> torch.Tensor:
         counts, most = self._token_counts(length), self._max_tokens(length)
@@ -176,7 +216,9 @@ class HeadExchange:
 
     def _token_counts(self, length: int) -> tuple[int, ...]:
         first = self.index - self.index % self.sequence_sharding.num_inner_ranks
-        return self.sequence_sharding.num_tokens_by_rank(length)[first : first + self.sequence_sharding.num_inner_ranks]
+        return self.sequence_sharding.num_tokens_by_rank(length)[
+            first : first + self.sequence_sharding.num_inner_ranks
+        ]
 
     def _max_tokens(self, length: int) -> int:
         return max(self.sequence_sharding.num_tokens_by_rank(length))
@@ -190,7 +232,12 @@ def has_masks_by_query(sharding: ShardingPlan) -> bool:
 
 
 def exchange_transfers(
-    sharding: ShardingPlan, job: Job, axis: str, sequence_sharding: SequenceSharding, attend: AttentionSpec, num_samples: int
+    sharding: ShardingPlan,
+    job: Job,
+    axis: str,
+    sequence_sharding: SequenceSharding,
+    attend: AttentionSpec,
+    num_samples: int,
 ) -> tuple[list[Transfer], list[Transfer], list[Transfer], list[Transfer]]:
     """What one call of attention moves: taking in, giving out; backwards, of what is given out, and of what was taken in."""
     if sequence_sharding.num_inner_ranks == 1:
@@ -198,17 +245,23 @@ def exchange_transfers(
     heads, groups = local_heads(sharding, attend)
     dtype, near = (
         job.precision.compute,
-        sequence_sharding.num_inner_ranks if sequence_sharding.num_inner_ranks < sequence_sharding.num_ranks else 0,
+        sequence_sharding.num_inner_ranks
+        if sequence_sharding.num_inner_ranks < sequence_sharding.num_ranks
+        else 0,
     )
     queries, keys = (
-        num_samples * max(sequence_sharding.num_tokens_by_rank(length)) for length in (attend.query_len, attend.key_len)
+        num_samples * max(sequence_sharding.num_tokens_by_rank(length))
+        for length in (attend.query_len, attend.key_len)
     )
     sent = (
-        sequence_sharding.num_inner_ranks * KVHeadAssignment.for_heads(heads, groups, sequence_sharding.num_inner_ranks).num_sent
+        sequence_sharding.num_inner_ranks
+        * KVHeadAssignment.for_heads(heads, groups, sequence_sharding.num_inner_ranks).num_sent
     )
 
     def swap(numel: int, dtype: str = dtype, act: str = "all_to_all") -> Transfer:
-        return Transfer(act, (axis,), numel * {**FLOAT_NBYTES, **INTEGER_NBYTES}[dtype], dtype=dtype, num_neighbours=near)
+        return Transfer(
+            act, (axis,), numel * {**FLOAT_NBYTES, **INTEGER_NBYTES}[dtype], dtype=dtype, num_neighbours=near
+        )
 
     taken = [
         swap(queries * heads * attend.head_dim),
@@ -218,34 +271,51 @@ def exchange_transfers(
     given, mask = [swap(queries * heads * attend.value_head_dim)], attend.mask
     back = [each for each, learns in zip(taken, attend.qkv_need_grad, strict=True) if learns][::-1]
     if mask is not None and not mask.is_replicated and has_masks_by_query(sharding):
-        numel = queries // (1 if mask.per_sample else num_samples) * attend.key_len * (heads if mask.per_head else 1)
+        numel = (
+            queries
+            // (1 if mask.per_sample else num_samples)
+            * attend.key_len
+            * (heads if mask.per_head else 1)
+        )
         kind = dtype if mask.is_additive else "bool"
         taken.append(swap(numel, kind, "all_to_all" if mask.per_head else "all_gather"))
-        of_mask = swap(numel, kind) if mask.per_head else swap(numel * sequence_sharding.num_inner_ranks, kind, "reduce_scatter")
+        of_mask = (
+            swap(numel, kind)
+            if mask.per_head
+            else swap(numel * sequence_sharding.num_inner_ranks, kind, "reduce_scatter")
+        )
         back = [of_mask, *back] if mask.needs_grad else back
     return taken, given, given, back
 
 
-def check_heads(sharding: ShardingPlan, name: str, num_ranks: int, where: str, sizes: Iterable[int] = ()) -> Iterator[Diagnostic]:
+def check_heads(
+    sharding: ShardingPlan, name: str, num_ranks: int, where: str, sizes: Iterable[int] = ()
+) -> Iterator[Diagnostic]:
     """Calls of attention whose heads do not divide by so many ranks; where other ranks have some of them, theirs.
 
     `where` is the key that says how many ranks these are, and could as well say one of `sizes`.
     """
     tokens, found = (sharding.all_ranks or sharding).model_spec.sequence_info, dict[int, dict[str, None]]()
     ends = {
-        (("tp_depth", depth), ("tp", place)) for depth in _end_ranks(sharding, "tp_depth") for place in _end_ranks(sharding, "tp")
+        (("tp_depth", depth), ("tp", place))
+        for depth in _end_ranks(sharding, "tp_depth")
+        for place in _end_ranks(sharding, "tp")
     }
     for attend in tokens.attention_calls if tokens else ():
         for coordinate in sorted(ends):
             heads, _ = local_heads(replace(sharding, coordinate=coordinate), attend)
             found.setdefault(heads, {})[attend.block_call] = None
     good = [size for size in sizes if all(heads % size == 0 for heads in found)]
-    fix = "take ring, which leaves heads together" + (f"; or set {where} to {' or '.join(map(str, good))}" if good else "")
+    fix = "take ring, which leaves heads together" + (
+        f"; or set {where} to {' or '.join(map(str, good))}" if good else ""
+    )
     for heads, visits in sorted(found.items()):
         if heads % num_ranks:
             more = f" and {len(visits) - MAX_REPORTED} more" if len(visits) > MAX_REPORTED else ""
             yield Diagnostic(
-                f"{', '.join([*visits][:MAX_REPORTED])}{more}: {UNEVEN_HEADS.format(heads, num_ranks)}", fix, f"strategies.{name}"
+                f"{', '.join([*visits][:MAX_REPORTED])}{more}: {UNEVEN_HEADS.format(heads, num_ranks)}",
+                fix,
+                f"strategies.{name}",
             )
 
 

@@ -35,10 +35,21 @@ import torch
 from meshwright.model.sequence_parallel.attention_call import ShardedAttentionCall
 from meshwright.parallel.context.attention_inputs import AttentionRing, attention_inputs, dropout_keep_mask
 from meshwright.parallel.context.conv_halo import convolve_with_halo
-from meshwright.parallel.context.head_exchange import HeadExchange, KVHeadAssignment, check_heads, exchange_transfers
+from meshwright.parallel.context.head_exchange import (
+    HeadExchange,
+    KVHeadAssignment,
+    check_heads,
+    exchange_transfers,
+)
 from meshwright.parallel.context.mask_blocks import MaskCache
 from meshwright.parallel.context.memory_model import add_attention_memory, exchange_memory, ring_memory
-from meshwright.parallel.context.ring import check_ring, comm_rounding, in_flight_nbytes, ring_sharding, ring_transfers
+from meshwright.parallel.context.ring import (
+    check_ring,
+    comm_rounding,
+    in_flight_nbytes,
+    ring_sharding,
+    ring_transfers,
+)
 from meshwright.parallel.context.ring_attention import ring_attention
 from meshwright.parallel.context.sequence_sharding import (
     CP_AXIS,
@@ -85,7 +96,9 @@ class HybridContextParallel(ContextParallel):
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         if self.axis == CP_AXIS and self._is_divisible(sharding):
-            yield from check_heads(sharding, self.name, self.ulysses_degree, "inner", divisors(sharding.mesh.size(CP_AXIS)))
+            yield from check_heads(
+                sharding, self.name, self.ulysses_degree, "inner", divisors(sharding.mesh.size(CP_AXIS))
+            )
 
     def sequence_sharding(self, num_ranks: int) -> SequenceSharding:
         return ring_sharding(
@@ -109,10 +122,14 @@ class HybridContextParallel(ContextParallel):
         of = partial(
             exchange_memory if deal.num_inner_ranks > 1 else ring_memory, sharding, job, deal
         )  # groups of one exchange nothing
-        return add_attention_memory(program, sharding, job, partial(in_flight_nbytes, deal.num_ranks // deal.num_inner_ranks), of)
+        return add_attention_memory(
+            program, sharding, job, partial(in_flight_nbytes, deal.num_ranks // deal.num_inner_ranks), of
+        )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        exchange = HeadExchange.along_axis(self.axis, self.sequence_sharding(runtime.plan.sharding.mesh.size(self.axis)), runtime)
+        exchange = HeadExchange.along_axis(
+            self.axis, self.sequence_sharding(runtime.plan.sharding.mesh.size(self.axis)), runtime
+        )
         runtime.set_convolution(partial(convolve_with_halo, runtime, self.axis))
         runtime.set_attention(partial(self._attention, runtime, exchange, MaskCache()))
         return {}
@@ -133,13 +150,17 @@ class HybridContextParallel(ContextParallel):
                     deal.inner_group_ranges(asked.key_shard.length, first)
                     for first in range(0, deal.num_ranks, deal.num_inner_ranks)
                 ),
-                shift=lambda output, tensor: runtime.shift(output, tensor, self.axis, offset=deal.num_inner_ranks),
+                shift=lambda output, tensor: runtime.shift(
+                    output, tensor, self.axis, offset=deal.num_inner_ranks
+                ),
                 comm_dtype=torch.bfloat16 if self.comm_dtype else None,
                 **said,
             ),
         )
         keep = dropout_keep_mask(asked, circle.query_spans, exchange.head_range(given))
-        view = recent.block_mask(circle, mine.mask, mine.query.device, asked.mask, cacheable=asked.query_shard.caches_slices)
+        view = recent.block_mask(
+            circle, mine.mask, mine.query.device, asked.mask, cacheable=asked.query_shard.caches_slices
+        )
         out = ring_attention(circle, mine.query, mine.key, mine.value, mine.mask, keep, view)
         return given.restore_shape(exchange.to_tokens(out, asked.query_shard.length))
 
@@ -149,15 +170,23 @@ class HybridContextParallel(ContextParallel):
         """Those of one forward, and of one backward."""
         deal = self.sequence_sharding(space.mesh.size(self.axis))
         heads, groups = local_heads(space, attend)
-        needs, counts = KVHeadAssignment.for_heads(heads, groups, deal.num_inner_ranks), deal.num_tokens_by_rank(attend.key_len)
-        most = max(sum(counts[first : first + deal.num_inner_ranks]) for first in range(0, deal.num_ranks, deal.num_inner_ranks))
+        needs, counts = (
+            KVHeadAssignment.for_heads(heads, groups, deal.num_inner_ranks),
+            deal.num_tokens_by_rank(attend.key_len),
+        )
+        most = max(
+            sum(counts[first : first + deal.num_inner_ranks])
+            for first in range(0, deal.num_ranks, deal.num_inner_ranks)
+        )
         numel = (
             rows
             * (heads // deal.num_inner_ranks if needs.used_heads else needs.num_sent)
             * most
             * (attend.head_dim + attend.value_head_dim)
         )
-        return ring_transfers(numel, deal.num_ranks // deal.num_inner_ranks - 1, self.axis, self.comm_dtype, job)
+        return ring_transfers(
+            numel, deal.num_ranks // deal.num_inner_ranks - 1, self.axis, self.comm_dtype, job
+        )
 
     def _is_divisible(self, space: ShardingPlan) -> bool:
         return self.ulysses_degree > 0 and space.mesh.size(CP_AXIS) % self.ulysses_degree == 0

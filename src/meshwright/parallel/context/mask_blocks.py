@@ -61,7 +61,9 @@ class MaskRegion:
         return rows * keys * (MASKED_PAIR_COST if self.kind == "some" else 1)
 
 
-def find_regions(low: np.ndarray, high: np.ndarray, call_cost: int = CPU_CALL_COST, split_row: int = 0) -> list[MaskRegion]:
+def find_regions(
+    low: np.ndarray, high: np.ndarray, call_cost: int = CPU_CALL_COST, split_row: int = 0
+) -> list[MaskRegion]:
     """The regions that hold all that queries look at, in order of rows; what begins at row `cut` is apart from what ends there.
 
     `low` and `high` are [queries], int; low is at most high, and where they are equal a query looks at nothing.
@@ -84,7 +86,9 @@ def regions_cost(regions: Sequence[MaskRegion], call_cost: int) -> int:
 def _query_runs(low: np.ndarray, high: np.ndarray, cut: int) -> Iterator[TokenRange]:
     """Stretches of queries that look at something, along which bounds rise by one of FORMS."""
     lows, highs = np.diff(low), np.diff(high)
-    ends = np.flatnonzero((np.diff(lows) != 0) | (np.diff(highs) != 0)) + 1  # the last query of a run, counted on
+    ends = (
+        np.flatnonzero((np.diff(lows) != 0) | (np.diff(highs) != 0)) + 1
+    )  # the last query of a run, counted on
     stops = [*ends.tolist(), len(low) - 1]
     begin, number = 0, 0
     while begin < len(low):
@@ -101,7 +105,9 @@ def _query_runs(low: np.ndarray, high: np.ndarray, cut: int) -> Iterator[TokenRa
         begin = end
 
 
-def _run_regions(low: np.ndarray, high: np.ndarray, begin: int, end: int, call: int) -> Iterator[tuple[MaskRegion, ...]]:
+def _run_regions(
+    low: np.ndarray, high: np.ndarray, begin: int, end: int, call: int
+) -> Iterator[tuple[MaskRegion, ...]]:
     """What kernels go through for the queries of a run, in parts that have rows of their own."""
     rows, first, last = (begin, end), int(low[begin]), int(high[begin])
     rises = (int(low[end - 1]) > first, int(high[end - 1]) > last)
@@ -119,7 +125,9 @@ def _run_regions(low: np.ndarray, high: np.ndarray, begin: int, end: int, call: 
             yield (MaskRegion((at, behind), (int(low[at]), int(high[behind - 1])), "some"),)
 
 
-def _merged_region(above: tuple[MaskRegion, ...], below: tuple[MaskRegion, ...], call: int) -> tuple[MaskRegion, ...] | None:
+def _merged_region(
+    above: tuple[MaskRegion, ...], below: tuple[MaskRegion, ...], call: int
+) -> tuple[MaskRegion, ...] | None:
     """One region for the rows of both, where that costs less than both, and no more for each row than `above`."""
     parts = (*above, *below)
     rows = above[0].queries[0], below[-1].queries[1]
@@ -130,7 +138,9 @@ def _merged_region(above: tuple[MaskRegion, ...], below: tuple[MaskRegion, ...],
 
 
 MAX_MASK_ELEMENTS = 1 << 21  # elements of a mask that are looked at together
-HIDDEN_BELOW = torch.finfo(torch.float16).min  # what is added to hide a key: exp of it is 0, however large scores are
+HIDDEN_BELOW = torch.finfo(
+    torch.float16
+).min  # what is added to hide a key: exp of it is 0, however large scores are
 LARGE_OFFSET = 1024.0  # a row of a mask that is further from 0 everywhere leaves lse too few digits
 NUM_PARTS = 4  # of a rank's tokens, where they do not come in chunks
 CACHE_SIZE = 4  # lengths, and masks, that are remembered
@@ -157,9 +167,16 @@ class KeyIntervals:
         if mask.requires_grad or isinstance(mask, FakeTensor) or mask.shape[1] != 1 or not mask.numel():
             return None
         each, step = mask.shape[0] * mask.shape[3], mask.shape[2]
-        found = [_interval_bounds(part) for part in mask[:, 0].split(max(1, min(step, MAX_MASK_ELEMENTS // each)), 1)]
+        found = [
+            _interval_bounds(part)
+            for part in mask[:, 0].split(max(1, min(step, MAX_MASK_ELEMENTS // each)), 1)
+        ]
         told = torch.cat(found, 2).cpu().numpy()
-        return cls(*(np.broadcast_to(part, (mask.shape[0], queries)) for part in told[:2])) if told[2].all() else None
+        return (
+            cls(*(np.broadcast_to(part, (mask.shape[0], queries)) for part in told[:2]))
+            if told[2].all()
+            else None
+        )
 
     def sample_groups(self) -> list[TokenRange | None]:
         """Samples that are neighbours and alike; None: all are."""
@@ -176,8 +193,12 @@ def _interval_bounds(mask: torch.Tensor) -> torch.Tensor:
         seen = free.any(-1, keepdim=True)  # of a row without a key that is free, one device makes a mean
         certain = (free | ((mask <= HIDDEN_BELOW) & (seen | ~deep))).all(-1)
         mask = free
-    first, behind = (each.contiguous().view(torch.uint8).argmax(-1, keepdim=True) for each in (mask, mask.flip(-1)))
-    last = torch.where(mask.gather(-1, first), mask.shape[-1] - behind, 0)  # of a query that looks at nothing: 0 and 0
+    first, behind = (
+        each.contiguous().view(torch.uint8).argmax(-1, keepdim=True) for each in (mask, mask.flip(-1))
+    )
+    last = torch.where(
+        mask.gather(-1, first), mask.shape[-1] - behind, 0
+    )  # of a query that looks at nothing: 0 and 0
     at = torch.arange(mask.shape[-1], device=mask.device, dtype=torch.int32)
     said = (at >= first.int()) & (at < last.int())
     certain = certain & ~(said ^ mask).any(-1)  # a sum would take five times as long
@@ -215,13 +236,18 @@ class IntervalMask:
         """Nothing is added to what a query looks at."""
         return None
 
-    def add_mask_grad(self, rank: int, block: QueryKeyBlock, grad: torch.Tensor, mask_grad: torch.Tensor) -> None:
+    def add_mask_grad(
+        self, rank: int, block: QueryKeyBlock, grad: torch.Tensor, mask_grad: torch.Tensor
+    ) -> None:
         """Bounds have no gradient."""
         raise RuntimeError("the gradient of a mask that was taken as a rule")
 
     def _local_bounds(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """The bounds among the keys of `rank`, counted there."""
-        low, high = (np.searchsorted(self._circle.key_positions[rank], each) for each in (self._bounds.first, self._bounds.end))
+        low, high = (
+            np.searchsorted(self._circle.key_positions[rank], each)
+            for each in (self._bounds.first, self._bounds.end)
+        )
         return low, np.maximum(low, high)
 
     def _build_blocks(self, rank: int) -> list[QueryKeyBlock]:
@@ -236,9 +262,13 @@ class IntervalMask:
             apart += [QueryKeyBlock(each.queries, each.keys, each.kind, (begin, end)) for each in alike]
             spent += regions_cost(alike, call // (end - begin) or 1) * (end - begin)
         one = call // len(low) or 1
-        joint = [QueryKeyBlock(each.queries, each.keys, "some") for each in find_regions(low.min(0), high.max(0), one, half)]
+        joint = [
+            QueryKeyBlock(each.queries, each.keys, "some")
+            for each in find_regions(low.min(0), high.max(0), one, half)
+        ]
         pairs = sum(
-            (pair.queries[1] - pair.queries[0]) * (pair.keys[1] - pair.keys[0]) * MASKED_PAIR_COST + one for pair in joint
+            (pair.queries[1] - pair.queries[0]) * (pair.keys[1] - pair.keys[0]) * MASKED_PAIR_COST + one
+            for pair in joint
         )
         return apart if spent <= pairs * len(low) else joint
 
@@ -253,7 +283,11 @@ class DenseMask:
         self._circle = ring
         self._rows, self._columns = _token_parts(ring.query_spans), tuple(map(_token_parts, ring.key_spans))
         self._above = _row_offset(mask)
-        deep = () if self._above is None else ((self._rows_of(self._above, rows) != 0).any() for rows in self._rows)
+        deep = (
+            ()
+            if self._above is None
+            else ((self._rows_of(self._above, rows) != 0).any() for rows in self._rows)
+        )
         self._deep = {rows for rows, found in zip(self._rows, deep, strict=False) if found}
         self._kinds = self._classify_blocks(mask)
 
@@ -271,21 +305,27 @@ class DenseMask:
             for pair in line:
                 above = runs.setdefault((pair.keys, pair.kind), [])
                 joins = above and above[-1].queries[1] == rows[0]
-                above.append(QueryKeyBlock((above.pop().queries[0], rows[1]), pair.keys, pair.kind) if joins else pair)
+                above.append(
+                    QueryKeyBlock((above.pop().queries[0], rows[1]), pair.keys, pair.kind) if joins else pair
+                )
         return [pair for each in runs.values() for pair in each]
 
     def dense_mask(
         self, rank: int, block: QueryKeyBlock, full_mask: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor | None:
         """The part of the mask."""
-        return self._block_of(full_mask, rank, block) if block.kind == "some" and full_mask is not None else None
+        return (
+            self._block_of(full_mask, rank, block) if block.kind == "some" and full_mask is not None else None
+        )
 
     def row_offset(self, queries: TokenRange) -> torch.Tensor | None:
         """The largest entry of each row, where it is further than DEEP from 0; elsewhere 0."""
         met = any(queries[0] < end and begin < queries[1] for begin, end in self._deep)
         return self._rows_of(self._above, queries) if met and self._above is not None else None
 
-    def add_mask_grad(self, rank: int, block: QueryKeyBlock, grad: torch.Tensor, mask_grad: torch.Tensor) -> None:
+    def add_mask_grad(
+        self, rank: int, block: QueryKeyBlock, grad: torch.Tensor, mask_grad: torch.Tensor
+    ) -> None:
         """Add `part`, a gradient of the mask of a pair, to where that comes from in `into`."""
         places = torch.tensor(self._circle.key_positions[rank][slice(*block.keys)], device=mask_grad.device)
         self._rows_of(mask_grad, block.queries).index_add_(-1, places, grad)
@@ -305,9 +345,15 @@ class DenseMask:
             for row, rows in enumerate(self._rows):
                 for column, keys in enumerate(parts):
                     part = self._block_of(mask, rank, QueryKeyBlock(rows, keys, "some"))
-                    flags += [part.any(), part.all()] if mask.dtype == torch.bool else [(part > NEG_INF).any(), (part == 0).all()]
+                    flags += (
+                        [part.any(), part.all()]
+                        if mask.dtype == torch.bool
+                        else [(part > NEG_INF).any(), (part == 0).all()]
+                    )
                     named.append((row, rank, column))
-        told = torch.stack(flags).view(-1, 2).tolist() if flags else []  # one wait for the device, not one per part
+        told = (
+            torch.stack(flags).view(-1, 2).tolist() if flags else []
+        )  # one wait for the device, not one per part
         known: dict[tuple[int, int, int], MaskKind | None] = {
             name: "all" if free and self._rows[name[0]] not in self._deep else "some" if seen else None
             for name, (seen, free) in zip(named, told, strict=True)
@@ -328,7 +374,9 @@ def _row_offset(mask: torch.Tensor) -> torch.Tensor | None:
     return most.masked_fill(~far, 0.0) if far.any() else None
 
 
-def select_columns(mask_rows: torch.Tensor, key_spans: Sequence[TokenRange], keys: TokenRange) -> torch.Tensor:
+def select_columns(
+    mask_rows: torch.Tensor, key_spans: Sequence[TokenRange], keys: TokenRange
+) -> torch.Tensor:
     """Of `rows`, [.., all keys], those columns that a rank with the keys in `spans` has at `keys`."""
     return select_spans(mask_rows, -1, select_positions(key_spans, *keys))
 

@@ -37,7 +37,11 @@ class AttentionMemory:
 
 
 def ring_memory(
-    sharding: ShardingPlan, job: Job, sequence_sharding: SequenceSharding, attend: AttentionSpec, num_samples: int
+    sharding: ShardingPlan,
+    job: Job,
+    sequence_sharding: SequenceSharding,
+    attend: AttentionSpec,
+    num_samples: int,
 ) -> AttentionMemory:
     """What a ring adds to one call of attention: its output is copied for the product behind, which may write into that."""
     heads, _ = local_heads(sharding, attend)
@@ -51,7 +55,11 @@ def ring_memory(
 
 
 def exchange_memory(
-    sharding: ShardingPlan, job: Job, sequence_sharding: SequenceSharding, attend: AttentionSpec, num_samples: int
+    sharding: ShardingPlan,
+    job: Job,
+    sequence_sharding: SequenceSharding,
+    attend: AttentionSpec,
+    num_samples: int,
 ) -> AttentionMemory:
     """What an exchange of tokens for heads adds to one call of attention."""
     if sequence_sharding.num_inner_ranks == 1:
@@ -59,11 +67,15 @@ def exchange_memory(
     heads, groups = local_heads(sharding, attend)
     needs, keys = (
         KVHeadAssignment.for_heads(heads, groups, sequence_sharding.num_inner_ranks),
-        num_samples * max(sequence_sharding.num_tokens_by_rank(attend.key_len)) * FLOAT_NBYTES[job.precision.compute],
+        num_samples
+        * max(sequence_sharding.num_tokens_by_rank(attend.key_len))
+        * FLOAT_NBYTES[job.precision.compute],
     )
     sent = heads if needs.used_heads else sequence_sharding.num_inner_ranks * needs.num_sent
     more = keys * (sent - groups) * (attend.head_dim + attend.value_head_dim)
-    return AttentionMemory(more + ring_memory(sharding, job, sequence_sharding, attend, num_samples).saved_nbytes, more)
+    return AttentionMemory(
+        more + ring_memory(sharding, job, sequence_sharding, attend, num_samples).saved_nbytes, more
+    )
 
 
 def add_attention_memory(
@@ -84,16 +96,22 @@ def add_attention_memory(
             rooms[attend.block_call] = AttentionMemory(
                 before.saved_nbytes + own.saved_nbytes, max(before.backward_nbytes, own.backward_nbytes)
             )
-        return [_with_memory(action, rooms.get(action.subject), known, in_flight_nbytes) for action in actions]
+        return [
+            _with_memory(action, rooms.get(action.subject), known, in_flight_nbytes) for action in actions
+        ]
 
     return program.edit(roomy)
 
 
-def _with_memory(action: Action, room: AttentionMemory | None, known: dict, travelling: Callable[[Action], int]) -> Action:
+def _with_memory(
+    action: Action, room: AttentionMemory | None, known: dict, travelling: Callable[[Action], int]
+) -> Action:
     if room is None:
         return action
     if action.kind in FORWARD_KINDS:
-        return with_extra_memory(action, saved_activations_name(action.subject, action.microbatch), room.saved_nbytes)
+        return with_extra_memory(
+            action, saved_activations_name(action.subject, action.microbatch), room.saved_nbytes
+        )
     held = next((hold.nbytes for hold in action.allocations if hold.name == SCRATCH), None)
     if action.kind not in INPUT_GRAD_KINDS or held is None:
         return action

@@ -93,7 +93,9 @@ class RingAttention(ContextParallel):
         return ring_sharding(self.load_balance, num_ranks)
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        forth, back = (partial(moves, sharding, job) for moves in (self._forward_transfers, self._backward_transfers))
+        forth, back = (
+            partial(moves, sharding, job) for moves in (self._forward_transfers, self._backward_transfers)
+        )
         program = reduce_totals_along(add_attention_comm(program, sharding, job, forth, back), self.axis)
         ranks = sharding.mesh.size(self.axis)
         return add_attention_memory(
@@ -109,11 +111,15 @@ class RingAttention(ContextParallel):
         runtime.set_attention(partial(self._attention, runtime, MaskCache()))
         return {}
 
-    def _forward_transfers(self, space: ShardingPlan, job: Job, attend: AttentionSpec, rows: int) -> list[Transfer]:
+    def _forward_transfers(
+        self, space: ShardingPlan, job: Job, attend: AttentionSpec, rows: int
+    ) -> list[Transfer]:
         """The shifts of one forward: keys and values."""
         return self._ring_transfers(space, job, attend, rows)[0]
 
-    def _backward_transfers(self, space: ShardingPlan, job: Job, attend: AttentionSpec, rows: int) -> list[Transfer]:
+    def _backward_transfers(
+        self, space: ShardingPlan, job: Job, attend: AttentionSpec, rows: int
+    ) -> list[Transfer]:
         """Those of one backward."""
         return self._ring_transfers(space, job, attend, rows)[1]
 
@@ -124,7 +130,11 @@ class RingAttention(ContextParallel):
         most = max(self.sequence_sharding(ranks).num_tokens_by_rank(attend.key_len))
         _, groups = local_heads(space, attend)
         return ring_transfers(
-            rows * groups * most * (attend.head_dim + attend.value_head_dim), ranks - 1, self.axis, self.comm_dtype, job
+            rows * groups * most * (attend.head_dim + attend.value_head_dim),
+            ranks - 1,
+            self.axis,
+            self.comm_dtype,
+            job,
         )
 
     def _attention(self, runtime: Runtime, recent: MaskCache, asked: ShardedAttentionCall) -> torch.Tensor:
@@ -136,7 +146,9 @@ class RingAttention(ContextParallel):
             lambda: AttentionRing(
                 index=dict(space.coordinate)[self.axis],
                 query_spans=asked.query_shard.spans,
-                key_spans=tuple(deal.token_ranges(asked.key_shard.length, index) for index in range(deal.num_ranks)),
+                key_spans=tuple(
+                    deal.token_ranges(asked.key_shard.length, index) for index in range(deal.num_ranks)
+                ),
                 shift=lambda output, tensor: runtime.shift(output, tensor, self.axis),
                 comm_dtype=torch.bfloat16 if self.comm_dtype else None,
                 **said,
@@ -144,21 +156,33 @@ class RingAttention(ContextParallel):
         )
         keep, keeps = dropout_keep_mask(asked, circle.query_spans), asked.query_shard.caches_slices
         view = recent.block_mask(circle, given.mask, given.query.device, asked.mask, cacheable=keeps)
-        return given.restore_shape(ring_attention(circle, given.query, given.key, given.value, given.mask, keep, view))
+        return given.restore_shape(
+            ring_attention(circle, given.query, given.key, given.value, given.mask, keep, view)
+        )
 
 
 def ring_sharding(load_balance: str, num_ranks: int, ulysses_degree: int = 1) -> SequenceSharding:
     """The deal of that name."""
-    return SequenceSharding(num_ranks, ulysses_degree, zigzag=load_balance == "zigzag", striped=load_balance == "striped")
+    return SequenceSharding(
+        num_ranks, ulysses_degree, zigzag=load_balance == "zigzag", striped=load_balance == "striped"
+    )
 
 
 def check_ring(name: str, load_balance: str, comm_dtype: str) -> Iterator[Diagnostic]:
     """What is wrong with what the technique `name` is told of its ring."""
     if load_balance not in LOAD_BALANCES:
-        yield Diagnostic(f"balance = '{load_balance}'", suggest_name(load_balance, LOAD_BALANCES), f"strategies.{name}.balance")
+        yield Diagnostic(
+            f"balance = '{load_balance}'",
+            suggest_name(load_balance, LOAD_BALANCES),
+            f"strategies.{name}.balance",
+        )
     if comm_dtype not in COMM_DTYPES:
         text = f"keys and values cannot travel in '{comm_dtype}'"
-        yield Diagnostic(text, 'write wire = "bfloat16", or leave it out: they travel as they are', f"strategies.{name}.wire")
+        yield Diagnostic(
+            text,
+            'write wire = "bfloat16", or leave it out: they travel as they are',
+            f"strategies.{name}.wire",
+        )
 
 
 def comm_rounding(sharding: ShardingPlan, comm_dtype: str) -> float:
@@ -167,15 +191,23 @@ def comm_rounding(sharding: ShardingPlan, comm_dtype: str) -> float:
     return 4 * 2.0**-9 * len(tokens.attention_calls) if comm_dtype and tokens is not None else 0.0
 
 
-def ring_transfers(numel: int, num_steps: int, axis: str, comm_dtype: str, job: Job) -> tuple[list[Transfer], list[Transfer]]:
+def ring_transfers(
+    numel: int, num_steps: int, axis: str, comm_dtype: str, job: Job
+) -> tuple[list[Transfer], list[Transfer]]:
     """Those of one forward and of one backward round a ring of so many steps; each message has `numel` elements.
 
     Backwards each message of gradients stands behind the next one of keys and values.
     """
     wide = "float64" if job.precision.compute == "float64" else "float32"
     dtypes = (comm_dtype or job.precision.compute, wide)
-    keys, gradients = ([Transfer("shift", (axis,), numel * FLOAT_NBYTES[dtype], dtype=dtype)] * num_steps for dtype in dtypes)
-    return keys, [*keys[:1], *(each for pair in zip(keys[1:], gradients, strict=False) for each in pair), *gradients[:1]]
+    keys, gradients = (
+        [Transfer("shift", (axis,), numel * FLOAT_NBYTES[dtype], dtype=dtype)] * num_steps for dtype in dtypes
+    )
+    return keys, [
+        *keys[:1],
+        *(each for pair in zip(keys[1:], gradients, strict=False) for each in pair),
+        *gradients[:1],
+    ]
 
 
 def in_flight_nbytes(num_ranks: int, action: Action) -> int:

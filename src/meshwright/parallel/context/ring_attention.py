@@ -57,7 +57,14 @@ def ring_attention(
 class _RingAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Any, key: Any, value: Any, mask: Any, keep: Any, circle: AttentionRing, view: BlockMask
+        ctx: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any,
+        keep: Any,
+        circle: AttentionRing,
+        view: BlockMask,
     ) -> torch.Tensor:
         with torch.autocast(query.device.type, enabled=False):
             out, lse = _forward(circle, query, key, value, (mask, keep), view)
@@ -112,14 +119,32 @@ def _backward(
     wide, length = accumulation_dtype(query.dtype), circle.max_keys * _per_token(key, value)
     of_query, home = torch.zeros_like(query, dtype=wide), query.new_zeros(length, dtype=wide)
 
-    def add(rank: int, some: Sequence[QueryKeyBlock], keys: torch.Tensor, values: torch.Tensor, message: torch.Tensor) -> None:
+    def add(
+        rank: int,
+        some: Sequence[QueryKeyBlock],
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        message: torch.Tensor,
+    ) -> None:
         of_keys, of_values = _split_message(message, key, value, keys.shape[2])
         for pair in some:
-            mine, theirs, cut = pair.query_index, pair.key_index, view.dense_mask(rank, pair, mask, query.device)
+            mine, theirs, cut = (
+                pair.query_index,
+                pair.key_index,
+                view.dense_mask(rank, pair, mask, query.device),
+            )
             into = None if of_mask is None or cut is None else torch.zeros_like(cut)
             given = grad[mine], query[mine], keys[theirs], values[theirs], out[mine], lse[mine]
-            said: dict[str, Any] = {"mask": cut, "causal": pair.kind == "causal", "scale": circle.scale, "of_mask": into}
-            said |= {"thin": _block_dropout(circle, rank, pair, keep), "above": None if rounds else view.row_offset(pair.queries)}
+            said: dict[str, Any] = {
+                "mask": cut,
+                "causal": pair.kind == "causal",
+                "scale": circle.scale,
+                "of_mask": into,
+            }
+            said |= {
+                "thin": _block_dropout(circle, rank, pair, keep),
+                "above": None if rounds else view.row_offset(pair.queries),
+            }
             found = attention_backward(*given, **said)
             for all_of, more in zip((of_query[mine], of_keys[theirs], of_values[theirs]), found, strict=True):
                 all_of += more
@@ -127,7 +152,9 @@ def _backward(
                 view.add_mask_grad(rank, pair, into, of_mask)
 
     own = view.blocks(circle.index)
-    late = own[len(own) // 2 :]  # while the last gradients come home: without them, nothing would be computed then
+    late = own[
+        len(own) // 2 :
+    ]  # while the last gradients come home: without them, nothing would be computed then
     free, gone, came, coming = list[torch.Tensor](), home, home, None
     for step, (rank, keys, values) in enumerate(_blocks(circle, key, value)):
         if step == 0:
@@ -149,7 +176,9 @@ def _backward(
     return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
 
 
-def _blocks(circle: AttentionRing, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+def _blocks(
+    circle: AttentionRing, key: torch.Tensor, value: torch.Tensor
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """The ranks whose keys and values come by, and those: this one's first. The next ones are under way meanwhile."""
     ranks, keys, values = len(circle.key_spans), key, value
     going = free = key.new_empty(0)
@@ -170,12 +199,16 @@ def _blocks(circle: AttentionRing, key: torch.Tensor, value: torch.Tensor) -> It
             keys, values = (view.to(key.dtype) for view in found)
 
 
-def _block_dropout(circle: AttentionRing, rank: int, pair: QueryKeyBlock, keep: torch.Tensor | None) -> AttentionDropout | None:
+def _block_dropout(
+    circle: AttentionRing, rank: int, pair: QueryKeyBlock, keep: torch.Tensor | None
+) -> AttentionDropout | None:
     """What dropout leaves of a pair."""
     return (
         None
         if keep is None
-        else AttentionDropout(select_columns(keep[pair.query_index], circle.key_spans[rank], pair.keys), circle.dropout_p)
+        else AttentionDropout(
+            select_columns(keep[pair.query_index], circle.key_spans[rank], pair.keys), circle.dropout_p
+        )
     )
 
 
@@ -184,7 +217,9 @@ def _per_token(key: torch.Tensor, value: torch.Tensor) -> int:
     return key.shape[0] * key.shape[1] * (key.shape[-1] + value.shape[-1])
 
 
-def _split_message(flat: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _split_message(
+    flat: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of so many tokens, or their gradients, in a message."""
     shapes = [(*each.shape[:2], tokens, each.shape[-1]) for each in (key, value)]
     ends = [prod(shape) for shape in shapes]

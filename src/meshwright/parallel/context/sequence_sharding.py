@@ -38,7 +38,12 @@ from meshwright.plan.model_spec.stage_boundaries import StageSpec
 from meshwright.plan.sharding.placement import S
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, Transfer, with_extra_memory
-from meshwright.plan.step.single_device import FORWARD_KINDS, INPUT_GRAD_KINDS, output_name, samples_per_microbatch
+from meshwright.plan.step.single_device import (
+    FORWARD_KINDS,
+    INPUT_GRAD_KINDS,
+    output_name,
+    samples_per_microbatch,
+)
 from meshwright.plan.strategy import Strategy, StrategyPhase
 
 LOSS_SITE = ""  # stands for it among visits
@@ -126,7 +131,9 @@ def _backward_sites(each: GlueGather, home: str, parts: Sequence[StageSpec]) -> 
             yield mine.block_calls[-1], False
 
 
-def _gather_and_scatter(each: GlueGather, space: ShardingPlan, job: Job, axis: str, rows: int) -> tuple[Transfer, Transfer, int]:
+def _gather_and_scatter(
+    each: GlueGather, space: ShardingPlan, job: Job, axis: str, rows: int
+) -> tuple[Transfer, Transfer, int]:
     """The transfer of a forward, that of its gradient, and the bytes of what is there then, on so many rows."""
     numel, compute = each.numel * (rows if each.per_sample else 1), job.precision.compute
     mixed = compute != job.precision.parameters
@@ -137,7 +144,10 @@ def _gather_and_scatter(each: GlueGather, space: ShardingPlan, job: Job, axis: s
         move = Transfer("all_reduce", (axis,), numel * FLOAT_NBYTES[wide], dtype=wide)
         return move, move, numel * FLOAT_NBYTES[wide]
     share = (
-        numel // each.num_tokens * max(space.sequence_sharding.num_tokens_by_rank(each.num_tokens)) * PARAM_DTYPE_NBYTES[dtype]
+        numel
+        // each.num_tokens
+        * max(space.sequence_sharding.num_tokens_by_rank(each.num_tokens))
+        * PARAM_DTYPE_NBYTES[dtype]
     )
     forth = Transfer("all_gather", (axis,), share, dtype=dtype)
     back = Transfer("reduce_scatter", (axis,), share * space.sequence_sharding.num_ranks, dtype=dtype)
@@ -147,7 +157,9 @@ def _gather_and_scatter(each: GlueGather, space: ShardingPlan, job: Job, axis: s
 CP_AXIS = "cp"
 FORWARD_KINDS = (*FORWARD_KINDS, "RECOMPUTE")  # kinds that run a visit forward
 
-AttentionTransfers = Callable[[AttentionSpec, int], Sequence[Transfer]]  # of one call of attention on so many rows
+AttentionTransfers = Callable[
+    [AttentionSpec, int], Sequence[Transfer]
+]  # of one call of attention on so many rows
 
 
 @dataclass(frozen=True)
@@ -166,7 +178,8 @@ class ContextParallel(Strategy):
         if self.axis != CP_AXIS:
             return sharding
         dealt = replace(
-            sharding.with_batch_placement(CP_AXIS, S(1)), sequence_sharding=self.sequence_sharding(sharding.mesh.size(CP_AXIS))
+            sharding.with_batch_placement(CP_AXIS, S(1)),
+            sequence_sharding=self.sequence_sharding(sharding.mesh.size(CP_AXIS)),
         )
         return dealt.map_param_shardings(lambda home: home.with_partial_grad(CP_AXIS))
 
@@ -192,22 +205,36 @@ def add_attention_comm(
     def within(action: Action, rows: int) -> Action:
         mine = list(_attention_positions(sharding, action.subject))
         if action.kind in FORWARD_KINDS:
-            more = [replace(move, position=at) for at, each in mine for move in moved(each, rows, forward=True)]
+            more = [
+                replace(move, position=at) for at, each in mine for move in moved(each, rows, forward=True)
+            ]
         else:
             late = borders is not None and not borders.input_needs_grad(action.subject)
             if action.kind not in ("B", "W" if late else "I"):
                 return action
             needed = [(at, each) for at, each in reversed(mine) if each.needs_grad]
-            more = [replace(move, position=-at) for at, each in needed for move in moved(each, rows, forward=False)]
+            more = [
+                replace(move, position=-at)
+                for at, each in needed
+                for move in moved(each, rows, forward=False)
+            ]
         return (
-            replace(action, inner_transfers=tuple(sorted((*action.inner_transfers, *more), key=lambda each: each.position)))
+            replace(
+                action,
+                inner_transfers=tuple(
+                    sorted((*action.inner_transfers, *more), key=lambda each: each.position)
+                ),
+            )
             if more
             else action
         )
 
     def edited(actions: list[Action]) -> list[Action]:
         rows = samples_per_microbatch(actions, sharding, job)
-        return [within(action, rows) if action.kind in (*FORWARD_KINDS, *INPUT_GRAD_KINDS, "W") else action for action in actions]
+        return [
+            within(action, rows) if action.kind in (*FORWARD_KINDS, *INPUT_GRAD_KINDS, "W") else action
+            for action in actions
+        ]
 
     return add_glue_gathers(program.edit(edited), sharding, job, CP_AXIS)
 
@@ -234,7 +261,9 @@ def check_sequence_sharding(
     """What keeps the tokens of this model's samples from being dealt along `axis`, to so many ranks as `deal` says."""
     where, anatomy = f"strategies.{name}", sharding.model_spec
     if axis != CP_AXIS:
-        yield Diagnostic(f"axis = '{axis}'; tokens are dealt along {CP_AXIS}", f'write axis = "{CP_AXIS}"', f"{where}.axis")
+        yield Diagnostic(
+            f"axis = '{axis}'; tokens are dealt along {CP_AXIS}", f'write axis = "{CP_AXIS}"', f"{where}.axis"
+        )
         return
     ranks = sharding.mesh.size(axis)
     other = f"mesh.{CP_AXIS} = 1 and mesh.dp_shard = {ranks} are as many ranks"
@@ -244,20 +273,24 @@ def check_sequence_sharding(
     if anatomy.sequence_info is None:
         text = f"nothing is known of tokens in {anatomy.name}: no integer input of its example has them, as [rows, tokens]"
         text += ", and no block takes in [rows, tokens, width] and attends to them by F.scaled_dot_product_attention"
-        yield Diagnostic(text, f"give it an example batch that has one (input_ids), or declare smaller blocks; or {other}", where)
+        yield Diagnostic(
+            text,
+            f"give it an example batch that has one (input_ids), or declare smaller blocks; or {other}",
+            where,
+        )
         return
     if anatomy.sequence_info.batch_dependent_reason:
         fix = f"compute it for all rows and tokens at once (hidden[rows, last] for a loop over rows); or {other}"
         yield Diagnostic(anatomy.sequence_info.batch_dependent_reason, fix, where)
     for why, visits in _token_mixing_calls(anatomy).items():
         more = f" (and so in {len(visits) - 1} more blocks)" if len(visits) > 1 else ""
-        fix = f"compute what needs all tokens between blocks, or by F.scaled_dot_product_attention; or {other}"
+        fix = (
+            f"compute what needs all tokens between blocks, or by F.scaled_dot_product_attention; or {other}"
+        )
         yield Diagnostic(f"a block cannot run on some of the tokens: {why}{more}", fix, where)
     yield from check_convolutions(name, axis, sharding, sharding_for(ranks))
     if anatomy.needs_global_batch:
-        text = (
-            f"the loss takes the rows of the whole batch at once, and along {CP_AXIS} each rank has some of the tokens of a row"
-        )
+        text = f"the loss takes the rows of the whole batch at once, and along {CP_AXIS} each rank has some of the tokens of a row"
         yield Diagnostic(text, f"write a loss that is a sum over tokens or rows; or {other}", "loss")
 
 
@@ -266,7 +299,9 @@ def _token_mixing_calls(anatomy: ModelSpec) -> Mapping[str, list[str]]:
     found: dict[str, list[str]] = {}
     for passing in anatomy.sequence_info.block_calls if anatomy.sequence_info is not None else ():
         if passing.not_sequence_parallel:
-            found.setdefault(LAYER_NUMBER.sub("*", passing.not_sequence_parallel), []).append(passing.block_call)
+            found.setdefault(LAYER_NUMBER.sub("*", passing.not_sequence_parallel), []).append(
+                passing.block_call
+            )
     return found
 
 
@@ -276,10 +311,20 @@ def _attention_positions(space: ShardingPlan, visit: str) -> Iterator[tuple[floa
     Attention stands before the rows layer that ends it, a convolution behind the last layer that was called before.
     """
     tokens = (space.all_ranks or space).model_spec.sequence_info
-    mine = [attend for attend in tokens.attention_calls if attend.block_call == visit] if tokens is not None else []
-    others = [each for each in tokens.conv_calls if each.block_call == visit and each.halo] if tokens is not None else []
+    mine = (
+        [attend for attend in tokens.attention_calls if attend.block_call == visit]
+        if tokens is not None
+        else []
+    )
+    others = (
+        [each for each in tokens.conv_calls if each.block_call == visit and each.halo]
+        if tokens is not None
+        else []
+    )
     calls = (
-        [(at, call.name) for at, call in enumerate(space.model_spec.layer_calls) if call.block_call == visit] if others else []
+        [(at, call.name) for at, call in enumerate(space.model_spec.layer_calls) if call.block_call == visit]
+        if others
+        else []
     )
     last = calls[0][0] - 0.5 if calls else 0.0
     for number in range(len(mine) + 1):
@@ -292,9 +337,16 @@ def _attention_positions(space: ShardingPlan, visit: str) -> Iterator[tuple[floa
             yield last, mine[number]
 
 
-def _head_sides(space: ShardingPlan, visit: str, role: str, attend: AttentionSpec) -> Iterator[tuple[int, DimShard]]:
+def _head_sides(
+    space: ShardingPlan, visit: str, role: str, attend: AttentionSpec
+) -> Iterator[tuple[int, DimShard]]:
     """Of each layer of `role` in `visit` whose heads are those of `attend`, and are divided: its number, and how they are."""
-    held = {layer: home for home in space.param_shardings for layer in home.param.layers if _has_heads(home.param, attend)}
+    held = {
+        layer: home
+        for home in space.param_shardings
+        for layer in home.param.layers
+        if _has_heads(home.param, attend)
+    }
     for at, call in enumerate(space.model_spec.layer_calls):
         if call.block_call == visit and call.role == role and call.name in held:
             for side in space.dim_shards(held[call.name], dict(space.coordinate)):
@@ -303,7 +355,10 @@ def _head_sides(space: ShardingPlan, visit: str, role: str, attend: AttentionSpe
 
 
 def _has_heads(weight: ParamSpec, attend: AttentionSpec) -> bool:
-    return any(cut.max_ranks == attend.num_heads and attend.num_kv_heads % cut.num_units == 0 for cut in weight.dim_splits)
+    return any(
+        cut.max_ranks == attend.num_heads and attend.num_kv_heads % cut.num_units == 0
+        for cut in weight.dim_splits
+    )
 
 
 def _is_head_dim(call: LayerCall, weight: ParamSpec, dim: int) -> bool:

@@ -46,7 +46,12 @@ from meshwright.parallel.context.conv_halo import convolve_with_halo
 from meshwright.parallel.context.head_exchange import HeadExchange, check_heads, exchange_transfers
 from meshwright.parallel.context.memory_model import add_attention_memory, exchange_memory
 from meshwright.parallel.context.ring_attention import ring_attention
-from meshwright.parallel.context.sequence_sharding import CP_AXIS, ContextParallel, add_attention_comm, check_sequence_sharding
+from meshwright.parallel.context.sequence_sharding import (
+    CP_AXIS,
+    ContextParallel,
+    add_attention_comm,
+    check_sequence_sharding,
+)
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.sequence_info import AttentionSpec, SequenceSharding
@@ -85,7 +90,9 @@ class Ulysses(ContextParallel):
             return of_given + of_taken
 
         program = reduce_totals_along(add_attention_comm(program, sharding, job, forth, back), self.axis)
-        return add_attention_memory(program, sharding, job, memory_of=partial(exchange_memory, sharding, job, deal))
+        return add_attention_memory(
+            program, sharding, job, memory_of=partial(exchange_memory, sharding, job, deal)
+        )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         deal = self.sequence_sharding(runtime.plan.sharding.mesh.size(self.axis))
@@ -98,12 +105,17 @@ class Ulysses(ContextParallel):
         given = attention_inputs(asked, self.name)
         if given.dropout_p:
             return given.restore_shape(
-                exchange.to_tokens(self._attention_with_dropout(exchange, given, asked), asked.query_shard.length)
+                exchange.to_tokens(
+                    self._attention_with_dropout(exchange, given, asked), asked.query_shard.length
+                )
             )
         mine = exchange.gather_inputs(given, asked, self.name)
         grouped = mine.query.shape[1] != mine.key.shape[1]
         out = F.scaled_dot_product_attention(
-            *(mine.query, mine.key, mine.value, mine.mask), is_causal=asked.is_causal, scale=asked.scale, enable_gqa=grouped
+            *(mine.query, mine.key, mine.value, mine.mask),
+            is_causal=asked.is_causal,
+            scale=asked.scale,
+            enable_gqa=grouped,
         )
         return given.restore_shape(exchange.to_tokens(out, asked.query_shard.length))
 
@@ -113,10 +125,21 @@ class Ulysses(ContextParallel):
         """The same with dropout, whose masks are those of one device: torch's function would draw others."""
         mine, rows = exchange.gather_inputs(given, asked, self.name), ((0, asked.query_shard.length),)
         circle = AttentionRing(
-            0, rows, (((0, asked.key_shard.length),),), asked.scale, asked.is_causal, _no_shift, dropout_p=given.dropout_p
+            0,
+            rows,
+            (((0, asked.key_shard.length),),),
+            asked.scale,
+            asked.is_causal,
+            _no_shift,
+            dropout_p=given.dropout_p,
         )
         return ring_attention(
-            circle, mine.query, mine.key, mine.value, mine.mask, dropout_keep_mask(asked, rows, exchange.head_range(given))
+            circle,
+            mine.query,
+            mine.key,
+            mine.value,
+            mine.mask,
+            dropout_keep_mask(asked, rows, exchange.head_range(given)),
         )
 
 

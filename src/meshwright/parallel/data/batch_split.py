@@ -51,7 +51,9 @@ class BatchSplit(Strategy):
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         if self.axis not in DATA_AXES:
             yield Diagnostic(
-                f"samples cannot be split along '{self.axis}'", suggest_name(self.axis, DATA_AXES), "strategies.batch.axis"
+                f"samples cannot be split along '{self.axis}'",
+                suggest_name(self.axis, DATA_AXES),
+                "strategies.batch.axis",
             )
         if sharding.model_spec.needs_global_batch:
             for column in (
@@ -66,7 +68,9 @@ class BatchSplit(Strategy):
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
         met = program.edit(
-            lambda actions: [self._gather_along_axis(action) for action in self._insert_gathers(actions, sharding, job)]
+            lambda actions: [
+                self._gather_along_axis(action) for action in self._insert_gathers(actions, sharding, job)
+            ]
         )
         return reduce_totals_along(met, self.axis)
 
@@ -75,7 +79,10 @@ class BatchSplit(Strategy):
         anatomy = space.model_spec
         if not anatomy.needs_global_batch or any(action.kind == "GATHER" for action in actions):
             return actions
-        rows, at = job.train.batch // space.mesh.group_size(space.data_axes), index_of_last(actions, "LOSS") or 0
+        rows, at = (
+            job.train.batch // space.mesh.group_size(space.data_axes),
+            index_of_last(actions, "LOSS") or 0,
+        )
         used = [column for column in anatomy.outputs if column.used_by_loss]
         sizes = {BATCH_INFO: 8 * (1 + sum(not column.per_sample for column in used))}
         for column in (*anatomy.targets, *used):
@@ -83,7 +90,13 @@ class BatchSplit(Strategy):
                 sizes[column.name] = rows * column.nbytes(job.precision.parameters)
         forward = next(action.name for action in reversed(actions) if action.kind in FORWARD_KINDS)
         gathers = [
-            Action("GATHER", name, stream="wire", waits=(forward,), transfer=Transfer("all_gather", (), nbytes, dtype="uint8"))
+            Action(
+                "GATHER",
+                name,
+                stream="wire",
+                waits=(forward,),
+                transfer=Transfer("all_gather", (), nbytes, dtype="uint8"),
+            )
             for name, nbytes in sizes.items()
         ]
         loss = with_waits(actions[at], [gather.name for gather in gathers])

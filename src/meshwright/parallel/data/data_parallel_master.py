@@ -57,20 +57,29 @@ class DataParallelMaster(Strategy):
         if others:
             text = f"the ranks along {' and '.join(others)} would each have a master of their own"
             yield Diagnostic(text, f'set mesh.{others[0]} = 1, or use the strategy "replicate"', where)
-        shared = [column for column in sharding.model_spec.outputs if column.used_by_loss and not column.per_sample]
+        shared = [
+            column for column in sharding.model_spec.outputs if column.used_by_loss and not column.per_sample
+        ]
         if shared:
             one = shared[0]
             text = f"the loss takes {one.name} of shape {list(one.shape)}, which is not per row: it would be that of the master"
             yield Diagnostic(text, 'use the strategy "replicate"', where)
-        for column in (*sharding.model_spec.inputs, *(column for column in sharding.model_spec.outputs if column.used_by_loss)):
+        for column in (
+            *sharding.model_spec.inputs,
+            *(column for column in sharding.model_spec.outputs if column.used_by_loss),
+        ):
             yield from column.diagnostics(where)
         if job.precision.reduce != job.precision.parameters:
             text = f"gradients travel in {job.precision.parameters} here, and precision.reduce is {job.precision.reduce}"
-            yield Diagnostic(text, 'use the strategy "replicate", or make the two dtypes equal', "precision.reduce")
+            yield Diagnostic(
+                text, 'use the strategy "replicate", or make the two dtypes equal', "precision.reduce"
+            )
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         led = replace(sharding, primary_rank_axes=(*sharding.primary_rank_axes, self.axis))
-        return led.map_param_shardings(lambda home: replace(home, grad_layout=home.grad_layout.with_placement(self.axis, I)))
+        return led.map_param_shardings(
+            lambda home: replace(home, grad_layout=home.grad_layout.with_placement(self.axis, I))
+        )
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
         rows = job.train.batch // sharding.mesh.group_size(sharding.data_axes)
@@ -79,7 +88,9 @@ class DataParallelMaster(Strategy):
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         return {"REDUCE": runtime.start_collective}
 
-    def _insert_exchanges(self, actions: list[Action], space: ShardingPlan, job: Job, rows: int) -> list[Action]:
+    def _insert_exchanges(
+        self, actions: list[Action], space: ShardingPlan, job: Job, rows: int
+    ) -> list[Action]:
         """`actions`, of one micro-batch, with the exchanges of rows round the forward and the loss."""
         actions = [action for action in actions if action.kind != "GATHER"]  # to the master, not to all
         used = [column for column in space.model_spec.outputs if column.used_by_loss]
@@ -90,12 +101,18 @@ class DataParallelMaster(Strategy):
         forward, loss = actions[at - 1].name, actions[at]
 
         def moved(how: str, column: BatchTensor) -> Transfer:
-            return Transfer(how, (self.axis,), rows * column.nbytes(job.precision.parameters), dtype="uint8")  # as bytes
+            return Transfer(
+                how, (self.axis,), rows * column.nbytes(job.precision.parameters), dtype="uint8"
+            )  # as bytes
 
         handed = [
-            Action("SCATTER", c.name, waits=("TOKEN_COUNT()",), transfer=moved("scatter", c)) for c in space.model_spec.inputs
+            Action("SCATTER", c.name, waits=("TOKEN_COUNT()",), transfer=moved("scatter", c))
+            for c in space.model_spec.inputs
         ]
-        met = [Action("GATHER", c.name, stream="wire", waits=(forward,), transfer=moved("gather", c)) for c in used]
+        met = [
+            Action("GATHER", c.name, stream="wire", waits=(forward,), transfer=moved("gather", c))
+            for c in used
+        ]
         back = [
             Action("SCATTER", output_grad_name(c.name), waits=(loss.name,), transfer=moved("scatter", c))
             for c in used
@@ -116,8 +133,21 @@ class DataParallelMaster(Strategy):
         for weight in space.model_spec.trainable:
             names = (weight.name,)
             sums = Transfer("reduce", (self.axis,), weight.numel * FLOAT_NBYTES[dtype], dtype=dtype)
-            reduces.append(Action("REDUCE", weight.name, stream="wire", waits=last, tensors=names, transfer=sums))
+            reduces.append(
+                Action("REDUCE", weight.name, stream="wire", waits=last, tensors=names, transfer=sums)
+            )
             out = replace(sums, collective="broadcast")
-            copies.append(Action("BROADCAST", weight.name, stream="wire", waits=("STEP()",), tensors=names, transfer=out))
+            copies.append(
+                Action(
+                    "BROADCAST", weight.name, stream="wire", waits=("STEP()",), tensors=names, transfer=out
+                )
+            )
         waiting = with_waits(actions[clip], [reduce.name for reduce in reduces])
-        return [*actions[:clip], *reduces, waiting, *actions[clip + 1 : step + 1], *copies, *actions[step + 1 :]]
+        return [
+            *actions[:clip],
+            *reduces,
+            waiting,
+            *actions[clip + 1 : step + 1],
+            *copies,
+            *actions[step + 1 :],
+        ]

@@ -37,7 +37,13 @@ from meshwright.plan.sharding.param_sharding import ParamGroup
 from meshwright.plan.sharding.placement import I, R
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Allocation, Program, Transfer
-from meshwright.plan.step.single_device import BackwardIndex, first_grad_reader, grad_name, stepped_microbatches, with_grad_waits
+from meshwright.plan.step.single_device import (
+    BackwardIndex,
+    first_grad_reader,
+    grad_name,
+    stepped_microbatches,
+    with_grad_waits,
+)
 from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
 
@@ -59,14 +65,20 @@ class DDP(Strategy):
         yield from check_replicas(self.name, self.axis, self.algorithm, sharding)
         if not 0 < self.bucket_mb < inf:
             text = f"buckets of {self.bucket_mb} MiB"
-            yield Diagnostic(text, "write a size above 0; 25 is a good start", "strategies.replicate.bucket_mb")
+            yield Diagnostic(
+                text, "write a size above 0; 25 is a good start", "strategies.replicate.bucket_mb"
+            )
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         axes = sharding.with_token_axes(self.axis)
-        return sharding.map_param_shardings(lambda home: replace(home, grad_layout=home.grad_layout.with_placement(axes, I)))
+        return sharding.map_param_shardings(
+            lambda home: replace(home, grad_layout=home.grad_layout.with_placement(axes, I))
+        )
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        buckets = coalesce(sharding.param_groups(), self.bucket_mb * 2**20 / FLOAT_NBYTES[job.precision.reduce])
+        buckets = coalesce(
+            sharding.param_groups(), self.bucket_mb * 2**20 / FLOAT_NBYTES[job.precision.reduce]
+        )
         return program.edit(lambda actions: self._insert_buckets(actions, buckets, sharding, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
@@ -76,12 +88,17 @@ class DDP(Strategy):
         self, actions: list[Action], buckets: Iterable[Sequence[ParamGroup]], space: ShardingPlan, job: Job
     ) -> list[Action]:
         """`actions` with all buckets: once, or for every micro-batch, where each is stepped with alone."""
-        alone, behind = stepped_microbatches(actions), dict[int, list[Action]]()  # what stands behind which action
+        alone, behind = (
+            stepped_microbatches(actions),
+            dict[int, list[Action]](),
+        )  # what stands behind which action
         found, ends, axes = BackwardIndex(actions), list[_BucketEnd](), space.with_token_axes(self.axis)
         for number, bucket in enumerate(buckets):
             for micro in alone or (None,):
                 places = [found.completing(bundle, space.model_spec.block_calls, micro) for bundle in bucket]
-                ends.append(self._insert_bucket(actions, places, behind, str(number), bucket, axes, job, micro))
+                ends.append(
+                    self._insert_bucket(actions, places, behind, str(number), bucket, axes, job, micro)
+                )
         done = [each for i, action in enumerate(actions) for each in (action, *behind.get(i, ()))]
         for end in ends:
             done = end.apply(done)
@@ -112,7 +129,13 @@ class DDP(Strategy):
             grads = () if casts else (grad_name(bundle),)
             takes = () if packs else (held,)
             pack = Action(
-                "PACK", bundle.name, micro, waits=(actions[at].name,), tensors=bundle.names, allocations=takes, frees=grads
+                "PACK",
+                bundle.name,
+                micro,
+                waits=(actions[at].name,),
+                tensors=bundle.names,
+                allocations=takes,
+                frees=grads,
             )
             packs.append(pack)
             behind.setdefault(at, []).append(pack)
@@ -124,7 +147,9 @@ class DDP(Strategy):
         behind.setdefault(last, []).append(reduce)
         if not casts:
             return _BucketEnd(reduce, held.name, tuple(map(grad_name, bucket)))
-        return _BucketEnd(Action("UNPACK", name, micro, waits=(reduce.name,), tensors=tensors, frees=(held.name,)))
+        return _BucketEnd(
+            Action("UNPACK", name, micro, waits=(reduce.name,), tensors=tensors, frees=(held.name,))
+        )
 
 
 def coalesce(param_groups: Sequence[ParamGroup], max_numel: float) -> list[list[ParamGroup]]:
@@ -150,7 +175,11 @@ def check_replicas(
 ) -> Iterator[Diagnostic]:
     """What is wrong with keeping whole copies along `axis`, which may be one of `axes`."""
     if axis not in axes:
-        yield Diagnostic(f"weights cannot be replicated along '{axis}'", suggest_name(axis, DATA_AXES), f"strategies.{name}.axis")
+        yield Diagnostic(
+            f"weights cannot be replicated along '{axis}'",
+            suggest_name(axis, DATA_AXES),
+            f"strategies.{name}.axis",
+        )
     elif axis not in sharding.grad_sum_axes:
         yield same_data_diagnostic("copies", axis, f"strategies.{name}")
     elif any(home.flat_shard_axes for home in sharding.param_shardings):
@@ -168,7 +197,9 @@ def _check_single_axis(name: str, axis: str, space: ShardingPlan) -> Iterator[Di
     """Copies along two axes would be summed one axis after the other: two messages where one does."""
     copied = [home for home in space.param_shardings if home.param.trainable]
     whole = [
-        each for each in GRAD_SUM_AXES if any((h.layout.placement(each), h.grad_layout.placement(each)) == (R, I) for h in copied)
+        each
+        for each in GRAD_SUM_AXES
+        if any((h.layout.placement(each), h.grad_layout.placement(each)) == (R, I) for h in copied)
     ]
     others = [each for each in whole if each != axis]
     if others:

@@ -25,7 +25,12 @@ from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.placement import I
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, Transfer
-from meshwright.plan.step.single_device import first_grad_reader, last_backward, stepped_microbatches, with_grad_waits
+from meshwright.plan.step.single_device import (
+    first_grad_reader,
+    last_backward,
+    stepped_microbatches,
+    with_grad_waits,
+)
 from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
 
@@ -45,11 +50,15 @@ class NaiveDDP(Strategy):
         yield from check_replicas(self.name, self.axis, self.algorithm, sharding)
         if job.precision.reduce != job.precision.parameters:
             text = f"gradients travel in {job.precision.parameters} here, and precision.reduce is {job.precision.reduce}"
-            yield Diagnostic(text, 'use the strategy "replicate", or make the two dtypes equal', "precision.reduce")
+            yield Diagnostic(
+                text, 'use the strategy "replicate", or make the two dtypes equal', "precision.reduce"
+            )
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         axes = sharding.with_token_axes(self.axis)
-        return sharding.map_param_shardings(lambda home: replace(home, grad_layout=home.grad_layout.with_placement(axes, I)))
+        return sharding.map_param_shardings(
+            lambda home: replace(home, grad_layout=home.grad_layout.with_placement(axes, I))
+        )
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
         return program.edit(lambda actions: self._insert_reduces(actions, sharding, job))
@@ -58,20 +67,42 @@ class NaiveDDP(Strategy):
         return {"REDUCE": runtime.start_collective}
 
     def _insert_reduces(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
-        for micro in stepped_microbatches(actions) or (None,):  # each that is stepped with alone, or all of them
+        for micro in stepped_microbatches(actions) or (
+            None,
+        ):  # each that is stepped with alone, or all of them
             actions = self._reduce_each(actions, space, job, micro)
         return actions
 
-    def _reduce_each(self, actions: list[Action], space: ShardingPlan, job: Job, micro: int | None) -> list[Action]:
+    def _reduce_each(
+        self, actions: list[Action], space: ShardingPlan, job: Job, micro: int | None
+    ) -> list[Action]:
         end = first_grad_reader(actions, micro)
         reduces = []
         rule = Rule.parse(self.algorithm)
         for weight in (home.param for home in space.param_shardings if home.param.trainable):
             nbytes = weight.numel * FLOAT_NBYTES[job.precision.parameters]
             transfer = Transfer(
-                "all_reduce", space.with_token_axes(self.axis), nbytes, rule.pick(nbytes), job.precision.parameters
+                "all_reduce",
+                space.with_token_axes(self.axis),
+                nbytes,
+                rule.pick(nbytes),
+                job.precision.parameters,
             )
             waits = (last_backward(actions[:end]).name,)
             tensors = (weight.name,)
-            reduces.append(Action("REDUCE", weight.name, micro, stream="wire", waits=waits, tensors=tensors, transfer=transfer))
-        return [*actions[:end], *reduces, *with_grad_waits(actions[end:], [reduce.name for reduce in reduces], micro)]
+            reduces.append(
+                Action(
+                    "REDUCE",
+                    weight.name,
+                    micro,
+                    stream="wire",
+                    waits=waits,
+                    tensors=tensors,
+                    transfer=transfer,
+                )
+            )
+        return [
+            *actions[:end],
+            *reduces,
+            *with_grad_waits(actions[end:], [reduce.name for reduce in reduces], micro),
+        ]

@@ -75,37 +75,59 @@ class ZeRO(Strategy):
         where = "strategies.zero"
         if self.stage not in STAGES:
             text = f"stage {self.stage}; needed is 1 (moments), 2 (and gradients) or 3 (and weights)"
-            yield Diagnostic(text, "write stage = 3; to cut nothing into shards, use replicate", f"{where}.stage")
+            yield Diagnostic(
+                text, "write stage = 3; to cut nothing into shards, use replicate", f"{where}.stage"
+            )
         if self.gather not in GATHER_CHOICES:
-            yield Diagnostic(f"gather = '{self.gather}'", suggest_name(self.gather, GATHER_CHOICES), f"{where}.gather")
+            yield Diagnostic(
+                f"gather = '{self.gather}'", suggest_name(self.gather, GATHER_CHOICES), f"{where}.gather"
+            )
         if not 0 <= self.keep_mb < inf or self.prefetch < 0:
             text = f"keep_mb = {self.keep_mb}, ahead = {self.prefetch}"
             yield Diagnostic(text, "write numbers from 0 up; ahead = 1 is a good start", where)
         for key, axis in (("axis", self.axis), ("across", self.replicate_axis)):
             if axis and axis not in GRAD_SUM_AXES:
                 yield Diagnostic(
-                    f"{key} = '{axis}' is no axis of data parallelism", suggest_name(axis, DATA_AXES), f"{where}.{key}"
+                    f"{key} = '{axis}' is no axis of data parallelism",
+                    suggest_name(axis, DATA_AXES),
+                    f"{where}.{key}",
                 )
             elif axis and axis not in sharding.grad_sum_axes:
                 yield same_data_diagnostic("shards", axis, where)
-        unused = [key for key, usual in (("gather", "use"), ("keep_mb", 0.0), ("ahead", 1)) if vars(self)[key] != usual]
+        unused = [
+            key
+            for key, usual in (("gather", "use"), ("keep_mb", 0.0), ("ahead", 1))
+            if vars(self)[key] != usual
+        ]
         if unused and self.stage in (1, 2):
             text = f"{' and '.join(unused)} with stage {self.stage}, which keeps weights whole"
             yield Diagnostic(text, f"remove {' and '.join(unused)}, or set stage = 3", where)
         yield from self._check_dtypes(sharding)
         if self.axis == self.replicate_axis:
-            yield Diagnostic(f"axis and across are both {self.axis}", "shard along one axis, replicate along the other", where)
+            yield Diagnostic(
+                f"axis and across are both {self.axis}",
+                "shard along one axis, replicate along the other",
+                where,
+            )
         elif self.replicate_axis in sharding.token_axes:
             text = f"across = '{self.replicate_axis}', where ranks have other tokens of a sample: shards are cut along {self.axis} and it"
-            yield Diagnostic(text, 'remove across, or write the other axis of samples there: "dp_replicate"', f"{where}.across")
+            yield Diagnostic(
+                text,
+                'remove across, or write the other axis of samples there: "dp_replicate"',
+                f"{where}.across",
+            )
         yield from self._check_single_owner(sharding)
 
     def _check_single_owner(self, space: ShardingPlan) -> Iterator[Diagnostic]:
         """Sums that another strategy takes."""
         stored = [
-            axis for axis in space.grad_sum_axes if any(axis not in home.grad_layout.axes_with("P") for home in _trainable(space))
+            axis
+            for axis in space.grad_sum_axes
+            if any(axis not in home.grad_layout.axes_with("P") for home in _trainable(space))
         ]
-        if taken := [axis for axis in stored if axis in (*space.with_token_axes(self.axis), self.replicate_axis)]:
+        if taken := [
+            axis for axis in stored if axis in (*space.with_token_axes(self.axis), self.replicate_axis)
+        ]:
             text = f"another strategy stores the weights along {' and '.join(taken)} already"
             other = [axis for axis in stored if axis in space.data_axes and axis != self.axis]
             more = f'; zero replicates by itself: across = "{other[0]}"' if other else ""
@@ -123,14 +145,20 @@ class ZeRO(Strategy):
             elif weight.dtype and weight.dtype not in PARAM_DTYPE_NBYTES and self.stage == 3:
                 text = f"{weight.name} is of {weight.dtype}, which is not cut into shards"
                 yield Diagnostic(
-                    text, f"use stage = 2, which keeps weights whole, or one of {', '.join(PARAM_DTYPE_NBYTES)}", weight.name
+                    text,
+                    f"use stage = 2, which keeps weights whole, or one of {', '.join(PARAM_DTYPE_NBYTES)}",
+                    weight.name,
                 )
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         axes = sharding.with_token_axes(self.axis)
 
         def stored(home: ParamSharding) -> ParamSharding:
-            return replace(home, storage_layout=home.storage_layout.with_placement(axes, S(FLAT))) if self.stage == 3 else home
+            return (
+                replace(home, storage_layout=home.storage_layout.with_placement(axes, S(FLAT)))
+                if self.stage == 3
+                else home
+            )
 
         def shard(home: ParamSharding) -> ParamSharding:
             grad = home.grad_layout.with_placement(axes, S(FLAT)).with_placement(
@@ -142,7 +170,11 @@ class ZeRO(Strategy):
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
         sums = GradReduceScatter(
-            sharding, job, sharding.with_token_axes(self.axis), self.replicate_axis, every_microbatch=self.stage > 1
+            sharding,
+            job,
+            sharding.with_token_axes(self.axis),
+            self.replicate_axis,
+            every_microbatch=self.stage > 1,
         )
         program = program.edit(sums.add_to)
         return program.edit(
@@ -156,12 +188,16 @@ class ZeRO(Strategy):
         return {**words, "REDUCE": runtime.reduce, "ACCUMULATE": runtime.accumulate}
 
     @staticmethod
-    def _unshard_action(bundle: ParamGroup, arena: FlatParamSpec, job: Job, what: str, micro: int | None) -> Action:
+    def _unshard_action(
+        bundle: ParamGroup, arena: FlatParamSpec, job: Job, what: str, micro: int | None
+    ) -> Action:
         """The UNSHARD of `bundle`, which lies in `arena`, for `what`."""
         first, parameters = bundle.params[0], job.precision.parameters
         dtype, nbytes = first.dtype_for(parameters), arena.shard_numel * first.itemsize(parameters)
         transfer = Transfer("all_gather", arena.axes, nbytes, dtype=dtype)
-        return Action("UNSHARD", f"{bundle.name}{what}", micro, "wire", tensors=bundle.names, transfer=transfer)
+        return Action(
+            "UNSHARD", f"{bundle.name}{what}", micro, "wire", tensors=bundle.names, transfer=transfer
+        )
 
     def _insert_step_gathers(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
         """`actions` with what the last step has stepped handed out once, each bundle ahead of its first use."""
@@ -169,10 +205,14 @@ class ZeRO(Strategy):
             sorted(space.param_groups(), key=lambda bundle: min(_call_indices(bundle, space))),
             space.flat_param_specs(),
         )
-        gathers = {bundle.name: self._unshard_action(bundle, arenas[bundle.name], job, "", None) for bundle in bundles}
+        gathers = {
+            bundle.name: self._unshard_action(bundle, arenas[bundle.name], job, "", None)
+            for bundle in bundles
+        }
         first = next(i for i, action in enumerate(actions) if action.kind in FORWARD_KINDS)
         waiting = [
-            self._with_gather_waits(action, bundles, {b: g.name for b, g in gathers.items()}) for action in actions[first:]
+            self._with_gather_waits(action, bundles, {b: g.name for b, g in gathers.items()})
+            for action in actions[first:]
         ]
         ready = [_wait_action(gathers[bundle.name]) for bundle in bundles if ROOT in bundle.block_calls]
         return [*actions[:first], *gathers.values(), *ready, *waiting]
@@ -181,17 +221,29 @@ class ZeRO(Strategy):
     def _with_gather_waits(action: Action, bundles: Sequence[ParamGroup], names: Mapping[str, str]) -> Action:
         if action.kind not in PARAM_USE_KINDS:
             return action
-        return with_waits(action, [names[bundle.name] for bundle in bundles if action.subject in bundle.block_calls])
+        return with_waits(
+            action, [names[bundle.name] for bundle in bundles if action.subject in bundle.block_calls]
+        )
 
     def _insert_unshard_windows(self, actions: list[Action], space: ShardingPlan, job: Job) -> list[Action]:
         """`actions` with an UNSHARD ahead of each stay of a bundle and a RESHARD behind it."""
-        bundles, arenas = {bundle.name: bundle for bundle in space.all_param_groups()}, space.flat_param_specs()
-        widths = {name: bundle.params[0].itemsize(job.precision.parameters) for name, bundle in bundles.items()}
+        bundles, arenas = (
+            {bundle.name: bundle for bundle in space.all_param_groups()},
+            space.flat_param_specs(),
+        )
+        widths = {
+            name: bundle.params[0].itemsize(job.precision.parameters) for name, bundle in bundles.items()
+        }
         nbytes = {name: arena.numel * widths[name] for name, arena in arenas.items()}
         at = [
-            i for i, action in enumerate(actions) if action.kind in PARAM_USE_KINDS or (action.kind == "LOSS" and action.tensors)
+            i
+            for i, action in enumerate(actions)
+            if action.kind in PARAM_USE_KINDS or (action.kind == "LOSS" and action.tensors)
         ]
-        uses = [ParamUse(_needed_groups(actions[i], list(bundles.values())), actions[i].microbatch or 0) for i in at]
+        uses = [
+            ParamUse(_needed_groups(actions[i], list(bundles.values())), actions[i].microbatch or 0)
+            for i in at
+        ]
         found = unshard_windows(uses, nbytes, self.gather, self.keep_mb * 2**20, self.prefetch)
         number, sizes = assign_buffers(found, nbytes)
         before: dict[int, list[Action]] = {}
@@ -200,9 +252,13 @@ class ZeRO(Strategy):
         for stay in found:
             bundle, first = bundles[stay.param_group], actions[at[stay.first_use]]
             held = Allocation(f"weight buffer {number[stay.param_group]}", sizes[number[stay.param_group]])
-            fetch = self._unshard_action(bundle, arenas[stay.param_group], job, _gather_suffix(first, bundle), first.microbatch)
+            fetch = self._unshard_action(
+                bundle, arenas[stay.param_group], job, _gather_suffix(first, bundle), first.microbatch
+            )
             fetch = replace(fetch, allocations=(held,))
-            release = Action("RESHARD", fetch.subject, fetch.microbatch, tensors=fetch.tensors, frees=(held.name,))
+            release = Action(
+                "RESHARD", fetch.subject, fetch.microbatch, tensors=fetch.tensors, frees=(held.name,)
+            )
             before.setdefault(at[stay.fetch_use], []).append(fetch)
             if ROOT in bundle.block_calls:
                 before[at[stay.fetch_use]].append(_wait_action(fetch))
@@ -235,7 +291,11 @@ def _needed_groups(action: Action, bundles: Sequence[ParamGroup]) -> tuple[str, 
     """The bundles that `action` finds whole: those of its visit, and those that glue uses at any time."""
     by_loss = set(action.tensors) if action.kind == "LOSS" else set()
     flat = (bundle for bundle in bundles if bundle.param_shardings[0].flat_shard_axes)
-    return tuple(each.name for each in flat if {action.subject, ROOT} & set(each.block_calls) or by_loss & set(each.names))
+    return tuple(
+        each.name
+        for each in flat
+        if {action.subject, ROOT} & set(each.block_calls) or by_loss & set(each.names)
+    )
 
 
 def _call_indices(bundle: ParamGroup, space: ShardingPlan) -> list[int]:

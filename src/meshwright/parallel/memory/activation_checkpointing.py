@@ -77,7 +77,9 @@ class ActivationCheckpointing(Strategy):
             text = f"the model runs as one block, '{visits[0]}', whose backward follows its forward at once: nothing is spared"
             yield Diagnostic(text, "declare its layers as blocks: Model(blocks=[...])", f"{where}.blocks")
         if not 0 <= self.keep_mb < inf:
-            yield Diagnostic(f"keep_mb = {self.keep_mb}", "write a number from 0 up; 0 keeps nothing", f"{where}.keep_mb")
+            yield Diagnostic(
+                f"keep_mb = {self.keep_mb}", "write a number from 0 up; 0 keeps nothing", f"{where}.keep_mb"
+            )
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
         return program.edit(lambda actions: self._checkpoint(actions, sharding, job))
@@ -90,7 +92,9 @@ class ActivationCheckpointing(Strategy):
         chosen = self._choose_block_calls(actions, space, job)
         edited, leans = [], {}
         for action in actions:
-            action = replace(action, waits=tuple(leans[wait].name if wait in leans else wait for wait in action.waits))
+            action = replace(
+                action, waits=tuple(leans[wait].name if wait in leans else wait for wait in action.waits)
+            )
             if action.kind == "F" and action.subject in chosen:
                 within = _saved_holds(action)
                 kept = tuple(hold for hold in action.allocations if hold not in within)
@@ -104,13 +108,24 @@ class ActivationCheckpointing(Strategy):
                     allocations=kept,
                 )
                 lean = replace(
-                    lean, transfer=action.transfer, flops=action.flops, frees=action.frees, inner_transfers=action.inner_transfers
+                    lean,
+                    transfer=action.transfer,
+                    flops=action.flops,
+                    frees=action.frees,
+                    inner_transfers=action.inner_transfers,
                 )
                 leans[action.name] = lean
                 again = Action(
-                    "RECOMPUTE", action.subject, action.microbatch, waits=(lean.name,), flops=action.flops, allocations=within
+                    "RECOMPUTE",
+                    action.subject,
+                    action.microbatch,
+                    waits=(lean.name,),
+                    flops=action.flops,
+                    allocations=within,
                 )
-                again = replace(again, inner_transfers=tuple(move for move in action.inner_transfers if not move.in_glue))
+                again = replace(
+                    again, inner_transfers=tuple(move for move in action.inner_transfers if not move.in_glue)
+                )
                 chosen[action.subject][action.microbatch] = again
                 action = leans[action.name]
             elif action.kind in INPUT_GRAD_KINDS and action.subject in chosen:
@@ -128,16 +143,26 @@ class ActivationCheckpointing(Strategy):
         Ranks that meet within a visit choose alike: by the sizes of the one that has most of it.
         """
         anatomy, largest = space.model_spec, _largest_rank_view(space)
-        sizes, held = block_shares(largest), activation_memory(largest, job, samples_per_microbatch(actions, space, job))
+        sizes, held = (
+            block_shares(largest),
+            activation_memory(largest, job, samples_per_microbatch(actions, space, job)),
+        )
         forwards = {
-            action.subject: action for action in actions if action.kind == "F" and self._is_selected(action.subject, anatomy)
+            action.subject: action
+            for action in actions
+            if action.kind == "F" and self._is_selected(action.subject, anatomy)
         }
         order = list(anatomy.block_calls)
         alive = {visit: _max_in_flight(actions, visit) for visit in forwards}
         known = bool(anatomy.saved_numel)  # else what it hands on stands for it
-        nbytes = {visit: alive[visit] * (held[visit].saved_nbytes if known else held[visit].output_nbytes) for visit in forwards}
+        nbytes = {
+            visit: alive[visit] * (held[visit].saved_nbytes if known else held[visit].output_nbytes)
+            for visit in forwards
+        }
         left = self.keep_mb * 2**20
-        worth = {visit: sizes[visit].flops * alive[visit] / each if each else inf for visit, each in nbytes.items()}
+        worth = {
+            visit: sizes[visit].flops * alive[visit] / each if each else inf for visit, each in nbytes.items()
+        }
         for visit in sorted(forwards, key=lambda visit: (-worth[visit], -order.index(visit))):
             if nbytes[visit] <= left:
                 left -= nbytes[visit]
@@ -172,12 +197,19 @@ def _with_kept_inputs(actions: list[Action], space: ShardingPlan, job: Job) -> l
 
 def _saved_holds(forward: Action) -> tuple[Allocation, ...]:
     """What a forward takes that its backward alone needs."""
-    return tuple(hold for hold in forward.allocations if hold.name == saved_activations_name(forward.subject, forward.microbatch))
+    return tuple(
+        hold
+        for hold in forward.allocations
+        if hold.name == saved_activations_name(forward.subject, forward.microbatch)
+    )
 
 
 def _largest_rank_view(space: ShardingPlan) -> ShardingPlan:
     """`space` as the rank sees it that has most, of those that have other slices of weights, or other tokens."""
-    where = {**dict(space.coordinate), **dict.fromkeys(space.param_slice_axes, 0)}  # units are dealt out larger first
+    where = {
+        **dict(space.coordinate),
+        **dict.fromkeys(space.param_slice_axes, 0),
+    }  # units are dealt out larger first
     if space.sequence_sharding is not None and space.model_spec.sequence_info is not None:
         counts = space.sequence_sharding.num_tokens_by_rank(space.model_spec.sequence_info.length)
         peers = space.mesh.peers(space.mesh.rank(where), space.token_axes)

@@ -78,9 +78,15 @@ def run_tiled(name: str, num_tiles: int, run: RunModule, *args: Any, **kwargs: A
         raise PlanError(text, fix="leave `mlp` out of the strategy that runs it in tiles", location="model")
     if not torch.is_grad_enabled():
         return torch.cat(
-            [_run_tile(name, run, x) for x in args[0].tensor_split(_clamp_num_tiles(args[0], num_tiles), TOKEN_DIM)], TOKEN_DIM
+            [
+                _run_tile(name, run, x)
+                for x in args[0].tensor_split(_clamp_num_tiles(args[0], num_tiles), TOKEN_DIM)
+            ],
+            TOKEN_DIM,
         )
-    weighted = torch.zeros((), requires_grad=True)  # there is a backward, whether `x` needs a gradient or weights alone do
+    weighted = torch.zeros(
+        (), requires_grad=True
+    )  # there is a backward, whether `x` needs a gradient or weights alone do
     return _Tiled.apply(args[0], weighted, name, num_tiles, run)
 
 
@@ -91,10 +97,14 @@ class _RefuseAttention(TorchFunctionMode):
         super().__init__()
         self._name = name
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if func is F.scaled_dot_product_attention:
             text = f"the module '{self._name}' attends, and cannot run on some of the tokens"
-            raise PlanError(text, fix="leave `mlp` out of the strategy that runs it in tiles", location="model")
+            raise PlanError(
+                text, fix="leave `mlp` out of the strategy that runs it in tiles", location="model"
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -113,13 +123,16 @@ def _clamp_num_tiles(x: torch.Tensor, tiles: int) -> int:
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weighted: torch.Tensor, name: str, tiles: int, run: RunModule) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weighted: torch.Tensor, name: str, tiles: int, run: RunModule
+    ) -> torch.Tensor:
         ctx.save_for_backward(x)
         kind = x.device.type
         ctx.how, ctx.function_modes = (name, tiles, run), _get_current_function_mode_stack()
         ctx.autocast = kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         return torch.cat(
-            [_run_tile(name, run, each) for each in x.tensor_split(_clamp_num_tiles(x, tiles), TOKEN_DIM)], TOKEN_DIM
+            [_run_tile(name, run, each) for each in x.tensor_split(_clamp_num_tiles(x, tiles), TOKEN_DIM)],
+            TOKEN_DIM,
         )
 
     @staticmethod
@@ -134,7 +147,10 @@ class _Tiled(torch.autograd.Function):
             active = {id(mode) for mode in _get_current_function_mode_stack()}
             for mode in (mode for mode in ctx.function_modes if id(mode) not in active):
                 stack.enter_context(mode)
-            parts = (each.tensor_split(pieces, TOKEN_DIM) for each in (x, grads[0], x if gradient is None else gradient))
+            parts = (
+                each.tensor_split(pieces, TOKEN_DIM)
+                for each in (x, grads[0], x if gradient is None else gradient)
+            )
             for taken, came, place in zip(*parts, strict=True):
                 with torch.enable_grad():
                     leaf = taken.detach().contiguous().requires_grad_(gradient is not None)
@@ -168,39 +184,60 @@ class ChunkedLoss(Strategy):
         if self.num_chunks < 1 or self.num_tiles < 1 or self.num_chunks == self.num_tiles == 1:
             text = f"loss = {self.num_chunks} tiles and mlp = {self.num_tiles}"
             yield Diagnostic(
-                text, "write numbers from 1, all at once, up, and one of them above 1; or leave the strategy out", where
+                text,
+                "write numbers from 1, all at once, up, and one of them above 1; or leave the strategy out",
+                where,
             )
         if sharding.num_loss_chunks > 1:
-            yield Diagnostic("the loss is taken in tiles already", "keep one of the strategies that do it", where)
+            yield Diagnostic(
+                "the loss is taken in tiles already", "keep one of the strategies that do it", where
+            )
         if self.num_chunks > 1 and anatomy.needs_global_batch:
             yield Diagnostic(
-                "the loss compares all rows of a batch, so it needs them all at once", UNCHUNKED_FIX, f"{where}.loss"
+                "the loss compares all rows of a batch, so it needs them all at once",
+                UNCHUNKED_FIX,
+                f"{where}.loss",
             )
         yield from _check_head(sharding, f"{where}.loss") if self.num_chunks > 1 else ()
         yield from _check_mlps(anatomy, f"{where}.mlp") if self.num_tiles > 1 else ()
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        cut = {name: home for home in sharding.param_shardings if home.sliced_dims for name in home.param.names}
+        cut = {
+            name: home for home in sharding.param_shardings if home.sliced_dims for name in home.param.names
+        }
         call = chunked_head_call(sharding)
         home = None if call is None else cut.get(f"{call.name}.weight")
         if home is not None and set(home.sliced_dims) != set(sharding.logits_layout.axes_with("S")):
-            text = (
-                f"the head {home.param.name} is cut along {' and '.join(home.sliced_dims)}, and its products move something each"
+            text = f"the head {home.param.name} is cut along {' and '.join(home.sliced_dims)}, and its products move something each"
+            yield Diagnostic(
+                text,
+                "divide it by words alone (line and vocabulary), or set loss = 1",
+                "strategies.tiles.loss",
             )
-            yield Diagnostic(text, "divide it by words alone (line and vocabulary), or set loss = 1", "strategies.tiles.loss")
         if self.num_chunks > 1 and sharding.primary_rank_axes:
             text = f"one rank along {' and '.join(sharding.primary_rank_axes)} takes the loss of all, of logits that the others send whole"
             yield Diagnostic(
-                text, "set loss = 1, or have every rank take its own loss (replicate, zero)", "strategies.tiles.loss"
+                text,
+                "set loss = 1, or have every rank take its own loss (replicate, zero)",
+                "strategies.tiles.loss",
             )
         inside = (
-            [name for mlp in _find_mlps(sharding.model_spec) for name in cut if name.startswith(f"{mlp.name}.")]
+            [
+                name
+                for mlp in _find_mlps(sharding.model_spec)
+                for name in cut
+                if name.startswith(f"{mlp.name}.")
+            ]
             if self.num_tiles > 1
             else []
         )
         if inside:
-            text = f"{inside[0]} is divided among ranks, which meet once for all tokens, and would for each tile"
-            yield Diagnostic(text, "set mlp = 1, or do not divide MLPs: recompute spares as much", "strategies.tiles.mlp")
+            text = (
+                f"{inside[0]} is divided among ranks, which meet once for all tokens, and would for each tile"
+            )
+            yield Diagnostic(
+                text, "set mlp = 1, or do not divide MLPs: recompute spares as much", "strategies.tiles.mlp"
+            )
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         return replace(sharding, num_loss_chunks=max(1, self.num_chunks))
@@ -211,7 +248,11 @@ class ChunkedLoss(Strategy):
         return program.edit(lambda actions: self._tile_memory(actions, sharding, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        for mlp in dict.fromkeys(mlp.name for mlp in _find_mlps(runtime.plan.sharding.model_spec)) if self.num_tiles > 1 else ():
+        for mlp in (
+            dict.fromkeys(mlp.name for mlp in _find_mlps(runtime.plan.sharding.model_spec))
+            if self.num_tiles > 1
+            else ()
+        ):
             runtime.wrap_forward(mlp, partial(run_tiled, mlp, self.num_tiles))
         return {}
 
@@ -225,18 +266,29 @@ class ChunkedLoss(Strategy):
         whole = activation_memory(space, job, rows)
 
         def lean(action: Action) -> Action:
-            mine, name = mlps.get(action.subject, []), saved_activations_name(action.subject, action.microbatch)
+            mine, name = (
+                mlps.get(action.subject, []),
+                saved_activations_name(action.subject, action.microbatch),
+            )
             spared = [int(mlp.inner_numel * local_fraction(space, mlp.visit)) * rows * width for mlp in mine]
             if mine and action.kind in (*FORWARD_KINDS, "RECOMPUTE"):
-                left = {held.name: held.nbytes - (held.name == name) * sum(spared) for held in action.allocations}
-                return replace(action, allocations=tuple(Allocation(each, max(0, nbytes)) for each, nbytes in left.items()))
+                left = {
+                    held.name: held.nbytes - (held.name == name) * sum(spared) for held in action.allocations
+                }
+                return replace(
+                    action,
+                    allocations=tuple(Allocation(each, max(0, nbytes)) for each, nbytes in left.items()),
+                )
             if mine and action.kind in INPUT_GRAD_KINDS:
                 more = max(int(each * tokens) for each in spared)
                 weighed = whole[
                     action.subject
                 ].backward_nbytes  # of whole MLPs; tiles add to the gradients of weights that are there
                 more += round(weighed * tokens) if weighed else _scratch(action)
-                takes = (replace(held, nbytes=more) if held.name == SCRATCH else held for held in action.allocations)
+                takes = (
+                    replace(held, nbytes=more) if held.name == SCRATCH else held
+                    for held in action.allocations
+                )
                 again = sum(int(mlp.flops * local_fraction(space, mlp.visit)) for mlp in mine) * rows
                 return replace(action, allocations=tuple(takes), flops=action.flops + again)
             return action
@@ -272,16 +324,25 @@ def _find_mlps(anatomy: ModelSpec) -> Iterator[_MLPCall]:
                 continue
             name = _common_module([each.name for each in pair])
             within = [
-                each for each in anatomy.layer_calls if each.block_call == call.block_call and each.name.startswith(f"{name}.")
+                each
+                for each in anatomy.layer_calls
+                if each.block_call == call.block_call and each.name.startswith(f"{name}.")
             ]
             if name and within == pair:
-                yield _MLPCall(name, call.block_call, sum(each.saved_numel for each in pair), sum(each.flops for each in pair))
+                yield _MLPCall(
+                    name,
+                    call.block_call,
+                    sum(each.saved_numel for each in pair),
+                    sum(each.flops for each in pair),
+                )
 
 
 def _common_module(names: list[str]) -> str:
     """The module that holds all of `names`."""
     parts = [name.split(".")[:-1] for name in names]
-    return ".".join(alike[0] for alike in takewhile(lambda alike: len(set(alike)) == 1, zip(*parts, strict=False)))
+    return ".".join(
+        alike[0] for alike in takewhile(lambda alike: len(set(alike)) == 1, zip(*parts, strict=False))
+    )
 
 
 def _local_tokens(space: ShardingPlan) -> int:
@@ -298,13 +359,21 @@ def _check_mlps(anatomy: ModelSpec, where: str) -> Iterator[Diagnostic]:
         return
     if anatomy.has_dropout:
         yield Diagnostic(
-            "the model draws dropout, by the place of an element among all tokens", "set dropout to 0, or mlp = 1", where
+            "the model draws dropout, by the place of an element among all tokens",
+            "set dropout to 0, or mlp = 1",
+            where,
         )
-    mixes = {passing.block_call: passing.not_sequence_parallel for passing in known.block_calls if passing.not_sequence_parallel}
+    mixes = {
+        passing.block_call: passing.not_sequence_parallel
+        for passing in known.block_calls
+        if passing.not_sequence_parallel
+    }
     attends = {attend.block_call for attend in known.attention_calls}
     for mlp in found:
         if mlp.visit in mixes:
-            yield Diagnostic(f"{mlp.name} does not treat tokens one by one: {mixes[mlp.visit]}", "set mlp = 1", where)
+            yield Diagnostic(
+                f"{mlp.name} does not treat tokens one by one: {mixes[mlp.visit]}", "set mlp = 1", where
+            )
         elif mlp.name == block_of(mlp.visit) and mlp.visit in attends:
             yield Diagnostic(f"{mlp.name} attends to other tokens", "set mlp = 1", where)
         elif any(each.halo and f"{each.module}.".startswith(f"{mlp.name}.") for each in known.conv_calls):
@@ -323,20 +392,32 @@ def _check_head(space: ShardingPlan, where: str) -> Iterator[Diagnostic]:
             ),
             "",
         )
-        yield Diagnostic(f"{anatomy.name} has no head whose logits go to the loss as they are{kept}", UNCHUNKED_FIX, where)
+        yield Diagnostic(
+            f"{anatomy.name} has no head whose logits go to the loss as they are{kept}", UNCHUNKED_FIX, where
+        )
         return
     call = chunked_head_call(replace(space, num_loss_chunks=2))
     if call is None or call.block_call != anatomy.block_calls[-1]:
         yield Diagnostic(
-            f"the head {logits.layer} is not in the last block that runs, {anatomy.block_calls[-1]}", UNCHUNKED_FIX, where
+            f"the head {logits.layer} is not in the last block that runs, {anatomy.block_calls[-1]}",
+            UNCHUNKED_FIX,
+            where,
         )
     elif logits.modified_by:
         text = f"between the head {logits.layer} and the loss the model changes logits ({logits.modified_by}), and a tile would not be"
         yield Diagnostic(
-            text, f"return the head's output as it is and change it in a loss of your own, or {UNCHUNKED_FIX}", where
+            text,
+            f"return the head's output as it is and change it in a loss of your own, or {UNCHUNKED_FIX}",
+            where,
         )
-    elif not any(each.per_sample and each.shape == (logits.num_tokens, logits.vocab_size) for each in anatomy.outputs):
-        text = f"the logits do not come out as [rows, tokens, words]: there are {logits.num_tokens} of a sample"
+    elif not any(
+        each.per_sample and each.shape == (logits.num_tokens, logits.vocab_size) for each in anatomy.outputs
+    ):
+        text = (
+            f"the logits do not come out as [rows, tokens, words]: there are {logits.num_tokens} of a sample"
+        )
         yield Diagnostic(text, UNCHUNKED_FIX, where)
     elif logits.num_tokens < 2:
-        yield Diagnostic("a sample has the logits of one token, so there is nothing to tile", UNCHUNKED_FIX, where)
+        yield Diagnostic(
+            "a sample has the logits of one token, so there is nothing to tile", UNCHUNKED_FIX, where
+        )

@@ -68,14 +68,24 @@ class PipeDream(Strategy):
         each = "every micro-batch is an update of its own, and no rank has all gradients of one at a time"
         for asked, key, what, fix in (
             (job.train.clip > 0, "train.clip", f"train.clip = {job.train.clip}", "set train.clip = 0"),
-            (job.guard.action != "off", "guard.action", "the guard looks at whole steps", 'set guard.action = "off"'),
+            (
+                job.guard.action != "off",
+                "guard.action",
+                "the guard looks at whole steps",
+                'set guard.action = "off"',
+            ),
             (
                 job.train.noise_scale,
                 "train.noise_scale",
                 "the noise scale needs whole gradients",
                 "set train.noise_scale = false",
             ),
-            (job.precision.scales_loss, "precision.compute", "the loss is scaled for float16", 'use compute = "bfloat16"'),
+            (
+                job.precision.scales_loss,
+                "precision.compute",
+                "the loss is scaled for float16",
+                'use compute = "bfloat16"',
+            ),
             (
                 sharding.model_spec.needs_global_batch,
                 "loss",
@@ -107,23 +117,32 @@ class PipeDream(Strategy):
                 else f"stepped by one rank along {sharding.primary_rank_axes[0]}"
             )
             text = f"weights are {what}, which nobody does for single micro-batches"
-            yield Diagnostic(text, 'use the strategy "replicate" beside it, or "pipeline" in its place', where)
+            yield Diagnostic(
+                text, 'use the strategy "replicate" beside it, or "pipeline" in its place', where
+            )
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         return self._pipeline.place(sharding)
 
-    def order_stage_calls(self, stage_calls: Sequence[StageCalls], sharding: ShardingPlan) -> Sequence[StageCalls]:
+    def order_stage_calls(
+        self, stage_calls: Sequence[StageCalls], sharding: ShardingPlan
+    ) -> Sequence[StageCalls]:
         found: list[StageCalls] = []
         for turn in self._pipeline.order_stage_calls(stage_calls, sharding):
             found += [turn] if turn.kind == "F" else [turn, turn._replace(kind="STEP")]
         return found
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        held = sum(weight.numel * weight.itemsize(job.precision.parameters) for weight in sharding.model_spec.trainable)
+        held = sum(
+            weight.numel * weight.itemsize(job.precision.parameters)
+            for weight in sharding.model_spec.trainable
+        )
         told = sharding.mesh.group_size(sharding.data_axes) > 1
         crossed = self._pipeline.rewrite(program, sharding, job)
         crossed = (
-            crossed.edit(lambda actions: [_count_per_microbatch(action, actions) for action in actions]) if told else crossed
+            crossed.edit(lambda actions: [_count_per_microbatch(action, actions) for action in actions])
+            if told
+            else crossed
         )
         return crossed.edit(lambda actions: _insert_stashing(actions, held))
 
@@ -141,7 +160,9 @@ class PipeDream(Strategy):
 
     def _renamed(self, fault: Diagnostic) -> Diagnostic:
         """What is wrong with the exact one, as it is said here."""
-        return replace(fault, location=fault.location.replace("strategies.pipeline", f"strategies.{self.name}"))
+        return replace(
+            fault, location=fault.location.replace("strategies.pipeline", f"strategies.{self.name}")
+        )
 
 
 class WeightVersion(NamedTuple):
@@ -175,7 +196,9 @@ def weight_versions(schedule: Schedule, *, stashing: bool = True) -> list[Weight
                 newest[stage, micro] = seen[stage]
             if kind in ("B", "W"):
                 forward = used[stage, micro]
-                found.append(WeightVersion(stage, micro, forward, forward if stashing else newest[stage, micro]))
+                found.append(
+                    WeightVersion(stage, micro, forward, forward if stashing else newest[stage, micro])
+                )
                 seen[stage] += 1
     return found
 
@@ -236,7 +259,13 @@ def _insert_stashing(actions: Sequence[Action], nbytes: int) -> list[Action]:
             if last.get(newest, micro) != micro:
                 rooms[newest] = free.pop()
                 done.append(
-                    Action("STASH", rooms[newest], micro, waits=action.waits, allocations=(Allocation(rooms[newest], nbytes),))
+                    Action(
+                        "STASH",
+                        rooms[newest],
+                        micro,
+                        waits=action.waits,
+                        allocations=(Allocation(rooms[newest], nbytes),),
+                    )
                 )
                 action = with_waits(action, (done[-1].name,))
             newest += 1

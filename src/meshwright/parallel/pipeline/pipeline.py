@@ -92,12 +92,17 @@ def balance_stages(costs: Mapping[str, float], boundaries: Sequence[str], num_st
     for parts in range(2, num_stages + 1):
         ends = starts[parts:]
         best = {
-            end: min(_with_last_stage(best, start, before[end] - before[start]) for start in best if start < end) for end in ends
+            end: min(
+                _with_last_stage(best, start, before[end] - before[start]) for start in best if start < end
+            )
+            for end in ends
         }
     return tuple(visits[at] for at in best[len(visits)][1])
 
 
-def _with_last_stage(best: Mapping[int, tuple[float, tuple[int, ...]]], start: int, cost: float) -> tuple[float, tuple[int, ...]]:
+def _with_last_stage(
+    best: Mapping[int, tuple[float, tuple[int, ...]]], start: int, cost: float
+) -> tuple[float, tuple[int, ...]]:
     most, cuts = best[start]
     return max(most, cost), (*cuts, start)
 
@@ -120,26 +125,40 @@ class Pipeline(Strategy):
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         where = "strategies.pipeline"
         if self.axis != "pp":
-            yield Diagnostic(f"layers cannot be put along '{self.axis}'", 'write axis = "pp"', f"{where}.axis")
+            yield Diagnostic(
+                f"layers cannot be put along '{self.axis}'", 'write axis = "pp"', f"{where}.axis"
+            )
         schedule = find_schedule(self.schedule)
         if schedule is None:
             yield Diagnostic(
-                f"there is no schedule '{self.schedule}'", suggest_name(self.schedule, SCHEDULES), f"{where}.schedule"
+                f"there is no schedule '{self.schedule}'",
+                suggest_name(self.schedule, SCHEDULES),
+                f"{where}.schedule",
             )
         if schedule is not None:
             yield from self._check_virtual_stages(sharding, schedule, where)
         if sharding.mesh.pp == 1:
-            yield Diagnostic("a pipeline of one rank", "set mesh.pp to 2 or more, or remove the strategy", "mesh.pp")
+            yield Diagnostic(
+                "a pipeline of one rank", "set mesh.pp to 2 or more, or remove the strategy", "mesh.pp"
+            )
         elif sharding.model_spec.stage_boundaries is None:
             yield Diagnostic(
-                "nothing is known of what crosses the borders between blocks", "read the model with its borders", where
+                "nothing is known of what crosses the borders between blocks",
+                "read the model with its borders",
+                where,
             )
         else:
             yield from self._check_split(sharding, sharding.model_spec.stage_boundaries, where)
 
-    def _check_virtual_stages(self, space: ShardingPlan, schedule: ScheduleEntry, where: str) -> Iterator[Diagnostic]:
-        if self.virtual_stages < 0 or (self.virtual_stages and schedule.num_virtual_stages not in (0, self.virtual_stages)):
-            several = f"{schedule.num_virtual_stages} parts" if schedule.num_virtual_stages > 1 else "one part"
+    def _check_virtual_stages(
+        self, space: ShardingPlan, schedule: ScheduleEntry, where: str
+    ) -> Iterator[Diagnostic]:
+        if self.virtual_stages < 0 or (
+            self.virtual_stages and schedule.num_virtual_stages not in (0, self.virtual_stages)
+        ):
+            several = (
+                f"{schedule.num_virtual_stages} parts" if schedule.num_virtual_stages > 1 else "one part"
+            )
             text = f"chunks = {self.virtual_stages}" + (
                 f", and {self.schedule} has {several} per rank" if schedule.num_virtual_stages else ""
             )
@@ -148,19 +167,34 @@ class Pipeline(Strategy):
         yield from schedule.check(space.mesh.pp, 1)
 
     def _check_split(self, space: ShardingPlan, borders: StageBoundaries, where: str) -> Iterator[Diagnostic]:
-        chunks, parts, known = self._num_virtual_stages, self._num_stages(space), len(borders.open_boundaries()) + 1
+        chunks, parts, known = (
+            self._num_virtual_stages,
+            self._num_stages(space),
+            len(borders.open_boundaries()) + 1,
+        )
         if (parts or space.mesh.pp) > known:
             ranks = f"{space.mesh.pp} ranks" + (f" of {chunks} parts each" if chunks > 1 else "")
-            text = f"{ranks} for a model that can be cut into {known} parts ({len(borders.block_calls)} blocks)"
-            text += "".join(f"; none can begin with '{each.block_call}': {each.reason}" for each in borders.closed_boundaries[:1])
+            text = (
+                f"{ranks} for a model that can be cut into {known} parts ({len(borders.block_calls)} blocks)"
+            )
+            text += "".join(
+                f"; none can begin with '{each.block_call}': {each.reason}"
+                for each in borders.closed_boundaries[:1]
+            )
             fix = self._fewer_stages_fix(space.mesh.pp, known)
             fix += "".join(f"; or {each.fix}" for each in borders.closed_boundaries[:1])
-            yield Diagnostic(text, fix + (_declare_blocks_fix(space) if len(borders.block_calls) == 1 else ""), "mesh.pp")
+            yield Diagnostic(
+                text, fix + (_declare_blocks_fix(space) if len(borders.block_calls) == 1 else ""), "mesh.pp"
+            )
         if self.split_points and parts and len(self.split_points) != parts - 1:
-            text = f"{len(self.split_points)} cuts make {len(self.split_points) + 1} parts; needed are {parts}"
+            text = (
+                f"{len(self.split_points)} cuts make {len(self.split_points) + 1} parts; needed are {parts}"
+            )
             yield Diagnostic(text, f"name {parts - 1} block{'s' * (parts > 2)}, or none", f"{where}.cuts")
         if self.split_points:
-            yield from (replace(fault, location=f"{where}.cuts") for fault in borders.diagnostics(self.split_points))
+            yield from (
+                replace(fault, location=f"{where}.cuts") for fault in borders.diagnostics(self.split_points)
+            )
 
     def _fewer_stages_fix(self, ranks: int, known: int) -> str:
         """What makes fewer parts than `known` of them, in words."""
@@ -168,7 +202,11 @@ class Pipeline(Strategy):
         ways = [f"set mesh.pp to {known // chunks} at most"] if known >= 2 * chunks else []
         if chunks > 1 and known >= ranks:
             free = found is not None and not found.num_virtual_stages and not found.source
-            ways.append(f"set chunks to {known // ranks} at most" if free else 'take a schedule of one part per rank, as "1f1b"')
+            ways.append(
+                f"set chunks to {known // ranks} at most"
+                if free
+                else 'take a schedule of one part per rank, as "1f1b"'
+            )
         return ", or ".join(ways) or "set mesh.pp to 1, and remove the strategy"
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
@@ -187,14 +225,20 @@ class Pipeline(Strategy):
         if parts is None:
             return sharding
         stages = sorted(self._placement(sharding), key=lambda stage: stage.stage)
-        mine = [[stage.stage for stage in stages if stage.pp_rank == rank] for rank in range(sharding.mesh.pp)]
+        mine = [
+            [stage.stage for stage in stages if stage.pp_rank == rank] for rank in range(sharding.mesh.pp)
+        ]
         visits = (tuple(visit for part in own for visit in parts[part].block_calls) for own in mine)
         return sharding.with_pipeline(visits, tuple(part.block_calls[0] for part in parts[1:]))
 
-    def order_stage_calls(self, stage_calls: Sequence[StageCalls], sharding: ShardingPlan) -> Sequence[StageCalls]:
+    def order_stage_calls(
+        self, stage_calls: Sequence[StageCalls], sharding: ShardingPlan
+    ) -> Sequence[StageCalls]:
         parts, mine = self._stages(sharding), dict(sharding.coordinate)[self.axis]
         order = self.build_schedule(sharding, len({turn.microbatch for turn in stage_calls}))
-        slots = ((slot, parts[order.virtual_stages[slot.virtual_stage].stage]) for slot in order.actions[mine])
+        slots = (
+            (slot, parts[order.virtual_stages[slot.virtual_stage].stage]) for slot in order.actions[mine]
+        )
         return [StageCalls(slot.kind, part.block_calls, slot.microbatch) for slot, part in slots]
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
@@ -204,7 +248,9 @@ class Pipeline(Strategy):
         return (("file", self._file_digest),) if self._file_digest else ()
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        return dict.fromkeys(("SEND", "RECV", "CONCAT", "SEND_GRAD", "RECV_GRAD", "CONCAT_GRAD"), runtime.start_send_recv)
+        return dict.fromkeys(
+            ("SEND", "RECV", "CONCAT", "SEND_GRAD", "RECV_GRAD", "CONCAT_GRAD"), runtime.start_send_recv
+        )
 
     def build_schedule(self, sharding: ShardingPlan, num_microbatches: int) -> Schedule:
         """Who runs which part for which of so many micro-batches, all ranks of the pipeline together."""
@@ -212,7 +258,11 @@ class Pipeline(Strategy):
         made, idle = _cached_schedule(asked), _idle_stages(asked)
         if made.virtual_stages != self._placement(sharding):
             text = f"{self.schedule} puts parts on other ranks for {num_microbatches} micro-batches than for {sharding.mesh.pp}"
-            raise PlanError(text, fix="have it put them on the same ones for any number", location="strategies.pipeline.schedule")
+            raise PlanError(
+                text,
+                fix="have it put them on the same ones for any number",
+                location="strategies.pipeline.schedule",
+            )
         if idle:
             part, rank = idle[0]
             text = f"{self.schedule} has no micro-batch for part {part} on rank {rank} of the pipeline, but {num_microbatches} in all"
@@ -222,10 +272,17 @@ class Pipeline(Strategy):
     def _request(self, space: ShardingPlan, micros: int) -> "_ScheduleRequest":
         anatomy, known = (space.all_ranks or space).model_spec, self._stages(space)
         forward, weights = (
-            _sum_per_stage(anatomy.block_calls, flops, known) for flops in (anatomy.flops, weight_grad_flops(anatomy))
+            _sum_per_stage(anatomy.block_calls, flops, known)
+            for flops in (anatomy.flops, weight_grad_flops(anatomy))
         )
         return _ScheduleRequest(
-            self.schedule, self._file_digest, space.mesh.pp, micros, self._num_virtual_stages, forward, weights
+            self.schedule,
+            self._file_digest,
+            space.mesh.pp,
+            micros,
+            self._num_virtual_stages,
+            forward,
+            weights,
         )
 
     @property
@@ -237,7 +294,9 @@ class Pipeline(Strategy):
     def _num_virtual_stages(self) -> int:
         """The parts per rank."""
         found = find_schedule(self.schedule)
-        return max(self.virtual_stages, 0) or (1 if found is None else found.num_virtual_stages or found.default_virtual_stages)
+        return max(self.virtual_stages, 0) or (
+            1 if found is None else found.num_virtual_stages or found.default_virtual_stages
+        )
 
     def _placement(self, space: ShardingPlan) -> tuple[VirtualStage, ...]:
         """Where the parts lie; nothing where that cannot be told, which `check` says."""
@@ -252,7 +311,9 @@ class Pipeline(Strategy):
             self._request(space, len({action.microbatch for action in actions if action.kind == "F"})),
             self._stages(space),
         )
-        return SendRecvInsertion(parts, _cached_routes(parts, asked), space, job, self.axis, scatter=self.scatter).insert(actions)
+        return SendRecvInsertion(
+            parts, _cached_routes(parts, asked), space, job, self.axis, scatter=self.scatter
+        ).insert(actions)
 
     def _find_stages(self, space: ShardingPlan) -> tuple[StageSpec, ...] | None:
         """The parts; None where they cannot be made, which `check` tells."""
@@ -260,14 +321,18 @@ class Pipeline(Strategy):
         borders, count = anatomy.stage_boundaries, self._num_stages(space)
         if borders is None or count < 2 or count > len(borders.open_boundaries()) + 1:
             return None
-        if self.split_points and (len(self.split_points) != count - 1 or list(borders.diagnostics(self.split_points))):
+        if self.split_points and (
+            len(self.split_points) != count - 1 or list(borders.diagnostics(self.split_points))
+        ):
             return None
         if space.split_points:
             return _cached_stages(borders, space.split_points)
         return _cached_stages(
             borders,
             self.split_points
-            or balance_stages(dict(zip(anatomy.block_calls, anatomy.flops, strict=True)), borders.open_boundaries(), count),
+            or balance_stages(
+                dict(zip(anatomy.block_calls, anatomy.flops, strict=True)), borders.open_boundaries(), count
+            ),
         )
 
     def _stages(self, space: ShardingPlan) -> tuple[StageSpec, ...]:
@@ -277,7 +342,9 @@ class Pipeline(Strategy):
         return parts
 
 
-def _sum_per_stage(visits: Sequence[str], each: Sequence[int], parts: Sequence[StageSpec]) -> tuple[float, ...]:
+def _sum_per_stage(
+    visits: Sequence[str], each: Sequence[int], parts: Sequence[StageSpec]
+) -> tuple[float, ...]:
     """What each of `parts` has of a number that each visit has."""
     of = dict(zip(visits, each, strict=True))
     return tuple(float(sum(map(of.__getitem__, part.block_calls))) for part in parts)
@@ -300,7 +367,11 @@ class _ScheduleRequest(NamedTuple):
 
 def _declare_blocks_fix(space: ShardingPlan) -> str:
     """How a model that is one block is told of more: the modules that hold its weights."""
-    holders = list(dict.fromkeys(weight.name.rpartition(".")[0] for weight in (space.all_ranks or space).model_spec.params))
+    holders = list(
+        dict.fromkeys(
+            weight.name.rpartition(".")[0] for weight in (space.all_ranks or space).model_spec.params
+        )
+    )
     return f"; or declare blocks: Model(..., blocks={[name for name in holders if name][:4]})"
 
 
@@ -311,10 +382,18 @@ def _cached_schedule(asked: _ScheduleRequest) -> Schedule:
     if found is None:
         raise ValueError("a plan was made although its pipeline has faults")
     if not any(forward):  # nobody has counted
-        return found.build(asked.num_ranks, asked.num_microbatches, asked.num_virtual_stages, StageCosts.uniform(len(forward)))
+        return found.build(
+            asked.num_ranks,
+            asked.num_microbatches,
+            asked.num_virtual_stages,
+            StageCosts.uniform(len(forward)),
+        )
     inputs = [2 * whole - half for whole, half in zip(forward, asked.weight_grad_flops, strict=True)]
     return found.build(
-        asked.num_ranks, asked.num_microbatches, asked.num_virtual_stages, StageCosts(forward, inputs, asked.weight_grad_flops)
+        asked.num_ranks,
+        asked.num_microbatches,
+        asked.num_virtual_stages,
+        StageCosts(forward, inputs, asked.weight_grad_flops),
     )
 
 

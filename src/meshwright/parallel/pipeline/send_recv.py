@@ -53,7 +53,13 @@ from meshwright.plan.model_spec.stage_boundaries import StageSpec, StageTransfer
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.stage_values import StageValueShards
 from meshwright.plan.step.action import Action, Allocation, Transfer, with_waits
-from meshwright.plan.step.single_device import COUNT_NBYTES, INPUT_GRAD_KINDS, WEIGHT_GRAD_KINDS, role_of, samples_per_microbatch
+from meshwright.plan.step.single_device import (
+    COUNT_NBYTES,
+    INPUT_GRAD_KINDS,
+    WEIGHT_GRAD_KINDS,
+    role_of,
+    samples_per_microbatch,
+)
 
 
 class TransferRoutes:
@@ -62,7 +68,9 @@ class TransferRoutes:
     def __init__(self, stages: Sequence[StageSpec], schedule: Schedule) -> None:
         self._parts, self._order = stages, schedule
         slots = ((rank, slot) for rank, slots in enumerate(schedule.actions) for slot in slots)
-        self._rank = {(schedule.virtual_stages[slot.virtual_stage].stage, slot.microbatch): rank for rank, slot in slots}
+        self._rank = {
+            (schedule.virtual_stages[slot.virtual_stage].stage, slot.microbatch): rank for rank, slot in slots
+        }
         self._known: dict[tuple[int, ...], _MicrobatchTransfers] = {}
         self._micros: dict[int, _MicrobatchTransfers] = {}
 
@@ -86,7 +94,9 @@ class TransferRoutes:
         if micro not in self._micros:
             ranks = tuple(self._rank[part, micro] for part in range(len(self._parts)))
             if ranks not in self._known:
-                self._known[ranks] = _MicrobatchTransfers(list(stage_transfers(self._parts, ranks)), len(self._parts))
+                self._known[ranks] = _MicrobatchTransfers(
+                    list(stage_transfers(self._parts, ranks)), len(self._parts)
+                )
             self._micros[micro] = self._known[ranks]
         return self._micros[micro]
 
@@ -95,7 +105,9 @@ class TransferRoutes:
         actions = list(actions)
         receives = {action.name: action for action in actions if action.stream == "receive"}
         left = {
-            peer: deque(self._receive_names.get((peer, pp_rank), ())) for peer in range(self._order.num_ranks) if peer != pp_rank
+            peer: deque(self._receive_names.get((peer, pp_rank), ()))
+            for peer in range(self._order.num_ranks)
+            if peer != pp_rank
         }
         missing, done = set(receives), list[Action]()
         for action in actions:
@@ -115,10 +127,16 @@ class TransferRoutes:
         for source, slots in enumerate(self._order.actions):
             for slot in (slot for slot in slots if slot.kind != "W"):
                 part, back = self._order.virtual_stages[slot.virtual_stage].stage, slot.kind != "F"
-                for hop in self.transfers_into(part, slot.microbatch) if back else self.transfers_from(part, slot.microbatch):
+                for hop in (
+                    self.transfers_into(part, slot.microbatch)
+                    if back
+                    else self.transfers_from(part, slot.microbatch)
+                ):
                     target = self._rank[hop.source if back else hop.target, slot.microbatch]
                     if target != source and (hop.value.needs_grad or not back):
-                        name = Action("RECV_GRAD" if back else "RECV", hop.subject(backward=back), slot.microbatch).name
+                        name = Action(
+                            "RECV_GRAD" if back else "RECV", hop.subject(backward=back), slot.microbatch
+                        ).name
                         found.setdefault((source, target), []).append(name)
         return found
 
@@ -192,10 +210,16 @@ class SendRecvInsertion:
         """`actions`, with what a run of a part waits for asked for before the run that comes before it."""
         starts = {("F", part.block_calls[0]) for part in self._parts}
         starts |= {(kind, part.block_calls[-1]) for part in self._parts for kind in ("B", "I", "W")}
-        done, before, coming = list[Action](), 0, 0  # where the last run starts, and how many receives stand there for the next
+        done, before, coming = (
+            list[Action](),
+            0,
+            0,
+        )  # where the last run starts, and how many receives stand there for the next
         micro: int | None = None
         for action in actions:
-            if action.kind == "RECV_GRAD" and action.microbatch == micro:  # that run adds up gradients of the same values
+            if (
+                action.kind == "RECV_GRAD" and action.microbatch == micro
+            ):  # that run adds up gradients of the same values
                 before = 0  # and what comes behind it stays behind it
             if action.stream == "receive" and before:
                 done.insert(before + coming, action)
@@ -222,30 +246,54 @@ class SendRecvInsertion:
             received = Action(kind, name, action.microbatch, "receive", waits, (hop.value.name,), transfer)
             yield replace(received, allocations=(Allocation(received.name, transfer.nbytes),))
             if transfer.replica_axes:
-                together = Transfer("all_gather", transfer.replica_axes, transfer.nbytes, dtype=transfer.dtype)
-                joined = Action(join, name, action.microbatch, "wire", (received.name,), (hop.value.name,), together)
-                whole = Allocation(joined.name, transfer.nbytes * self._space.mesh.group_size(transfer.replica_axes))
+                together = Transfer(
+                    "all_gather", transfer.replica_axes, transfer.nbytes, dtype=transfer.dtype
+                )
+                joined = Action(
+                    join, name, action.microbatch, "wire", (received.name,), (hop.value.name,), together
+                )
+                whole = Allocation(
+                    joined.name, transfer.nbytes * self._space.mesh.group_size(transfer.replica_axes)
+                )
                 yield replace(joined, allocations=(whole,), frees=(received.name,))
 
-    def _sends(self, part: int, action: Action, rows: int, *, back: bool) -> Iterator[tuple[StageTransfer, Action]]:
+    def _sends(
+        self, part: int, action: Action, rows: int, *, back: bool
+    ) -> Iterator[tuple[StageTransfer, Action]]:
         kind = "SEND_GRAD" if back else "SEND"
         for hop, peer in self._transfers_with_peers(part, action, to=back, back=back):
             transfer = self._transfer("send", hop, peer, rows)
             yield (
                 hop,
-                Action(kind, hop.subject(backward=back), action.microbatch, "send", (action.name,), (hop.value.name,), transfer),
+                Action(
+                    kind,
+                    hop.subject(backward=back),
+                    action.microbatch,
+                    "send",
+                    (action.name,),
+                    (hop.value.name,),
+                    transfer,
+                ),
             )
 
-    def _forwarded_sends(self, part: int, action: Action, arriving: Sequence[Action], rows: int) -> Iterator[Action]:
+    def _forwarded_sends(
+        self, part: int, action: Action, arriving: Sequence[Action], rows: int
+    ) -> Iterator[Action]:
         """What the part forwards of earlier ones: as soon as it is there, and not when the part has run."""
         for hop, sent in self._sends(part, action, rows, back=False):
             if hop.value not in self._parts[part].outputs:
-                yield replace(sent, waits=tuple(each.name for each in arriving if hop.value.name in each.tensors))
+                yield replace(
+                    sent, waits=tuple(each.name for each in arriving if hop.value.name in each.tensors)
+                )
 
-    def _transfers_with_peers(self, part: int, action: Action, *, to: bool, back: bool) -> Iterator[tuple[StageTransfer, int]]:
+    def _transfers_with_peers(
+        self, part: int, action: Action, *, to: bool, back: bool
+    ) -> Iterator[tuple[StageTransfer, int]]:
         """The hops that end with `part`, or begin there, between this rank and another for this micro-batch, and that one."""
         micro = action.microbatch or 0
-        for hop in self._routes.transfers_into(part, micro) if to else self._routes.transfers_from(part, micro):
+        for hop in (
+            self._routes.transfers_into(part, micro) if to else self._routes.transfers_from(part, micro)
+        ):
             peer = self._routes.rank_of(hop.source if to else hop.target, micro)
             if peer != self._mine and (hop.value.needs_grad or not back):
                 yield hop, peer
@@ -254,8 +302,13 @@ class SendRecvInsertion:
         value, key = hop.value, (collective, hop.value.name, peer)
         if key not in self._transfers:
             over = self._crossed.replicated_axes(value) if self._scatter else ()
-            nbytes = -(-prod(self._crossed.local_shape(value, rows)) // self._space.mesh.group_size(over)) * value.itemsize
-            self._transfers[key] = Transfer(collective, (self._axis,), nbytes, dtype=value.dtype, peer=peer, replica_axes=over)
+            nbytes = (
+                -(-prod(self._crossed.local_shape(value, rows)) // self._space.mesh.group_size(over))
+                * value.itemsize
+            )
+            self._transfers[key] = Transfer(
+                collective, (self._axis,), nbytes, dtype=value.dtype, peer=peer, replica_axes=over
+            )
         return self._transfers[key]
 
 

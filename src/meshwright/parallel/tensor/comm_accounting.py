@@ -31,7 +31,12 @@ from meshwright.plan.sharding.placement import I, P, R
 from meshwright.plan.sharding.rank_share import local_fraction
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, Transfer, with_extra_memory
-from meshwright.plan.step.single_device import FORWARD_KINDS, reduce_totals_along, samples_per_microbatch, saved_activations_name
+from meshwright.plan.step.single_device import (
+    FORWARD_KINDS,
+    reduce_totals_along,
+    samples_per_microbatch,
+    saved_activations_name,
+)
 
 ShardedCall = tuple[int, LayerCall, LayerSharding]  # a call, with its number among those of the model
 PlannedMove = tuple[
@@ -69,12 +74,19 @@ class _BlockCallComm:
         return replace(with_extra_memory(action, name, self.extra_nbytes), inner_transfers=inner)
 
 
-def add_planned_comm(program: Program, layer_shardings: LayerShardings, sharding: ShardingPlan, job: Job) -> Program:
+def add_planned_comm(
+    program: Program, layer_shardings: LayerShardings, sharding: ShardingPlan, job: Job
+) -> Program:
     """`program` with the moves of all layers in the forwards and backwards in which they are taken."""
 
     def met(actions: list[Action]) -> list[Action]:
-        visits = _block_call_comm(layer_shardings, sharding, job, samples_per_microbatch(actions, sharding, job))
-        return [visits[action.subject].insert(action) if action.subject in visits else action for action in actions]
+        visits = _block_call_comm(
+            layer_shardings, sharding, job, samples_per_microbatch(actions, sharding, job)
+        )
+        return [
+            visits[action.subject].insert(action) if action.subject in visits else action
+            for action in actions
+        ]
 
     return program.edit(met)
 
@@ -84,7 +96,9 @@ def reduce_token_count_along(program: Program, axis: str) -> Program:
     return reduce_totals_along(program, axis, ("TOKEN_COUNT",))
 
 
-def _block_call_comm(ways: LayerShardings, space: ShardingPlan, job: Job, rows: int) -> dict[str, _BlockCallComm]:
+def _block_call_comm(
+    ways: LayerShardings, space: ShardingPlan, job: Job, rows: int
+) -> dict[str, _BlockCallComm]:
     """What is booked of every visit that calls a layer with a way, in micro-batches of so many rows."""
     calls: dict[str, list[ShardedCall]] = {}
     sums = joint_sums(space.model_spec.layer_calls, ways)
@@ -109,7 +123,8 @@ def _block_call_comm(ways: LayerShardings, space: ShardingPlan, job: Job, rows: 
         if borders is not None and not borders.input_needs_grad(visit):
             back = [(taken, True) for taken, _ in back]
         whole, first, late = (
-            sent(taken for taken, each in back if each in halves) for halves in ((True, False), (False,), (True,))
+            sent(taken for taken, each in back if each in halves)
+            for halves in ((True, False), (False,), (True,))
         )
         more = _gathered_numel(mine, rows, space, learning) * FLOAT_NBYTES[job.precision.compute]
         return _BlockCallComm(sent(_forward_moves(mine, rows)), whole, first, late, more)
@@ -121,10 +136,16 @@ def _local_calls(space: ShardingPlan) -> Iterator[LayerCall]:
     """The calls of the model, as they are on the tokens that this rank has."""
     for call in space.model_spec.layer_calls:
         share = local_fraction(space, call.block_call, call.name)
-        yield call if share == 1 else replace(call, in_numel=int(call.in_numel * share), out_numel=int(call.out_numel * share))
+        yield (
+            call
+            if share == 1
+            else replace(call, in_numel=int(call.in_numel * share), out_numel=int(call.out_numel * share))
+        )
 
 
-def _gathered_numel(calls: Iterable[ShardedCall], rows: int, space: ShardingPlan, learning: Collection[str]) -> int:
+def _gathered_numel(
+    calls: Iterable[ShardedCall], rows: int, space: ShardingPlan, learning: Collection[str]
+) -> int:
     """The elements that a forward keeps inside of inputs that were gathered, besides the slices that are counted already."""
     kept = {
         (call.input_id, way.input_redistribution): call.in_numel
@@ -148,11 +169,17 @@ def _forward_moves(calls: Iterable[ShardedCall], rows: int) -> Iterator[PlannedM
             yield way.input_redistribution, call.in_numel * rows, at
         yield from ((move, numel * rows, at) for move, numel in way.inner_redistributions(call))
         if way.output_redistribution is not None:
-            yield from ((way.output_redistribution, call.out_numel * part, at) for part in chunk_sizes(rows, way.num_chunks))
+            yield from (
+                (way.output_redistribution, call.out_numel * part, at)
+                for part in chunk_sizes(rows, way.num_chunks)
+            )
 
 
 def _backward_moves(
-    calls: Sequence[ShardedCall], rows: int, leaves: Mapping[str, Sequence[LayerParam]], learning: Collection[str]
+    calls: Sequence[ShardedCall],
+    rows: int,
+    leaves: Mapping[str, Sequence[LayerParam]],
+    learning: Collection[str],
 ) -> Iterator[tuple[PlannedMove, bool]]:
     """Likewise in a backward: of gradients that are needed, of those of what is shared, and once more of what nobody has kept.
 
@@ -177,7 +204,8 @@ def _backward_moves(
             )
         if call.input_needs_grad:
             yield from (
-                ((move.adjoint, numel * rows, -at), False) for move, numel in reversed(list(way.inner_redistributions(call)))
+                ((move.adjoint, numel * rows, -at), False)
+                for move, numel in reversed(list(way.inner_redistributions(call)))
             )
         if into is not None and way.regather and (call.input_id, into) not in anew and call.name in learning:
             anew.add((call.input_id, into))
@@ -185,7 +213,9 @@ def _backward_moves(
         for axis in reversed(way.shared_param_axes):
             for _, home in reversed(unsharded_params(leaves.get(call.name, ()), axis)):
                 if home.param.trainable and first[home.param.name, axis] == at:
-                    late = uses[home.param.name, axis] == 1 and not (call.input_needs_grad and way.has_joint_backward)
+                    late = uses[home.param.name, axis] == 1 and not (
+                        call.input_needs_grad and way.has_joint_backward
+                    )
                     yield (Redistribution(axis, P, I, in_param_dtype=True), home.param.numel, -at), late
         if into is not None and call is taking[0] and any(each.input_needs_grad for each in taking):
             yield (into.adjoint, call.in_numel * rows, -at), False
@@ -193,5 +223,7 @@ def _backward_moves(
 
 def _trainable_layers(space: ShardingPlan) -> frozenset[str]:
     """The layers of which a matrix is trained: its gradient needs what went in."""
-    matrices = [home.param for home in space.param_shardings if home.param.trainable and len(home.param.shape) > 1]
+    matrices = [
+        home.param for home in space.param_shardings if home.param.trainable and len(home.param.shape) > 1
+    ]
     return frozenset(layer for weight in matrices for layer in weight.layers)

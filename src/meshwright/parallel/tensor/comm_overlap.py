@@ -91,12 +91,19 @@ def chunk_sizes(num_samples: int, num_chunks: int) -> list[int]:
 class _DeferredWeightGradLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool, later: Later
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        transposed: bool,
+        later: Later,
     ) -> torch.Tensor:
         ctx.save_for_backward(x.flatten(0, -2), weight)
         ctx.leaf, ctx.transposed, ctx.later = weight if weight.is_leaf else None, transposed, later
         y = F.linear(x.flatten(0, -2), weight.t() if transposed else weight, bias)
-        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))  # no view: a model may write into it in place
+        return torch.ops.aten._unsafe_view(
+            y, (*x.shape[:-1], y.shape[-1])
+        )  # no view: a model may write into it in place
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -174,7 +181,9 @@ class JointSumMember:
         joint.clear()
         if summand is None or given != joint.layers[:-1]:
             text = f"{self.layer} ends the sum of {', '.join(joint.layers)}, and {', '.join(given) or 'none'} ran before it"
-            raise RuntimeError(f"{text}: needed are all, in the order of the trial run. Call them in every forward of the block")
+            raise RuntimeError(
+                f"{text}: needed are all, in the order of the trial run. Call them in every forward of the block"
+            )
         return summand, biases
 
 

@@ -124,23 +124,29 @@ class TensorParallel3D(Strategy):
             "logits": LayerSharding(
                 {},
                 **with_redistributions(
-                    (Redistribution(b, WIDTH_SHARD, I, (c,)), Redistribution(c, WIDTH_SHARD, I)), module_forward
+                    (Redistribution(b, WIDTH_SHARD, I, (c,)), Redistribution(c, WIDTH_SHARD, I)),
+                    module_forward,
                 ),
             ),
             **norm_shardings(sharding, (c, b)),
         }
         for weight, table, head, divisible in tied_embeddings((sharding.all_ranks or sharding).model_spec):
             summed = LayerSharding(
-                {c: "in", b: "in"}, **with_redistributions((), linear, (Redistribution(b, P, I), Redistribution(c, P, I)))
+                {c: "in", b: "in"},
+                **with_redistributions((), linear, (Redistribution(b, P, I), Redistribution(c, P, I))),
             )
             whole = LayerSharding(
                 {},
                 **with_redistributions(
-                    (), module_forward, (Redistribution(c, I, WIDTH_SHARD), Redistribution(b, I, WIDTH_SHARD, (c,)))
+                    (),
+                    module_forward,
+                    (Redistribution(c, I, WIDTH_SHARD), Redistribution(b, I, WIDTH_SHARD, (c,))),
                 ),
             )
             ways[head], ways[table] = (summed, looked_up) if divisible else (ways["logits"], whole)
-            ways[weight.layers[0]] = ways[table if weight.role in EMBEDDING_ROLES else head]  # its sides are those of its role
+            ways[weight.layers[0]] = ways[
+                table if weight.role in EMBEDDING_ROLES else head
+            ]  # its sides are those of its role
         return ways
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
@@ -149,15 +155,21 @@ class TensorParallel3D(Strategy):
         def divided(home: ParamSharding) -> ParamSharding:
             home = shard_param(home, ways)
             fine = home.param.role in MATMUL_ROLES and len(home.param.shape) > 1
-            cuts = tuple(_refined_cut(cut, side) if cut.side == "out" else cut for cut in home.param.dim_splits)
+            cuts = tuple(
+                _refined_cut(cut, side) if cut.side == "out" else cut for cut in home.param.dim_splits
+            )
             return replace(home, param=replace(home.param, dim_splits=cuts)) if fine else home
 
         sharding = sharding.map_param_shardings(divided).map_param_shardings(divided, frozen=True)
-        return sharding.with_residual_placement(DEPTH_AXIS, WIDTH_SHARD).with_residual_placement(self.axis, WIDTH_SHARD)
+        return sharding.with_residual_placement(DEPTH_AXIS, WIDTH_SHARD).with_residual_placement(
+            self.axis, WIDTH_SHARD
+        )
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
         return reduce_token_count_along(
-            reduce_token_count_along(add_planned_comm(program, self.layer_shardings(sharding), sharding, job), self.axis),
+            reduce_token_count_along(
+                add_planned_comm(program, self.layer_shardings(sharding), sharding, job), self.axis
+            ),
             DEPTH_AXIS,
         )
 
@@ -168,13 +180,21 @@ class TensorParallel3D(Strategy):
 
     def _sharded_sides(self, space: ShardingPlan) -> Iterator[ShardedSide]:
         """The outputs of products are dealt to all ranks of a plane in the end."""
-        yield from (side for side in sharded_sides(space, self.layer_shardings(space)) if side[2].role not in MATMUL_ROLES)
+        yield from (
+            side
+            for side in sharded_sides(space, self.layer_shardings(space))
+            if side[2].role not in MATMUL_ROLES
+        )
         for weight in (weight for weight in space.model_spec.params if weight.role in MATMUL_ROLES):
             yield from ((cut.num_units, 2 if cut.side == "out" else 1, weight) for cut in weight.dim_splits)
 
     def _packed_layers(self, space: ShardingPlan) -> Iterator[tuple[str, tuple[tuple[int, ...], int]]]:
         """The layers whose outputs come in several sections, each with what of those a rank computes, and the depth."""
-        for weight in (weight for weight in space.model_spec.params if weight.role in MATMUL_ROLES and len(weight.shape) > 1):
+        for weight in (
+            weight
+            for weight in space.model_spec.params
+            if weight.role in MATMUL_ROLES and len(weight.shape) > 1
+        ):
             cut, ranks = weight.split_of_side("out"), space.mesh.size(self.axis)
             if cut is not None and len(cut.sections) > 1:
                 local = tuple(section // ranks for section in cut.sections)
@@ -188,7 +208,12 @@ def _refined_cut(cut: DimSplit, parts: int) -> DimSplit:
 
 
 def _regrouped_linear(
-    sections: tuple[int, ...], depth: int, runtime: Runtime, module: nn.Module, held: ParamTensors, x: torch.Tensor
+    sections: tuple[int, ...],
+    depth: int,
+    runtime: Runtime,
+    module: nn.Module,
+    held: ParamTensors,
+    x: torch.Tensor,
 ) -> torch.Tensor:
     """The product, whose features come section after section, with those of each rank along the depth together."""
     y = linear(runtime, module, held, x)

@@ -37,22 +37,30 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.strategy import Runtime
 
 
-def shared_kv_shardings(sharding: ShardingPlan, axis: str, layer_shardings: LayerShardings) -> dict[str, LayerSharding]:
+def shared_kv_shardings(
+    sharding: ShardingPlan, axis: str, layer_shardings: LayerShardings
+) -> dict[str, LayerSharding]:
     """By name, the ways of columns layers that stay whole, because ranks share some of what they give out."""
     ranks = sharding.mesh.size(axis)
     layers = dict.fromkeys(
         layer
         for weight in (home.param for home in sharding.param_shardings)
         for layer in weight.layers
-        if weight.role == "columns" and (cut := weight.split_of_side("out")) is not None and cut.overlaps(ranks)
+        if weight.role == "columns"
+        and (cut := weight.split_of_side("out")) is not None
+        and cut.overlaps(ranks)
     )
     return {
-        name: replace(layer_shardings.get(name, layer_shardings["columns"]), weight_sides={}, shared_param_axes=(axis,))
+        name: replace(
+            layer_shardings.get(name, layer_shardings["columns"]), weight_sides={}, shared_param_axes=(axis,)
+        )
         for name in layers
     }
 
 
-def with_kv_row_selection(sharding: ShardingPlan, axis: str, layer_shardings: LayerShardings) -> LayerShardings:
+def with_kv_row_selection(
+    sharding: ShardingPlan, axis: str, layer_shardings: LayerShardings
+) -> LayerShardings:
     """`ways`, those of layers that stay whole computing with the rows that this rank needs."""
     index, ranks = dict(sharding.coordinate)[axis], sharding.mesh.size(axis)
     named = {name: home.param for home in sharding.param_shardings for name in home.param.names}
@@ -65,7 +73,9 @@ def with_kv_row_selection(sharding: ShardingPlan, axis: str, layer_shardings: La
     return {
         **layer_shardings,
         **{
-            name: replace(layer_shardings[name], compute=partial(_select_rows, each, layer_shardings[name].compute))
+            name: replace(
+                layer_shardings[name], compute=partial(_select_rows, each, layer_shardings[name].compute)
+            )
             for name, each in spans.items()
         },
     }
@@ -85,14 +95,27 @@ def bind_local_heads(runtime: Runtime, *axes: str) -> None:
 
 
 def _select_rows(
-    spans: Mapping[str, DimRanges], compute: ComputeFn, runtime: Runtime, module: nn.Module, held: ParamTensors, x: torch.Tensor
+    spans: Mapping[str, DimRanges],
+    compute: ComputeFn,
+    runtime: Runtime,
+    module: nn.Module,
+    held: ParamTensors,
+    x: torch.Tensor,
 ) -> Any:
-    rows = {leaf: slice_dims(held[leaf], (span,)) for leaf, span in spans.items() if held.get(leaf) is not None}
+    rows = {
+        leaf: slice_dims(held[leaf], (span,)) for leaf, span in spans.items() if held.get(leaf) is not None
+    }
     return compute(runtime, module, {**held, **rows}, x)
 
 
 def _forward_with_local_numbers(
-    numbers: Sequence[SizeAttribute], index: int, ranks: int, values: dict[str, Any], holder: nn.Module, *args: Any, **kwargs: Any
+    numbers: Sequence[SizeAttribute],
+    index: int,
+    ranks: int,
+    values: dict[str, Any],
+    holder: nn.Module,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if not values:
         values.update(local_size_attributes(holder, numbers, index, ranks))
@@ -102,7 +125,9 @@ def _forward_with_local_numbers(
 
 @contextmanager
 def _local_numbers_set(holder: nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
-    held = vars(holder)  # past nn.Module.__setattr__, which takes a microsecond to find that a number is no parameter
+    held = vars(
+        holder
+    )  # past nn.Module.__setattr__, which takes a microsecond to find that a number is no parameter
     before = {name: held[name] for name in values}
     held.update(values)
     try:

@@ -45,7 +45,9 @@ from meshwright.plan.step.action import Transfer
 from meshwright.plan.strategy import Runtime
 
 ParamTensors = Mapping[str, Any]  # the parameters of a layer by their own names: tensors, or None
-ComputeFn = Callable[..., torch.Tensor]  # of a runtime, a module, its parameters, and what the module is called with
+ComputeFn = Callable[
+    ..., torch.Tensor
+]  # of a runtime, a module, its parameters, and what the module is called with
 WIDTH_SHARD = S(-1)  # the place of a tensor of which each rank has a slice of the last dim
 
 
@@ -67,7 +69,12 @@ class Redistribution:
     def adjoint(self) -> "Redistribution":
         """The move of its gradient."""
         return Redistribution(
-            self.axis, self.dst.adjoint, self.src.adjoint, self.sharded_axes, self.in_param_dtype, self.at_least_float32
+            self.axis,
+            self.dst.adjoint,
+            self.src.adjoint,
+            self.sharded_axes,
+            self.in_param_dtype,
+            self.at_least_float32,
         )
 
     def transfers(self, numel: int, sharding: ShardingPlan, job: Job, at: int = 0) -> Iterator[Transfer]:
@@ -121,11 +128,17 @@ class LayerSharding:
             and self.output_redistribution.axis == axis
             and self.output_redistribution.dst == WIDTH_SHARD
         )
-        return "out" if scattered and weight.split_of_side(self.weight_sides[axis]) is None else self.weight_sides[axis]
+        return (
+            "out"
+            if scattered and weight.split_of_side(self.weight_sides[axis]) is None
+            else self.weight_sides[axis]
+        )
 
 
 LayerParam = tuple[str, ParamSharding]  # a parameter of a layer, by its own name there
-SharedParams = tuple[tuple[str, str], ...]  # parameters of a layer by their own names, and the axes that share them
+SharedParams = tuple[
+    tuple[str, str], ...
+]  # parameters of a layer by their own names, and the axes that share them
 InputOrigins = MutableMapping[torch.Tensor, torch.Tensor]  # of what a gate has moved, what it was made of
 LayerShardings = Mapping[str, LayerSharding]  # by role; that of a single layer by its name
 
@@ -154,7 +167,11 @@ def shard_param(param_sharding: ParamSharding, layer_shardings: LayerShardings) 
             place = S(cut.dim)
             layout, grad, stored = (
                 layout.with_placement(axis, place)
-                for layout in (param_sharding.layout, param_sharding.grad_layout, param_sharding.storage_layout)
+                for layout in (
+                    param_sharding.layout,
+                    param_sharding.grad_layout,
+                    param_sharding.storage_layout,
+                )
             )
             param_sharding = replace(param_sharding, layout=layout, grad_layout=grad, storage_layout=stored)
     return param_sharding
@@ -173,9 +190,17 @@ def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
                 for axis in way.shared_param_axes
                 for leaf, _ in unsharded_params(parameters.get(call.name, ()), axis)
             )
-            runtime.replace_forward(call.name, partial(_layer_forward, runtime, way, leaves, came, turns.get(call.name)))
-            if way.input_redistribution is not None and call.visit in space.sequence_sliced_calls and call.outer_module:
-                gates.setdefault(call.outer_module, {}).update(dict.fromkeys(call.slots, way.input_redistribution))
+            runtime.replace_forward(
+                call.name, partial(_layer_forward, runtime, way, leaves, came, turns.get(call.name))
+            )
+            if (
+                way.input_redistribution is not None
+                and call.visit in space.sequence_sliced_calls
+                and call.outer_module
+            ):
+                gates.setdefault(call.outer_module, {}).update(
+                    dict.fromkeys(call.slots, way.input_redistribution)
+                )
     for gate, moves in gates.items():
         runtime.wrap_forward(gate, partial(_gate_with_redistributions, runtime, moves, came))
 
@@ -188,7 +213,9 @@ def linear(runtime: Runtime, module: nn.Module, params: ParamTensors, x: torch.T
     return linear_deferring_weight_grad(x, weight, bias, waits, transposed=transposed)
 
 
-def module_forward(runtime: Runtime, module: nn.Module, params: ParamTensors, *given: Any, **named: Any) -> torch.Tensor:
+def module_forward(
+    runtime: Runtime, module: nn.Module, params: ParamTensors, *given: Any, **named: Any
+) -> torch.Tensor:
     """What `module` itself computes, with the parameters `held`."""
     before = dict(module._parameters)
     try:
@@ -209,7 +236,9 @@ def redistribute(
         if redistribution.in_param_dtype or redistribution.at_least_float32
         else nullcontext()
     ):
-        return runtime.redistribute(tensor, redistribution.axis, redistribution.src, redistribution.dst, overlap)
+        return runtime.redistribute(
+            tensor, redistribution.axis, redistribution.src, redistribution.dst, overlap
+        )
 
 
 def _gate_with_redistributions(
@@ -253,7 +282,10 @@ def _layer_forward(
 
     if turn is not None and way.output_redistribution is not None and turn.defers_sum:
         return turn.contribute(
-            compute(x), biases, way.output_redistribution.dst, runtime.plan.mesh.size(way.output_redistribution.axis)
+            compute(x),
+            biases,
+            way.output_redistribution.dst,
+            runtime.plan.mesh.size(way.output_redistribution.axis),
         )
     waiting: Iterator[torch.Tensor] = iter(())
     if turn is not None:
@@ -269,7 +301,9 @@ def _layer_forward(
     return y + reduce(torch.add, biases) if biases else y
 
 
-def _saved_for_backward(runtime: Runtime, way: LayerSharding, given: torch.Tensor) -> AbstractContextManager[Any]:
+def _saved_for_backward(
+    runtime: Runtime, way: LayerSharding, given: torch.Tensor
+) -> AbstractContextManager[Any]:
     """While it lasts, autograd keeps what `way` wants kept for backward."""
     move = way.input_redistribution
     return (

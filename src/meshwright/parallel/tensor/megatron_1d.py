@@ -91,7 +91,9 @@ class TensorParallel(Strategy):
         """How layers compute, by role; the stream lies where the space says."""
         stream = sharding.residual_layout.placement(self.axis)
         columns = LayerSharding(
-            {self.axis: "out"}, input_redistribution=Redistribution(self.axis, stream, R), regather=sharding.regather
+            {self.axis: "out"},
+            input_redistribution=Redistribution(self.axis, stream, R),
+            regather=sharding.regather,
         )
         shared = (self.axis,) if sharding.sequence_sliced_calls else ()
         rows = LayerSharding(
@@ -110,7 +112,13 @@ class TensorParallel(Strategy):
         gathered = replace(
             columns, output_redistribution=Redistribution(self.axis, WIDTH_SHARD, stream)
         )  # columns without rows: the user asked for them
-        ways = {"columns": columns, "rows": rows, "inside": inside, "gathered": gathered, **{call.name: whole for call in apart}}
+        ways = {
+            "columns": columns,
+            "rows": rows,
+            "inside": inside,
+            "gathered": gathered,
+            **{call.name: whole for call in apart},
+        }
         return ways | shared_kv_shardings(sharding, self.axis, ways)
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
@@ -122,7 +130,9 @@ class TensorParallel(Strategy):
         return sharding.map_param_shardings(divided).map_param_shardings(divided, frozen=True)
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        return reduce_token_count_along(add_planned_comm(program, self.layer_shardings(sharding), sharding, job), self.axis)
+        return reduce_token_count_along(
+            add_planned_comm(program, self.layer_shardings(sharding), sharding, job), self.axis
+        )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         space = runtime.plan.sharding

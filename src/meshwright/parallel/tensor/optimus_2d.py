@@ -91,23 +91,31 @@ class TensorParallel2D(Strategy):
         yield from check_square_mesh(sharding, (ROW_AXIS, self.axis))
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        yield from check_even_units(sharded_sides(sharding, self.layer_shardings(sharding)), sharding.mesh.size(self.axis))
+        yield from check_even_units(
+            sharded_sides(sharding, self.layer_shardings(sharding)), sharding.mesh.size(self.axis)
+        )
         yield from check_weight_shards(sharding, "strategies.grid")
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
         """How layers compute, by role, norms and what is tied by name; not those that another strategy divides by words."""
         product = LayerSharding(
-            {self.axis: "out"}, input_redistribution=Redistribution(self.axis, WIDTH_SHARD, R), regather=self.regather
+            {self.axis: "out"},
+            input_redistribution=Redistribution(self.axis, WIDTH_SHARD, R),
+            regather=self.regather,
         )
         looked_up = LayerSharding({self.axis: "out"}, compute=module_forward)
         ways = {
             "columns": product,
             "rows": product,
-            "inside": LayerSharding({self.axis: "out"}, shared_param_axes=(self.axis,), compute=module_forward),
+            "inside": LayerSharding(
+                {self.axis: "out"}, shared_param_axes=(self.axis,), compute=module_forward
+            ),
             "table": looked_up,
             "lookup": looked_up,
             "head": replace(product, output_redistribution=Redistribution(self.axis, WIDTH_SHARD, I)),
-            "logits": LayerSharding({}, input_redistribution=Redistribution(self.axis, WIDTH_SHARD, I), compute=module_forward),
+            "logits": LayerSharding(
+                {}, input_redistribution=Redistribution(self.axis, WIDTH_SHARD, I), compute=module_forward
+            ),
             **norm_shardings(sharding, (self.axis,)),
         }
         for weight, table, head, divisible in tied_embeddings((sharding.all_ranks or sharding).model_spec):
@@ -119,10 +127,20 @@ class TensorParallel2D(Strategy):
             ways[table] = (
                 looked_up
                 if divisible
-                else LayerSharding({}, output_redistribution=Redistribution(self.axis, I, WIDTH_SHARD), compute=module_forward)
+                else LayerSharding(
+                    {},
+                    output_redistribution=Redistribution(self.axis, I, WIDTH_SHARD),
+                    compute=module_forward,
+                )
             )
-            ways[weight.layers[0]] = ways[table if weight.role in EMBEDDING_ROLES else head]  # its sides are those of its role
-        return {layer: way for layer, way in ways.items() if layer not in vocab_sharded_layers(sharding, self.axis)}
+            ways[weight.layers[0]] = ways[
+                table if weight.role in EMBEDDING_ROLES else head
+            ]  # its sides are those of its role
+        return {
+            layer: way
+            for layer, way in ways.items()
+            if layer not in vocab_sharded_layers(sharding, self.axis)
+        }
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         ways = self.layer_shardings(sharding)
@@ -137,7 +155,9 @@ class TensorParallel2D(Strategy):
         )
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        return reduce_token_count_along(add_planned_comm(program, self.layer_shardings(sharding), sharding, job), self.axis)
+        return reduce_token_count_along(
+            add_planned_comm(program, self.layer_shardings(sharding), sharding, job), self.axis
+        )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         bind_layers(runtime, self.layer_shardings(runtime.plan.sharding))
@@ -152,7 +172,9 @@ def norm_shardings(sharding: ShardingPlan, axes: tuple[str, ...]) -> LayerShardi
         if call.norm_formula is not None:
             within = partial(_statistics_gathers, axes, {axis: sharding.mesh.size(axis) for axis in axes})
             found[call.name] = LayerSharding(
-                dict.fromkeys(axes, "out"), compute=partial(_sharded_norm, call.norm_formula, axes), inner_redistributions=within
+                dict.fromkeys(axes, "out"),
+                compute=partial(_sharded_norm, call.norm_formula, axes),
+                inner_redistributions=within,
             )
         else:
             slices = tuple(Redistribution(axis, R, WIDTH_SHARD, axes[:i]) for i, axis in enumerate(axes))
@@ -167,14 +189,20 @@ def with_redistributions(
     before: tuple[Redistribution, ...], compute: ComputeFn, after: tuple[Redistribution, ...] = ()
 ) -> dict[str, Any]:
     """Of a way, `compute` and `within`: what is computed between several moves of the input and several of the output."""
-    return {"compute": partial(_compute_between, before, compute, after), "within": partial(_redistributions_of, before, after)}
+    return {
+        "compute": partial(_compute_between, before, compute, after),
+        "within": partial(_redistributions_of, before, after),
+    }
 
 
 def tied_embeddings(model_spec: ModelSpec) -> Iterator[tuple[ParamSpec, str, str, bool]]:
     """The weights that a table and a head share, with these two, and whether the head is a plain product."""
     roles = {call.name: call.role for call in model_spec.layer_calls}
     for weight in model_spec.params:
-        tables, heads = ([each for each in weight.layers if roles.get(each) in pair] for pair in (EMBEDDING_ROLES, LM_HEAD_ROLES))
+        tables, heads = (
+            [each for each in weight.layers if roles.get(each) in pair]
+            for pair in (EMBEDDING_ROLES, LM_HEAD_ROLES)
+        )
         yield from ((weight, table, head, roles[head] == "head") for table in tables for head in heads)
 
 
@@ -197,7 +225,9 @@ def check_roles(sharding: ShardingPlan, where: str) -> Iterator[Diagnostic]:
         why = f": {left[0].not_shardable_reason}" if left[0].not_shardable_reason else ""
         text = f"no rank has all of a token, and {len(left)} parameters compute with all of it ({left[0].name}{why})"
         fix = 'declare the layers that can be divided: meshwright.Model(..., sockets={"layers.*.up": "columns", '
-        yield Diagnostic(text, f'{fix}"layers.*.down": "rows"}}), or divide pairs of matrices alone: name = "line"', where)
+        yield Diagnostic(
+            text, f'{fix}"layers.*.down": "rows"}}), or divide pairs of matrices alone: name = "line"', where
+        )
 
 
 def check_square_mesh(sharding: ShardingPlan, axes: tuple[str, ...]) -> Iterator[Diagnostic]:
@@ -212,7 +242,9 @@ def check_square_mesh(sharding: ShardingPlan, axes: tuple[str, ...]) -> Iterator
     yield Diagnostic(text, f"set mesh.{', mesh.'.join(near)} ({side ** len(axes)} ranks)", "mesh")
 
 
-ShardedSide = tuple[int, int, ParamSpec]  # units, among how many axes of the grid they are dealt, and of which weight
+ShardedSide = tuple[
+    int, int, ParamSpec
+]  # units, among how many axes of the grid they are dealt, and of which weight
 
 
 def sharded_sides(sharding: ShardingPlan, layer_shardings: LayerShardings) -> Iterator[ShardedSide]:
@@ -220,7 +252,9 @@ def sharded_sides(sharding: ShardingPlan, layer_shardings: LayerShardings) -> It
     for weight in sharding.model_spec.params:
         way = find_layer_sharding(layer_shardings, weight.layers[0], weight.role)
         sides = [way.weight_side(axis, weight) for axis in way.weight_sides] if way else []
-        yield from ((cut.num_units, sides.count(cut.side), weight) for cut in weight.dim_splits if cut.side in sides)
+        yield from (
+            (cut.num_units, sides.count(cut.side), weight) for cut in weight.dim_splits if cut.side in sides
+        )
 
 
 def check_even_units(sides: Iterable[ShardedSide], ranks_per_axis: int) -> Iterator[Diagnostic]:
@@ -231,15 +265,21 @@ def check_even_units(sides: Iterable[ShardedSide], ranks_per_axis: int) -> Itera
         if units % ranks_per_axis**power:
             found.setdefault((units, ranks_per_axis**power), []).append(weight)
     fits = [
-        str(q) for q in range(2, max((units for units, _, _ in sides), default=0) + 1) if all(u % q**p == 0 for u, p, _ in sides)
+        str(q)
+        for q in range(2, max((units for units, _, _ in sides), default=0) + 1)
+        if all(u % q**p == 0 for u, p, _ in sides)
     ]
     all_fit = (
-        f"set the sides of the grid to {' or '.join(fits)}" if fits else "no grid of at least 2 ranks a side divides them all"
+        f"set the sides of the grid to {' or '.join(fits)}"
+        if fits
+        else "no grid of at least 2 ranks a side divides them all"
     )
     for (units, ranks), weights in sorted(found.items()):
         more = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
         text = f"{weights[0].name}{more}: {units} units (heads that share a key, words, or features) on {ranks} ranks"
-        near = " or ".join(str(size) for size in (units - units % ranks, units - units % ranks + ranks) if size)
+        near = " or ".join(
+            str(size) for size in (units - units % ranks, units - units % ranks + ranks) if size
+        )
         words = '; words may be divided unevenly: name = "vocabulary"' if weights[0].role == "head" else ""
         yield Diagnostic(text, f"{all_fit}; or make it {near} units{words}", "mesh")
 
@@ -251,9 +291,15 @@ def check_weight_shards(sharding: ShardingPlan, where: str, replicate_axis: str 
         yield Diagnostic(text, 'use the strategy "line", or set mesh.cp = 1', where)
     axes = (ROW_AXIS, replicate_axis) if replicate_axis else (ROW_AXIS,)
     whole = [
-        home for home in sharding.param_shardings if home.param.trainable and home.storage_layout.placement(ROW_AXIS) != S(FLAT)
+        home
+        for home in sharding.param_shardings
+        if home.param.trainable and home.storage_layout.placement(ROW_AXIS) != S(FLAT)
     ]
-    cut = [home for home in sharding.param_shardings if home.param.trainable and replicate_axis in home.flat_shard_axes]
+    cut = [
+        home
+        for home in sharding.param_shardings
+        if home.param.trainable and replicate_axis in home.flat_shard_axes
+    ]
     if whole or cut or not set(axes) <= set(sharding.data_axes):
         text = f"nothing keeps weights in shards along {ROW_AXIS}, the rows of the grid: each would hold whole columns of it"
         text = (
@@ -263,7 +309,11 @@ def check_weight_shards(sharding: ShardingPlan, where: str, replicate_axis: str 
         )
         more = f', across = "{replicate_axis}"' if replicate_axis else ""
         lists = " and ".join(f'[[strategies]] name = "batch", axis = "{axis}"' for axis in axes)
-        yield Diagnostic(text, f'add {lists}, and [[strategies]] name = "zero", axis = "{ROW_AXIS}", stage = 3{more}', where)
+        yield Diagnostic(
+            text,
+            f'add {lists}, and [[strategies]] name = "zero", axis = "{ROW_AXIS}", stage = 3{more}',
+            where,
+        )
 
 
 def _compute_between(
@@ -291,7 +341,9 @@ def _redistributions_of(
     yield from ((move, call.out_numel) for move in after)
 
 
-def _statistics_gathers(axes: tuple[str, ...], ranks: Mapping[str, int], call: LayerCall) -> Iterator[tuple[Redistribution, int]]:
+def _statistics_gathers(
+    axes: tuple[str, ...], ranks: Mapping[str, int], call: LayerCall
+) -> Iterator[tuple[Redistribution, int]]:
     """The gathers of the statistics of a norm's slices, each with the elements per sample that it brings."""
     if call.norm_formula is not None:
         numel = call.in_numel // call.norm_formula.normalized_size * call.norm_formula.num_statistics
@@ -301,12 +353,19 @@ def _statistics_gathers(axes: tuple[str, ...], ranks: Mapping[str, int], call: L
 
 
 def _sharded_norm(
-    formula: NormFormula, axes: tuple[str, ...], runtime: Runtime, module: nn.Module, held: ParamTensors, x: torch.Tensor
+    formula: NormFormula,
+    axes: tuple[str, ...],
+    runtime: Runtime,
+    module: nn.Module,
+    held: ParamTensors,
+    x: torch.Tensor,
 ) -> torch.Tensor:
     """The slice of a norm's output, of a slice of its input."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     known = norm_statistics(formula, wide)
     for axis in axes:
-        known = redistribute(runtime, known, Redistribution(axis, WIDTH_SHARD, R, in_param_dtype=True, at_least_float32=True))
+        known = redistribute(
+            runtime, known, Redistribution(axis, WIDTH_SHARD, R, in_param_dtype=True, at_least_float32=True)
+        )
     y = apply_norm(formula, wide, combine_statistics(formula, known), held["weight"], held.get("bias"))
     return y.to(torch.result_type(x, held["weight"]))

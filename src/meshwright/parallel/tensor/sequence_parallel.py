@@ -69,14 +69,22 @@ class SequenceParallel(Strategy):
         yield from _check_token_wise(sharding.model_spec, where)
         yield from _check_single_use(self.place(sharding), where)
         ranks, through = sharding.mesh.size(self.axis), _sequence_parallel_calls(sharding.model_spec)
-        for tokens in sorted({each.num_tokens for each in sharding.model_spec.residual_flows if each.block_call in through}):
+        for tokens in sorted(
+            {each.num_tokens for each in sharding.model_spec.residual_flows if each.block_call in through}
+        ):
             if tokens % ranks:
                 lower = tokens - tokens % ranks
                 near = f"{lower} or {lower + ranks}" if lower else str(ranks)
                 asked = tokens == job.data.sequence
-                fix = f"set data.sequence = {near}" if asked else f"have the model make {near} tokens of a sample"
+                fix = (
+                    f"set data.sequence = {near}"
+                    if asked
+                    else f"have the model make {near} tokens of a sample"
+                )
                 text = f"{tokens} tokens do not divide by the {ranks} ranks of {self.axis}"
-                yield Diagnostic(text, f"{fix}, or change mesh.{self.axis}", "data.sequence" if asked else where)
+                yield Diagnostic(
+                    text, f"{fix}, or change mesh.{self.axis}", "data.sequence" if asked else where
+                )
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         yield from self._check_with_context_parallel(sharding)
@@ -86,22 +94,26 @@ class SequenceParallel(Strategy):
             if home.param.role == "rows"
         ]
         if not any(side is not None and dim == side.dim for dim, side in rows):
-            text = (
-                f"tokens are divided between pairs of matrices; no strategy divides those by columns and rows along {self.axis}"
+            text = f"tokens are divided between pairs of matrices; no strategy divides those by columns and rows along {self.axis}"
+            yield Diagnostic(
+                text, 'write [[strategies]] name = "line" beside it, or leave it out', "strategies.sequence"
             )
-            yield Diagnostic(text, 'write [[strategies]] name = "line" beside it, or leave it out', "strategies.sequence")
 
     def _check_with_context_parallel(self, space: ShardingPlan) -> Iterator[Diagnostic]:
         """Where tokens are dealt to other ranks too, what each has must divide."""
         ranks, deal = space.mesh.size(self.axis), space.sequence_sharding
         if deal is None:
             return
-        for passage in (each for each in space.model_spec.residual_flows if each.block_call in space.sequence_sliced_calls):
+        for passage in (
+            each for each in space.model_spec.residual_flows if each.block_call in space.sequence_sliced_calls
+        ):
             counts = [deal.num_padded_tokens(passage.num_tokens, index) for index in range(deal.num_ranks)]
             if any(count % ranks for count in counts):
                 text = f"{passage.num_tokens} tokens are dealt to {' x '.join(space.token_axes)} as {', '.join(map(str, counts))}"
                 fix = f"make them a multiple of {2 * deal.num_ranks * ranks}"
-                yield Diagnostic(f"{text}, which do not divide by the {ranks} ranks of {self.axis}", fix, "data.sequence")
+                yield Diagnostic(
+                    f"{text}, which do not divide by the {ranks} ranks of {self.axis}", fix, "data.sequence"
+                )
                 return
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
@@ -109,9 +121,14 @@ class SequenceParallel(Strategy):
         norms = [
             call
             for call in sharding.model_spec.layer_calls
-            if call.role == "norm" and call.block_call in sharding.sequence_sliced_calls and call.takes_residual
+            if call.role == "norm"
+            and call.block_call in sharding.sequence_sliced_calls
+            and call.takes_residual
         ]
-        return {call.name: LayerSharding({}, shared_param_axes=(self.axis,), compute=module_forward) for call in norms}
+        return {
+            call.name: LayerSharding({}, shared_param_axes=(self.axis,), compute=module_forward)
+            for call in norms
+        }
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         return sharding.with_residual_placement(
@@ -126,10 +143,14 @@ class SequenceParallel(Strategy):
         space = runtime.plan.sharding
         bind_layers(runtime, self.layer_shardings(space))
         for passage, first, last in self._stream_borders(space):
-            runtime.wrap_forward(passage.block_call, partial(_block_with_stream_comm, runtime, passage, first, last))
+            runtime.wrap_forward(
+                passage.block_call, partial(_block_with_stream_comm, runtime, passage, first, last)
+            )
         return {}
 
-    def _stream_borders(self, space: ShardingPlan) -> Iterator[tuple[ResidualFlow, Redistribution | None, Redistribution | None]]:
+    def _stream_borders(
+        self, space: ShardingPlan
+    ) -> Iterator[tuple[ResidualFlow, Redistribution | None, Redistribution | None]]:
         """What becomes of the stream where visits begin or end its slices: where it is taken in, and where it is given out.
 
         Nothing casts it there.
@@ -148,17 +169,28 @@ class SequenceParallel(Strategy):
         """`actions`, with the stream put together at the end of forwards, and its gradient at the end of backwards."""
         rows, met = samples_per_microbatch(actions, space, job), dict[tuple[str, bool], list[Transfer]]()
         for passage, first, last in self._stream_borders(space):
-            numel = rows * int(passage.num_tokens * local_fraction(space, passage.block_call)) * passage.hidden_size
+            numel = (
+                rows
+                * int(passage.num_tokens * local_fraction(space, passage.block_call))
+                * passage.hidden_size
+            )
             if first is not None and passage.input_needs_grad:
                 met[passage.block_call, True] = [*first.adjoint.transfers(numel, space, job, at=1)]
             if last is not None:
-                met[passage.block_call, False] = [*last.transfers(numel, space, job, at=len(space.model_spec.layer_calls))]
+                met[passage.block_call, False] = [
+                    *last.transfers(numel, space, job, at=len(space.model_spec.layer_calls))
+                ]
 
         def crossed(action: Action) -> Action:
             back = action.kind in INPUT_GRAD_KINDS
             more = met.get((action.subject, back), []) if back or action.kind in FORWARD_KINDS else []
             return (
-                replace(action, inner_transfers=tuple(sorted((*action.inner_transfers, *more), key=lambda each: each.position)))
+                replace(
+                    action,
+                    inner_transfers=tuple(
+                        sorted((*action.inner_transfers, *more), key=lambda each: each.position)
+                    ),
+                )
                 if more
                 else action
             )
@@ -177,7 +209,11 @@ def _block_with_stream_comm(
 ) -> Any:
     """What a block computes, with the stream cut where it takes it in, put together where it gives it out."""
     if isinstance(passage.arg, int):
-        args = (*args[: passage.arg], redistribute(runtime, args[passage.arg], first), *args[passage.arg + 1 :])
+        args = (
+            *args[: passage.arg],
+            redistribute(runtime, args[passage.arg], first),
+            *args[passage.arg + 1 :],
+        )
     else:
         kwargs[passage.arg] = redistribute(runtime, kwargs[passage.arg], first)
     given = inner(*args, **kwargs)
@@ -191,7 +227,9 @@ def _block_with_stream_comm(
 def _sequence_parallel_calls(anatomy: ModelSpec) -> tuple[str, ...]:
     """The visits through which the stream goes in slices: those with pairs, and norms that it passes just before or behind."""
     known = {
-        each.block_call: each for each in anatomy.residual_flows if not each.not_sequence_parallel and "#" not in each.block_call
+        each.block_call: each
+        for each in anatomy.residual_flows
+        if not each.not_sequence_parallel and "#" not in each.block_call
     }
     pairs = {call.block_call for call in anatomy.layer_calls if call.role == "rows"}
     found = {visit for visit in known if visit in pairs}
@@ -213,10 +251,10 @@ def _check_single_use(space: ShardingPlan, where: str) -> Iterator[Diagnostic]:
             taken.setdefault(call.name, set()).add(space.takes_sequence_slices(call))
     both = [name for name, kinds in taken.items() if len(kinds) > 1]
     if both:
-        text = (
-            f"{both[0]} is called on the stream between pairs and on something else, and its ranks would add up unlike gradients"
+        text = f"{both[0]} is called on the stream between pairs and on something else, and its ranks would add up unlike gradients"
+        yield Diagnostic(
+            text, 'leave name = "sequence" out, or give each of the two a layer of its own', where
         )
-        yield Diagnostic(text, 'leave name = "sequence" out, or give each of the two a layer of its own', where)
 
 
 def _check_token_wise(anatomy: ModelSpec, where: str) -> Iterator[Diagnostic]:
@@ -232,4 +270,6 @@ def _check_token_wise(anatomy: ModelSpec, where: str) -> Iterator[Diagnostic]:
             reasons.setdefault(re.sub(r"\d+", "*", why), (visit, why))
     for visit, why in reasons.values():
         text = f"the block '{visit}' cannot run on a slice of the tokens: {why}"
-        yield Diagnostic(text, 'leave name = "sequence" out, or declare the parts of the block as blocks', where)
+        yield Diagnostic(
+            text, 'leave name = "sequence" out, or declare the parts of the block as blocks', where
+        )

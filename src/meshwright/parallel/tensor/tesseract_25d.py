@@ -65,7 +65,9 @@ class TensorParallel25D(Strategy):
         if sharding.mesh.size(DEPTH_AXIS) == 1:
             text = f"there is one square, {sharding.mesh}; needed are several, along {DEPTH_AXIS}"
             yield Diagnostic(
-                text, f'set mesh.{DEPTH_AXIS} to at least 2, or name = "grid" for a single square', f"mesh.{DEPTH_AXIS}"
+                text,
+                f'set mesh.{DEPTH_AXIS} to at least 2, or name = "grid" for a single square',
+                f"mesh.{DEPTH_AXIS}",
             )
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:

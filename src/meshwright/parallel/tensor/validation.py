@@ -30,10 +30,14 @@ def wrong_axis_diagnostic(axis: str, what: str, where: str) -> Diagnostic:
 def check_sharded_once(sharding: ShardingPlan, axis: str, where: str) -> Iterator[Diagnostic]:
     """Matrices that another strategy divides along `axis` already."""
     divided = [
-        home.param.name for home in sharding.param_shardings if axis in home.sliced_dims and home.param.role in SHARDED_ROLES
+        home.param.name
+        for home in sharding.param_shardings
+        if axis in home.sliced_dims and home.param.role in SHARDED_ROLES
     ]
     if divided:
-        text = f"another strategy divides {len(divided)} weights of pairs along {axis} already ({divided[0]}...)"
+        text = (
+            f"another strategy divides {len(divided)} weights of pairs along {axis} already ({divided[0]}...)"
+        )
         yield Diagnostic(text, "keep one of those that divide matrices: line, grid, grid25 or cube", where)
 
 
@@ -47,7 +51,9 @@ def check_layer_pairs(model_spec: ModelSpec, where: str) -> Iterator[Diagnostic]
     for (pattern, why), weights in _group_by_reason(wishes).items():
         text = f"{pattern} is declared as {weights[0].declared_role}, and that cannot be: {why}"
         yield Diagnostic(
-            text, "correct the roles of sockets=..., or leave it out: it then stays whole on every rank", "model.sockets"
+            text,
+            "correct the roles of sockets=..., or leave it out: it then stays whole on every rank",
+            "model.sockets",
         )
     if any(call.role in ("rows", "gathered") for call in model_spec.layer_calls) or wishes:
         return
@@ -57,7 +63,11 @@ def check_layer_pairs(model_spec: ModelSpec, where: str) -> Iterator[Diagnostic]
     more = f"; and {len(found) - MAX_REPORTED} more" if len(found) > MAX_REPORTED else ""
     text = f"no pair of linear layers of {model_spec.name} is known to split ({'; '.join(shown)}{more})"
     layers = list(
-        dict.fromkeys(LAYER_NUMBER.sub("*", weight.name).rpartition(".")[0] for weight in matrices if weight.is_hidden_matrix)
+        dict.fromkeys(
+            LAYER_NUMBER.sub("*", weight.name).rpartition(".")[0]
+            for weight in matrices
+            if weight.is_hidden_matrix
+        )
     )
     fix = f"declare them: {suggest_roles(layers or ['layers.*.up', 'layers.*.down'])}"
     yield Diagnostic(text, f"{fix}\n  see it all with `meshwright plan CONFIG.toml --explain-model`", where)
@@ -76,22 +86,34 @@ def check_units(sharding: ShardingPlan, layer_shardings: LayerShardings) -> Iter
         ranks, each = sharding.mesh.size(axis), _describe_unit(weights[0], units)
         more = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
         text = f"{weights[0].name}{more} {'divide' if more else 'divides'} into {units} units{each}, and {axis} has {ranks} ranks"
-        yield Diagnostic(text, f"set mesh.{axis} to at most {units}{_same_rank_count_fix(axis, units, ranks)}", f"mesh.{axis}")
+        yield Diagnostic(
+            text,
+            f"set mesh.{axis} to at most {units}{_same_rank_count_fix(axis, units, ranks)}",
+            f"mesh.{axis}",
+        )
 
 
 def check_gathered_layers(sharding: ShardingPlan, axis: str) -> Iterator[Diagnostic]:
     """Layers whose output is gathered, and that give out a number of features that does not divide by the ranks of `axis`."""
     ranks = sharding.mesh.size(axis)
     for weight in (
-        home.param for home in sharding.param_shardings if home.param.role == "gathered" and len(home.param.shape) > 1
+        home.param
+        for home in sharding.param_shardings
+        if home.param.role == "gathered" and len(home.param.shape) > 1
     ):
         cut = weight.split_of_side("out")
         if cut is not None and cut.num_units % ranks:
-            sizes = [size for size in range(2, cut.num_units + 1) if cut.num_units % size == 0 and size <= 2 * ranks]
+            sizes = [
+                size
+                for size in range(2, cut.num_units + 1)
+                if cut.num_units % size == 0 and size <= 2 * ranks
+            ]
             text = f"{weight.name} gives out {cut.num_units} features, which are gathered from {ranks} ranks in equal parts"
             near = f"set mesh.{axis} to {' or '.join(map(str, sizes))}, or " if sizes else ""
             yield Diagnostic(
-                text, f"{near}leave the layer out of sockets=..., or declare a rows layer behind it", "model.sockets"
+                text,
+                f"{near}leave the layer out of sockets=..., or declare a rows layer behind it",
+                "model.sockets",
             )
 
 

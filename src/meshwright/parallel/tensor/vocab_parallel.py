@@ -89,14 +89,18 @@ class VocabParallel(Strategy):
             linear if sharding.num_loss_chunks == 1 else _linear_without_comm,
         )
         stream = {
-            role: sharding.residual_placement([call for call in calls if call.role == role], self.axis) for role in VOCAB_ROLES
+            role: sharding.residual_placement([call for call in calls if call.role == role], self.axis)
+            for role in VOCAB_ROLES
         }
         return {
             "table": LayerSharding(
-                {self.axis: "in"}, output_redistribution=Redistribution(self.axis, P, stream["table"], in_param_dtype=True)
+                {self.axis: "in"},
+                output_redistribution=Redistribution(self.axis, P, stream["table"], in_param_dtype=True),
             ),
             "head": LayerSharding(
-                {self.axis: "out"}, input_redistribution=Redistribution(self.axis, stream["head"], R), compute=compute
+                {self.axis: "out"},
+                input_redistribution=Redistribution(self.axis, stream["head"], R),
+                compute=compute,
             ),
         }
 
@@ -123,7 +127,10 @@ class VocabParallel(Strategy):
         named = {name: weight for weight in whole for name in weight.names}
         for layer in dict.fromkeys(call.name for call in space.model_spec.calls if call.role == "table"):
             weight = named[f"{layer}.weight"]
-            words = range(*space.slice_range(weight.name, self.axis)), weight.cut(0).units  # rows, whatever the head calls them
+            words = (
+                range(*space.slice_range(weight.name, self.axis)),
+                weight.cut(0).units,
+            )  # rows, whatever the head calls them
             ways[layer] = replace(ways["table"], compute=partial(_embed_local_rows, *words))
         bind_layers(runtime, ways)
         return {}
@@ -141,7 +148,9 @@ class VocabParallel(Strategy):
         )
         inner = tuple(told)
         return [
-            replace(action, inner_transfers=(*action.inner_transfers, *inner)) if action.kind == "LOSS" else action
+            replace(action, inner_transfers=(*action.inner_transfers, *inner))
+            if action.kind == "LOSS"
+            else action
             for action in actions
         ]
 
@@ -158,13 +167,19 @@ def can_shard_vocab(model_spec: ModelSpec, num_ranks: int) -> bool:
 
 def unsharded_vocab_notes(model_spec: ModelSpec) -> Iterator[str]:
     """What to say of tables and heads that no rank can have a part of, by words, and why."""
-    kept = [weight for weight in model_spec.params if weight.role in ("logits", "lookup") and len(weight.shape) > 1]
+    kept = [
+        weight
+        for weight in model_spec.params
+        if weight.role in ("logits", "lookup") and len(weight.shape) > 1
+    ]
     for weight in kept:
         if weight.role == "logits" or weight.aliases:
             yield f"{weight.name} stays whole on every rank: {weight.not_shardable_reason}"
 
 
-def _linear_without_comm(runtime: Runtime, module: nn.Module, held: ParamTensors, x: torch.Tensor) -> torch.Tensor:
+def _linear_without_comm(
+    runtime: Runtime, module: nn.Module, held: ParamTensors, x: torch.Tensor
+) -> torch.Tensor:
     """The product, with nothing beside it: the loss makes it."""
     return F.linear(x, held["weight"], held.get("bias"))
 
@@ -174,7 +189,10 @@ def _embed_local_rows(
 ) -> torch.Tensor:
     """The rows of `words`, which this rank has of `total`, and zeros for the others. An id that is no word fails as ever."""
     table = cast(nn.Embedding, module)
-    padding, elsewhere = table.padding_idx, (ids >= 0) & (ids < total) & ((ids < words.start) | (ids >= words.stop))
+    padding, elsewhere = (
+        table.padding_idx,
+        (ids >= 0) & (ids < total) & ((ids < words.start) | (ids >= words.stop)),
+    )
     table.padding_idx = None if padding is None or padding not in words else padding - words.start
     try:
         rows = type(table).forward(table, (ids - words.start).masked_fill(elsewhere, 0))

@@ -55,7 +55,10 @@ class CostFit:
     @cached_property
     def _off(self) -> tuple[tuple[tuple[float, ...], float], ...]:
         """Where each measurement lies, in doublings, and the logarithm of what it took over what the law says."""
-        return tuple((tuple(map(log2, each.sizes)), log(each.seconds / self._plain(each.features))) for each in self.samples)
+        return tuple(
+            (tuple(map(log2, each.sizes)), log(each.seconds / self._plain(each.features)))
+            for each in self.samples
+        )
 
     def _plain(self, features: Sequence[float]) -> float:
         return sum(cost * amount for cost, amount in zip(self.coefficients, features, strict=True))
@@ -70,7 +73,9 @@ def holdout_error(law: CostFit) -> float:
 
 def nonnegative_least_squares(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """The x >= 0 for which rows x comes nearest to 1 in every row, by least squares."""
-    scales = [max(column) or 1.0 for column in zip(*rows, strict=True)]  # columns differ by many powers of ten
+    scales = [
+        max(column) or 1.0 for column in zip(*rows, strict=True)
+    ]  # columns differ by many powers of ten
     scaled = [[value / scale for value, scale in zip(row, scales, strict=True)] for row in rows]
     columns = list(zip(*scaled, strict=True))
     gram = [[sum(a * b for a, b in zip(one, other, strict=True)) for other in columns] for one in columns]

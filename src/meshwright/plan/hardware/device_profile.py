@@ -115,9 +115,15 @@ class DeviceProfile:
             return 0.0
         dtype = self._measured_dtype(dtype, tuple(self._products))
         least = 2.0 * batch * m * n * k / self.best_flops(dtype)
-        return max(least, self.call_s, self._products[dtype].seconds((m, n, k, batch), _matmul_features(m, n, k, batch)))
+        return max(
+            least,
+            self.call_s,
+            self._products[dtype].seconds((m, n, k, batch), _matmul_features(m, n, k, batch)),
+        )
 
-    def attention_seconds(self, size: AttentionSize, dtype: str = "float32", *, backward: bool = False) -> float:
+    def attention_seconds(
+        self, size: AttentionSize, dtype: str = "float32", *, backward: bool = False
+    ) -> float:
         """Seconds of fused attention, or of its `backward` alone. Raises PlanError where none was measured in `dtype`.
 
         All pairs are computed. Of a kernel that leaves out what a mask hides, ask with the keys that a query sees on average.
@@ -185,13 +191,20 @@ class DeviceProfile:
         for name, found in (("products", self.matmuls), ("attention", self.attention)):
             for dtype, count in Counter(each.dtype for each in found).items():
                 if count < MIN_MEASUREMENTS:
-                    yield Diagnostic(f"{count} of {dtype}; a law takes {MIN_MEASUREMENTS} at least", again, name)
+                    yield Diagnostic(
+                        f"{count} of {dtype}; a law takes {MIN_MEASUREMENTS} at least", again, name
+                    )
         for name, least in (("products", MIN_MEASUREMENTS), ("attention", MIN_MEASUREMENTS), ("moved", 2)):
             if len(vars(self)[name]) < least and not (vars(self)[name] and name != "moved"):
                 yield Diagnostic(f"{len(vars(self)[name])} were measured; needed are {least}", again, name)
         for each in sorted({each.operation for each in self.elementwise_ops}.difference(COMPUTE_HEAVY_OPS)):
-            yield Diagnostic(f"nobody asks what '{each}' takes", suggest_name(each, COMPUTE_HEAVY_OPS), "computed")
-        lengths = {"moved": [each.nbytes for each in self.memory_ops], "stretches": [each.seconds for each in self.lag_samples]}
+            yield Diagnostic(
+                f"nobody asks what '{each}' takes", suggest_name(each, COMPUTE_HEAVY_OPS), "computed"
+            )
+        lengths = {
+            "moved": [each.nbytes for each in self.memory_ops],
+            "stretches": [each.seconds for each in self.lag_samples],
+        }
         for name, sizes in lengths.items():
             if sizes != sorted(set(sizes)):
                 unit = "bytes" if name == "moved" else "seconds"
@@ -205,7 +218,9 @@ class DeviceProfile:
                 return each
         text = f"nothing was measured in {dtype} on {self.device}"
         raise PlanError(
-            text, fix=f"compute in one of {', '.join(known)}, or measure it: meshwright bench device", location="hardware"
+            text,
+            fix=f"compute in one of {', '.join(known)}, or measure it: meshwright bench device",
+            location="hardware",
         )
 
     @cached_property
@@ -213,7 +228,9 @@ class DeviceProfile:
         found: dict[str, list[Sample]] = {}
         for each in self.matmuls:
             causes = _matmul_features(each.m, each.n, each.k, each.batch)
-            found.setdefault(each.dtype, []).append(Sample((each.m, each.n, each.k, each.batch), causes, each.seconds))
+            found.setdefault(each.dtype, []).append(
+                Sample((each.m, each.n, each.k, each.batch), causes, each.seconds)
+            )
         return {dtype: CostFit(tuple(seen)) for dtype, seen in found.items()}
 
     @cached_property
@@ -222,10 +239,15 @@ class DeviceProfile:
         found: dict[tuple[str, bool], list[Sample]] = {}
         for each in self.attention:
             sizes = (each.batch * each.num_heads, each.query_len, each.key_len, each.head_dim)
-            causes = _attention_features(each.batch, each.num_heads, each.query_len, each.key_len, each.head_dim)
+            causes = _attention_features(
+                each.batch, each.num_heads, each.query_len, each.key_len, each.head_dim
+            )
             for backward, seconds in ((False, each.forward_s), (True, each.backward_s)):
                 found.setdefault((each.dtype, backward), []).append(Sample(sizes, causes, seconds))
-        return {key: (CostFit(tuple(seen)), min(each.seconds / each.features[1] for each in seen)) for key, seen in found.items()}
+        return {
+            key: (CostFit(tuple(seen)), min(each.seconds / each.features[1] for each in seen))
+            for key, seen in found.items()
+        }
 
     @cached_property
     def _computed(self) -> dict[str, float]:
@@ -241,7 +263,9 @@ def _matmul_features(m: float, n: float, k: float, batch: float) -> tuple[float,
     return (1.0, batch * m * n * k, batch * m * k, batch * k * n, batch * m * n)
 
 
-def _attention_features(num_samples: float, heads: float, queries: float, keys: float, width: float) -> tuple[float, ...]:
+def _attention_features(
+    num_samples: float, heads: float, queries: float, keys: float, width: float
+) -> tuple[float, ...]:
     """How often each cause occurs: a call, multiplications, scores, numbers that go in and out."""
     pairs = num_samples * heads * queries * keys
     return (1.0, pairs * width, pairs, num_samples * heads * (queries + keys) * width)

@@ -60,15 +60,21 @@ class LinkCost:
         if not bounds or bounds[-1] != 0 or not rising:
             text = f"bands up to {bounds} bytes"
             yield Diagnostic(
-                text, "write at least one band, rising bounds, and upto = 0 in the last one, which is open", location
+                text,
+                "write at least one band, rising bounds, and upto = 0 in the last one, which is open",
+                location,
             )
         for number, band in enumerate(self.bands):
             place = f"{location}.bands.{number}"
             if not 0 <= band.latency_s < inf:
-                yield Diagnostic(f"a latency of {band.latency_s} s", "write seconds, 0 or more", f"{place}.latency_s")
+                yield Diagnostic(
+                    f"a latency of {band.latency_s} s", "write seconds, 0 or more", f"{place}.latency_s"
+                )
             if not 0 < band.bytes_per_s < inf:
                 yield Diagnostic(
-                    f"a rate of {band.bytes_per_s} bytes per second", "write a number above 0", f"{place}.bytes_per_s"
+                    f"a rate of {band.bytes_per_s} bytes per second",
+                    "write a number above 0",
+                    f"{place}.bytes_per_s",
                 )
 
 
@@ -113,7 +119,8 @@ class NetworkModel:
             default=first,
         )
         above = min(
-            (each for each in self.round_overheads if each.num_receivers >= num_receivers), key=lambda each: each.num_receivers
+            (each for each in self.round_overheads if each.num_receivers >= num_receivers),
+            key=lambda each: each.num_receivers,
         )
         if below.num_receivers == above.num_receivers or num_receivers < first.num_receivers:
             return above.seconds
@@ -132,11 +139,15 @@ class NetworkModel:
                 yield from link.diagnostics(f"{location}.{name}")
         if self.intra_host is None and self.inter_host is None:
             yield Diagnostic(
-                "neither messages inside a host nor between hosts have a price", "measure: meshwright bench comm", location
+                "neither messages inside a host nor between hosts have a price",
+                "measure: meshwright bench comm",
+                location,
             )
         counts = [crowd.num_receivers for crowd in self.round_overheads]
         if counts != sorted(set(counts)) or any(count < 1 for count in counts):
-            yield Diagnostic(f"crowds of {counts} ranks", "write each number once, rising from 1", f"{location}.crowds")
+            yield Diagnostic(
+                f"crowds of {counts} ranks", "write each number once, rising from 1", f"{location}.crowds"
+            )
         for number, crowd in enumerate(self.round_overheads):
             if not 0 <= crowd.seconds < inf:
                 text, place = f"a crowd that costs {crowd.seconds} s", f"{location}.crowds.{number}.seconds"
@@ -206,7 +217,10 @@ class Cluster:
 
     def series(self, algorithm: str, num_ranks: int) -> AllReduceSeries | None:
         """What was measured of `algorithm` among `ranks` ranks; None when nothing was."""
-        return next((each for each in self.measurements if (each.algorithm, each.ranks) == (algorithm, num_ranks)), None)
+        return next(
+            (each for each in self.measurements if (each.algorithm, each.ranks) == (algorithm, num_ranks)),
+            None,
+        )
 
     def without_measurements(self) -> "Cluster":
         """The same model alone, without the correction by what was measured."""
@@ -215,9 +229,15 @@ class Cluster:
     def diagnostics(self) -> Iterator[Diagnostic]:
         """Everything that is wrong with its figures."""
         if self.version != VERSION:
-            yield Diagnostic(f"version {self.version}; this meshwright reads {VERSION}", "measure again: bench comm", "version")
+            yield Diagnostic(
+                f"version {self.version}; this meshwright reads {VERSION}",
+                "measure again: bench comm",
+                "version",
+            )
         if self.ranks_per_host < 0:
-            yield Diagnostic(f"{self.ranks_per_host} ranks per host", "write 0 when all ranks share one host", "per_host")
+            yield Diagnostic(
+                f"{self.ranks_per_host} ranks per host", "write 0 when all ranks share one host", "per_host"
+            )
         yield from self.network.diagnostics("network")
         if not self.measurements:
             yield Diagnostic("nothing was measured", "measure: meshwright bench comm", "measured")
@@ -225,7 +245,9 @@ class Cluster:
             yield from _series_faults(series, f"measured.{number}")
         keys = [(series.algorithm, series.ranks) for series in self.measurements]
         for name, ranks in sorted({key for key in keys if keys.count(key) > 1}):
-            yield Diagnostic(f"{name} among {ranks} ranks stands there twice", "keep one of the tables", "measured")
+            yield Diagnostic(
+                f"{name} among {ranks} ranks stands there twice", "keep one of the tables", "measured"
+            )
 
 
 def _series_faults(series: AllReduceSeries, location: str) -> Iterator[Diagnostic]:
@@ -233,11 +255,18 @@ def _series_faults(series: AllReduceSeries, location: str) -> Iterator[Diagnosti
     if series.ranks < 2:
         yield Diagnostic(f"{series.ranks} ranks", "at least 2 ranks reduce together", f"{location}.ranks")
     if not sizes or sizes != sorted(set(sizes)) or min(sizes) < 1:
-        yield Diagnostic(f"sizes of {sizes} bytes", "write sizes above 0, each once, in rising order", f"{location}.nbytes")
+        yield Diagnostic(
+            f"sizes of {sizes} bytes", "write sizes above 0, each once, in rising order", f"{location}.nbytes"
+        )
     if not len(sizes) == len(series.seconds) == len(series.spread):
         text = f"{len(sizes)} sizes, {len(series.seconds)} times, {len(series.spread)} spreads"
         yield Diagnostic(text, "write one of each per size", location)
-    for key, least, figures in (("seconds", "above 0", series.seconds), ("spread", "0 or more", series.spread)):
+    for key, least, figures in (
+        ("seconds", "above 0", series.seconds),
+        ("spread", "0 or more", series.spread),
+    ):
         bad = [figure for figure in figures if not (0 <= figure < inf) or (key == "seconds" and figure == 0)]
         if bad:
-            yield Diagnostic(f"{key} of {', '.join(map(str, bad))}", f"write numbers, {least}", f"{location}.{key}")
+            yield Diagnostic(
+                f"{key} of {', '.join(map(str, bad))}", f"write numbers, {least}", f"{location}.{key}"
+            )

@@ -32,8 +32,15 @@ class LagSample:
 @cache
 def expected_maximum(num_ranks: int) -> float:
     """The expected largest of so many draws from a normal distribution, in standard deviations."""
-    normal, places = NormalDist(), [(each + 0.5) / NUM_INTEGRATION_STEPS for each in range(NUM_INTEGRATION_STEPS)]
-    return sum(normal.inv_cdf(place ** (1 / num_ranks)) for place in places) / NUM_INTEGRATION_STEPS if num_ranks > 1 else 0.0
+    normal, places = (
+        NormalDist(),
+        [(each + 0.5) / NUM_INTEGRATION_STEPS for each in range(NUM_INTEGRATION_STEPS)],
+    )
+    return (
+        sum(normal.inv_cdf(place ** (1 / num_ranks)) for place in places) / NUM_INTEGRATION_STEPS
+        if num_ranks > 1
+        else 0.0
+    )
 
 
 def straggler_delay(stretches: Sequence[LagSample], seconds: float, num_ranks: int) -> float:

@@ -42,7 +42,9 @@ class ModelConfig:
         if self.trust_remote_code and not fullmatch("[0-9a-f]{40}", self.revision):
             given = f"the revision '{self.revision}', which can change" if self.revision else "no revision"
             text = f"trust_remote_code with {given}; needed is the commit whose code was looked at"
-            yield Diagnostic(text, "set model.revision to its 40 hexadecimal digits", "model.trust_remote_code")
+            yield Diagnostic(
+                text, "set model.revision to its 40 hexadecimal digits", "model.trust_remote_code"
+            )
 
 
 @dataclass(frozen=True)
@@ -97,14 +99,26 @@ class DataConfig:
         if not self.source and not self.mixture:
             yield Diagnostic("no data is named", "set data.source to a text file or a folder", "data.source")
         if self.sequence < 1:
-            yield Diagnostic(f"a sample of {self.sequence} tokens; needed is at least 1", "set data.sequence", "data.sequence")
+            yield Diagnostic(
+                f"a sample of {self.sequence} tokens; needed is at least 1",
+                "set data.sequence",
+                "data.sequence",
+            )
         if self.epochs < 0:
-            yield Diagnostic(f"{self.epochs} epochs", "0 repeats without end; 1, 2, 3... stop after that many", "data.epochs")
+            yield Diagnostic(
+                f"{self.epochs} epochs",
+                "0 repeats without end; 1, 2, 3... stop after that many",
+                "data.epochs",
+            )
         if self.chat and not self.tokenizer:
             fix = "set data.tokenizer to one that has a chat template: a folder, or a name on the hub"
-            yield Diagnostic(f"conversations (chat = '{self.chat}') without a tokenizer", fix, "data.tokenizer")
+            yield Diagnostic(
+                f"conversations (chat = '{self.chat}') without a tokenizer", fix, "data.tokenizer"
+            )
         if not self.column:
-            yield Diagnostic("no column is named", 'name the column that holds the text: column = "text"', "data.column")
+            yield Diagnostic(
+                "no column is named", 'name the column that holds the text: column = "text"', "data.column"
+            )
         if not self.split:
             yield Diagnostic("no split is named", 'name one: split = "train"', "data.split")
         if self.mixture:
@@ -129,8 +143,12 @@ class DataConfig:
         )
 
     def _mixture_faults(self) -> Iterator[Diagnostic]:
-        single = DataConfig(sequence=self.sequence, epochs=self.epochs, tokenizer=self.tokenizer, mixture=self.mixture)
-        changed = [item.name for item in fields(self) if getattr(self, item.name) != getattr(single, item.name)]
+        single = DataConfig(
+            sequence=self.sequence, epochs=self.epochs, tokenizer=self.tokenizer, mixture=self.mixture
+        )
+        changed = [
+            item.name for item in fields(self) if getattr(self, item.name) != getattr(single, item.name)
+        ]
         for name in changed:
             fix = f"write {name} in the tables [[data.mixture]] that it is meant for, or remove the mixture"
             if name == "streaming":
@@ -140,11 +158,15 @@ class DataConfig:
             if not 0 < part.weight < inf:
                 where = f"data.mixture.{i}.weight"
                 yield Diagnostic(
-                    f"a weight of {part.weight}", "write a number above 0; only the ratios of the weights count", where
+                    f"a weight of {part.weight}",
+                    "write a number above 0; only the ratios of the weights count",
+                    where,
                 )
             if part.source == "example":
                 yield Diagnostic(
-                    "the example batch in a mixture", "name a file, a folder or a data set", f"data.mixture.{i}.source"
+                    "the example batch in a mixture",
+                    "name a file, a folder or a data set",
+                    f"data.mixture.{i}.source",
                 )
         for i, each in enumerate(self.part_configs()):
             for fault in each.diagnostics():

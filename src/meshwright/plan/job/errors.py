@@ -14,7 +14,8 @@ from difflib import get_close_matches
 from typing import TypeVar
 
 PEER_LOST_PATTERN = re.compile(  # what gloo says in a plain RuntimeError when a peer is gone
-    r"connection (closed|reset|refused)|closed by peer|socket closed|broken pipe|timed out|timeout", re.IGNORECASE
+    r"connection (closed|reset|refused)|closed by peer|socket closed|broken pipe|timed out|timeout",
+    re.IGNORECASE,
 )
 
 Result = TypeVar("Result")
@@ -36,7 +37,9 @@ class Diagnostic:
 class PlanError(Exception):
     """A request that cannot work, said before any process starts. Carries every fault found, not the first."""
 
-    def __init__(self, problem: str, *, fix: str, location: str = "", more: Iterable[Diagnostic] = ()) -> None:
+    def __init__(
+        self, problem: str, *, fix: str, location: str = "", more: Iterable[Diagnostic] = ()
+    ) -> None:
         self.diagnostics = (Diagnostic(problem, fix, location), *more)
         super().__init__("\n".join(map(str, self.diagnostics)))
 
@@ -66,7 +69,9 @@ def raise_diagnostics(diagnostics: Iterable[Diagnostic]) -> None:
         raise PlanError.from_diagnostics(found)
 
 
-def collect_diagnostics(diagnostics: list[Diagnostic], function: Callable[..., Result], *args: object) -> Result | None:
+def collect_diagnostics(
+    diagnostics: list[Diagnostic], function: Callable[..., Result], *args: object
+) -> Result | None:
     """What `make` makes of `args`; None where it refuses them with a `PlanError`, whose faults are added to `faults`."""
     try:
         return function(*args)

@@ -15,7 +15,10 @@ from meshwright.plan.job.precision import PrecisionConfig
 
 OptimizerName = Literal["adamw", "sgd", "adamw_bf16", "adamw_8bit", "lion", "lion_bf16", "adafactor", "muon"]
 MOMENTUM_OPTIMIZERS = ("sgd", "muon")
-BFLOAT16_STATE_OPTIMIZERS = ("adamw_bf16", "lion_bf16")  # their moments lose a change below half of bfloat16's last digit
+BFLOAT16_STATE_OPTIMIZERS = (
+    "adamw_bf16",
+    "lion_bf16",
+)  # their moments lose a change below half of bfloat16's last digit
 
 
 @dataclass(frozen=True)
@@ -34,14 +37,24 @@ class ParamGroupConfig:
     def diagnostics(self) -> Iterator[Diagnostic]:
         where = f"optimizer.groups '{self.pattern}'"
         if not 0 <= self.lr_factor < inf:
-            yield Diagnostic(f"a learning-rate factor of {self.lr_factor}", "write a number from 0 up; 0 holds them still", where)
+            yield Diagnostic(
+                f"a learning-rate factor of {self.lr_factor}",
+                "write a number from 0 up; 0 holds them still",
+                where,
+            )
         if self.weight_decay is not None and not 0 <= self.weight_decay < inf:
-            yield Diagnostic(f"a weight decay of {self.weight_decay}", "write a number from 0 up; 0 is none", where)
+            yield Diagnostic(
+                f"a weight decay of {self.weight_decay}", "write a number from 0 up; 0 is none", where
+            )
         if not 0 <= self.momentum < 1:
-            yield Diagnostic(f"a momentum of {self.momentum}", "write a number from 0 up to, not including, 1", where)
+            yield Diagnostic(
+                f"a momentum of {self.momentum}", "write a number from 0 up to, not including, 1", where
+            )
         elif self.momentum and self.name not in MOMENTUM_OPTIMIZERS:
             text = f'momentum = {self.momentum} in a group that does not name "sgd" or "muon"'
-            yield Diagnostic(text, 'set name = "sgd" in the group, or write optimizer.momentum for all', where)
+            yield Diagnostic(
+                text, 'set name = "sgd" in the group, or write optimizer.momentum for all', where
+            )
         elif self.name == "muon" and not self.momentum:
             yield Diagnostic("muon without momentum", "write momentum = 0.95 in the group", where)
 
@@ -73,7 +86,9 @@ class OptimizerConfig:
             )
         if not 0 <= self.momentum < 1:
             yield Diagnostic(
-                f"a momentum of {self.momentum}", "write a number from 0 up to, not including, 1", "optimizer.momentum"
+                f"a momentum of {self.momentum}",
+                "write a number from 0 up to, not including, 1",
+                "optimizer.momentum",
             )
         elif self.momentum and self.name not in MOMENTUM_OPTIMIZERS:
             why = "" if self.name == "adafactor" else f": its first beta is {self.betas[0]}"
@@ -81,15 +96,23 @@ class OptimizerConfig:
             yield Diagnostic(text, 'remove it, or set name = "sgd"', "optimizer.momentum")
         elif self.name == "muon" and not self.momentum:
             yield Diagnostic("muon without momentum", "write momentum = 0.95", "optimizer.momentum")
-        halved = [name for name in (self.name, *(group.name for group in self.groups)) if name in BFLOAT16_STATE_OPTIMIZERS]
+        halved = [
+            name
+            for name in (self.name, *(group.name for group in self.groups))
+            if name in BFLOAT16_STATE_OPTIMIZERS
+        ]
         if halved and 1 - 2**-8 < max(self.betas) < 1:
             text = f"betas of {self.betas} with {halved[0]}: rounding to bfloat16 undoes a step below 1/256 of the moment"
-            yield Diagnostic(text, "write betas of at most 0.99, or take moments of 32 or 8 bits", "optimizer.betas")
+            yield Diagnostic(
+                text, "write betas of at most 0.99, or take moments of 32 or 8 bits", "optimizer.betas"
+            )
         if not 0 <= self.weight_decay < inf:
             text = f"a weight decay of {self.weight_decay}"
             yield Diagnostic(text, "write a number from 0 up; 0 is none", "optimizer.weight_decay")
         if not 0 <= self.eps < inf:
-            yield Diagnostic(f"an eps of {self.eps}", "write a number from 0 up; 1e-8 is usual", "optimizer.eps")
+            yield Diagnostic(
+                f"an eps of {self.eps}", "write a number from 0 up; 1e-8 is usual", "optimizer.eps"
+            )
         for group in self.groups:
             yield from group.diagnostics()
 
@@ -113,7 +136,9 @@ class ScheduleConfig:
             yield Diagnostic(text, "shorten them, or raise train.steps", "schedule")
         if not 0 <= self.floor <= 1:
             yield Diagnostic(
-                f"a floor of {self.floor}; it is a share of optimizer.lr", "write a number from 0 to 1", "schedule.floor"
+                f"a floor of {self.floor}; it is a share of optimizer.lr",
+                "write a number from 0 to 1",
+                "schedule.floor",
             )
         if self.decay and self.name != "wsd":
             yield Diagnostic(
@@ -142,7 +167,9 @@ class TrainConfig:
         if self.batch < 1:
             yield Diagnostic(f"a global batch of {self.batch} samples", "write at least 1", "train.batch")
         if not 0 <= self.clip < inf:
-            yield Diagnostic(f"a gradient norm of {self.clip}", "write a number above 0, or 0 not to clip", "train.clip")
+            yield Diagnostic(
+                f"a gradient norm of {self.clip}", "write a number above 0, or 0 not to clip", "train.clip"
+            )
 
 
 @dataclass(frozen=True)
@@ -175,13 +202,19 @@ class EvalConfig:
         if (self.source or self.split) and self.hold_out:
             given = f"'{self.source}'" if self.source else f"the split '{self.split}'"
             text = f"the samples of {given} and the last {self.hold_out} of the training data; needed is one of them"
-            yield Diagnostic(text, "remove evaluate.hold_out, or evaluate.source and evaluate.split", "evaluate")
+            yield Diagnostic(
+                text, "remove evaluate.hold_out, or evaluate.source and evaluate.split", "evaluate"
+            )
         if not 0 <= self.min_delta < inf:
-            yield Diagnostic(f"a min_delta of {self.min_delta}", "write a number from 0 up", "evaluate.min_delta")
+            yield Diagnostic(
+                f"a min_delta of {self.min_delta}", "write a number from 0 up", "evaluate.min_delta"
+            )
         if not self.is_enabled and (self.patience or self.samples):
             text = f"patience = {self.patience}, samples = {self.samples}, and nothing to evaluate on"
             yield Diagnostic(
-                text, "set evaluate.source to a file or folder, or evaluate.hold_out to a number of samples", "evaluate"
+                text,
+                "set evaluate.source to a file or folder, or evaluate.hold_out to a number of samples",
+                "evaluate",
             )
 
 
@@ -200,9 +233,13 @@ class LossGuard:
     def diagnostics(self) -> Iterator[Diagnostic]:
         if self.factor != 0 and not 1 < self.factor < inf:
             text = f"a factor of {self.factor} on the median"
-            yield Diagnostic(text, "write a number above 1, or 0 to act on what is not finite only", "guard.factor")
+            yield Diagnostic(
+                text, "write a number above 1, or 0 to act on what is not finite only", "guard.factor"
+            )
         if not 2 <= self.window <= 100_000:
-            yield Diagnostic(f"a window of {self.window} steps", "write a number from 2 to 100000", "guard.window")
+            yield Diagnostic(
+                f"a window of {self.window} steps", "write a number from 2 to 100000", "guard.window"
+            )
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,10 @@ class PrecisionConfig:
         """The same with no role left open."""
         master = self.master or self.parameters
         return replace(
-            self, master=master, gradients=self.gradients or self.parameters, optimizer_states=self.optimizer_states or master
+            self,
+            master=master,
+            gradients=self.gradients or self.parameters,
+            optimizer_states=self.optimizer_states or master,
         )
 
     @property
@@ -67,21 +70,27 @@ class PrecisionConfig:
         yield from self._gradient_faults()
         if self.optimizer_states not in ("", self.effective.master):
             text = f"moments in {self.optimizer_states}; the optimizer keeps them in the dtype of what it steps, {self.effective.master}"
-            yield Diagnostic(text, f'remove it, or set precision.master = "{self.optimizer_states}"', "precision.moments")
+            yield Diagnostic(
+                text, f'remove it, or set precision.master = "{self.optimizer_states}"', "precision.moments"
+            )
         yield from self._scale_faults()
 
     def _compute_faults(self) -> Iterator[Diagnostic]:
         if self.compute == "float8":
-            text = (
-                "compute in float8; there are no float8 products here, and most devices have none (needed: H100, RTX 40, MI300)"
-            )
+            text = "compute in float8; there are no float8 products here, and most devices have none (needed: H100, RTX 40, MI300)"
             yield Diagnostic(text, 'use compute = "bfloat16"', "precision.compute")
             return
         if self.parameters in HALF_DTYPES and self.compute != self.parameters:
             text = f"{self.parameters} parameters with {self.compute} compute"
-            yield Diagnostic(text, f'use compute = "{self.parameters}", or parameters = "float32"', "precision.compute")
+            yield Diagnostic(
+                text, f'use compute = "{self.parameters}", or parameters = "float32"', "precision.compute"
+            )
         if self.parameters == "float64" and self.compute != "float64":
-            yield Diagnostic(f"float64 parameters with {self.compute} compute", 'use compute = "float64"', "precision.compute")
+            yield Diagnostic(
+                f"float64 parameters with {self.compute} compute",
+                'use compute = "float64"',
+                "precision.compute",
+            )
         if self.compute == "float64" and self.parameters != "float64":
             text = f"float64 compute with {self.parameters} parameters"
             yield Diagnostic(text, 'use parameters = "float64"', "precision.parameters")
@@ -90,7 +99,11 @@ class PrecisionConfig:
         master = self.effective.master
         if master != self.parameters and (self.parameters not in HALF_DTYPES or master != "float32"):
             text = f"a {master} master of {self.parameters} parameters; a master is float32 beside bfloat16 or float16 parameters"
-            fix = 'set master = "float32"' if self.parameters in HALF_DTYPES else 'remove it, or set parameters = "bfloat16"'
+            fix = (
+                'set master = "float32"'
+                if self.parameters in HALF_DTYPES
+                else 'remove it, or set parameters = "bfloat16"'
+            )
             yield Diagnostic(text, fix, "precision.master")
         elif master == "float16":
             text = "float16 parameters without a master: steps below 6e-8 vanish, and so does the optimizer's eps of 1e-8"
@@ -100,10 +113,16 @@ class PrecisionConfig:
         for role, dtype in (("gradients", self.effective.gradients), ("reduce", self.reduce)):
             if role == "gradients" and (dtype == "float64") != (self.parameters == "float64"):
                 text = f"{dtype} gradients of {self.parameters} parameters"
-                yield Diagnostic(text, f'remove it: then they are {self.parameters}, or set "float32"', "precision.gradients")
+                yield Diagnostic(
+                    text,
+                    f'remove it: then they are {self.parameters}, or set "float32"',
+                    "precision.gradients",
+                )
             elif dtype == "float16" and not self.scales_loss:
                 text = f"{role} in float16, and the loss is not scaled: small gradients vanish"
-                yield Diagnostic(text, f'set {role} = "bfloat16", or compute = "float16"', f"precision.{role}")
+                yield Diagnostic(
+                    text, f'set {role} = "bfloat16", or compute = "float16"', f"precision.{role}"
+                )
 
     def _scale_faults(self) -> Iterator[Diagnostic]:
         if not 1 <= self.loss_scale <= 2.0**100 or frexp(self.loss_scale)[0] != 0.5:
@@ -112,6 +131,13 @@ class PrecisionConfig:
         if self.loss_scale_window < 1:
             text = f"a window of {self.loss_scale_window} steps"
             yield Diagnostic(text, "write a number from 1 up; 2000 is usual", "precision.loss_scale_window")
-        if not self.scales_loss and (self.loss_scale, self.loss_scale_window) != (DEFAULT_LOSS_SCALE, DEFAULT_LOSS_SCALE_WINDOW):
+        if not self.scales_loss and (self.loss_scale, self.loss_scale_window) != (
+            DEFAULT_LOSS_SCALE,
+            DEFAULT_LOSS_SCALE_WINDOW,
+        ):
             text = f"a loss scale, and nothing is computed in float16, but in {self.compute}"
-            yield Diagnostic(text, 'remove loss_scale and loss_scale_window, or set compute = "float16"', "precision.loss_scale")
+            yield Diagnostic(
+                text,
+                'remove loss_scale and loss_scale_window, or set compute = "float16"',
+                "precision.loss_scale",
+            )

@@ -60,8 +60,12 @@ class WaitLimits:
         said = {"init": self.init_s, "first_step": self.first_step_s, "step": self.step_s}
         for name, seconds in {**said, "evaluate": self.evaluate_s, "save": self.save_s}.items():
             if not (isfinite(seconds) and seconds > 0):
-                fix = "name a number of seconds above 0, such as 300; one wait for a slow rank must fit into it"
-                yield Diagnostic(f"{name}_s = {seconds:g}: no wait can last that long", fix, f"run.limits.{name}_s")
+                fix = (
+                    "name a number of seconds above 0, such as 300; one wait for a slow rank must fit into it"
+                )
+                yield Diagnostic(
+                    f"{name}_s = {seconds:g}: no wait can last that long", fix, f"run.limits.{name}_s"
+                )
 
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -110,16 +114,32 @@ class RunConfig:
     def diagnostics(self) -> Iterator[Diagnostic]:
         """Everything that is wrong with it."""
         if self.save_every < 0:
-            yield Diagnostic(f"save_every = {self.save_every}", "0 saves only at the end; 100 every 100 steps", "run.save_every")
+            yield Diagnostic(
+                f"save_every = {self.save_every}",
+                "0 saves only at the end; 100 every 100 steps",
+                "run.save_every",
+            )
         if self.keep < 1:
             yield Diagnostic(f"keep = {self.keep}: no checkpoint would stay", "keep at least 1", "run.keep")
         for name in self.trackers:
             if name not in TRACKERS:
-                yield Diagnostic(f"there is no tracker '{name}'", suggest_name(name, TRACKERS), "run.trackers")
+                yield Diagnostic(
+                    f"there is no tracker '{name}'", suggest_name(name, TRACKERS), "run.trackers"
+                )
         if self.trackers and not self.tracker_project.strip():
-            yield Diagnostic("no project is named", 'write tracker_project = "meshwright"', "run.tracker_project")
+            yield Diagnostic(
+                "no project is named", 'write tracker_project = "meshwright"', "run.tracker_project"
+            )
         if self.workers < 0:
-            yield Diagnostic(f"{self.workers} workers", "0 makes batches when they are needed; 1 or 2 ahead of it", "run.workers")
+            yield Diagnostic(
+                f"{self.workers} workers",
+                "0 makes batches when they are needed; 1 or 2 ahead of it",
+                "run.workers",
+            )
         if self.trace_steps < 0:
-            yield Diagnostic(f"trace_steps = {self.trace_steps}", "0 traces nothing; 3 traces three steps", "run.trace_steps")
+            yield Diagnostic(
+                f"trace_steps = {self.trace_steps}",
+                "0 traces nothing; 3 traces three steps",
+                "run.trace_steps",
+            )
         yield from self.limits.diagnostics()

@@ -66,7 +66,10 @@ class DimSplit:
 
     def overlaps(self, num_ranks: int) -> bool:
         """Whether some of `ranks` ranks need the same elements."""
-        shared = any(own * self.num_units < length for own, length in zip(self.per_head_numel, self.sections, strict=False))
+        shared = any(
+            own * self.num_units < length
+            for own, length in zip(self.per_head_numel, self.sections, strict=False)
+        )
         return num_ranks > self.num_units and shared
 
     @property
@@ -80,7 +83,9 @@ class DimSplit:
 
     def units_of(self, index: int, num_ranks: int) -> Range:
         """The units, or the heads where ranks are more than units, of the rank at `index` among `ranks`."""
-        each, more = divmod(self.num_units if num_ranks <= self.num_units or not self.num_heads else self.num_heads, num_ranks)
+        each, more = divmod(
+            self.num_units if num_ranks <= self.num_units or not self.num_heads else self.num_heads, num_ranks
+        )
         first = index * each + min(index, more)
         return first, first + each + (index < more)
 

@@ -12,7 +12,13 @@ from math import prod
 
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.model_spec.dim_split import DimSplit
-from meshwright.plan.model_spec.layer_calls import LayerCall, LogitsSpec, PerHeadInput, ResidualFlow, SizeAttribute
+from meshwright.plan.model_spec.layer_calls import (
+    LayerCall,
+    LogitsSpec,
+    PerHeadInput,
+    ResidualFlow,
+    SizeAttribute,
+)
 from meshwright.plan.model_spec.op_costs import ModelMemory
 from meshwright.plan.model_spec.sequence_info import SequenceInfo
 from meshwright.plan.model_spec.stage_boundaries import StageBoundaries
@@ -64,7 +70,10 @@ class ParamSpec:
 
     def dim_split(self, dim: int) -> DimSplit:
         """How `dim` is divided; one of which nothing is known may be cut anywhere."""
-        return next((cut for cut in self.dim_splits if cut.dim == dim), DimSplit(dim, self.shape[dim], (self.shape[dim],)))
+        return next(
+            (cut for cut in self.dim_splits if cut.dim == dim),
+            DimSplit(dim, self.shape[dim], (self.shape[dim],)),
+        )
 
     def split_of_side(self, side: str) -> DimSplit | None:
         """How the "in" or the "out" side of the layer is divided in this weight; None where it has no such side."""
@@ -222,24 +231,39 @@ class ModelSpec:
             if not set(self.block_calls_needing(weight)).isdisjoint(block_calls)
         }
         calls = tuple(call for call in self.layer_calls if call.block_call in block_calls)
-        blocks, mine = {block_of(visit) for visit in self.block_calls}, {block_of(visit) for visit in block_calls}
-        mine |= {_block_with(call.name, blocks) for call in calls}  # a module of two blocks bears its name in the first
+        blocks, mine = (
+            {block_of(visit) for visit in self.block_calls},
+            {block_of(visit) for visit in block_calls},
+        )
+        mine |= {
+            _block_with(call.name, blocks) for call in calls
+        }  # a module of two blocks bears its name in the first
         elsewhere = blocks - mine
-        divided = self.logits is not None and any(call.name == self.logits.layer and call.role == "head" for call in calls)
+        divided = self.logits is not None and any(
+            call.name == self.logits.layer and call.role == "head" for call in calls
+        )
         return replace(
             self,
             block_calls=tuple(self.block_calls[i] for i in kept),
-            params=tuple(replace(weight, block_calls=own[weight.name]) for weight in self.params if weight.name in own),
+            params=tuple(
+                replace(weight, block_calls=own[weight.name]) for weight in self.params if weight.name in own
+            ),
             output_numel=tuple(self.output_numel[i] for i in kept),
             flops=tuple(self.flops[i] for i in kept),
             saved_numel=tuple(self.saved_numel[i] for i in kept) if self.saved_numel else (),
             layer_calls=calls,
             logits=self.logits if divided else None,
             size_attributes=tuple(
-                number for number in self.size_attributes if _block_with(number.module, blocks) not in elsewhere
+                number
+                for number in self.size_attributes
+                if _block_with(number.module, blocks) not in elsewhere
             ),
-            per_head_inputs=tuple(portion for portion in self.per_head_inputs if portion.block not in elsewhere),
-            residual_flows=tuple(passage for passage in self.residual_flows if passage.block_call in block_calls),
+            per_head_inputs=tuple(
+                portion for portion in self.per_head_inputs if portion.block not in elsewhere
+            ),
+            residual_flows=tuple(
+                passage for passage in self.residual_flows if passage.block_call in block_calls
+            ),
         )
 
     def last_backward(self, params: Iterable[ParamSpec]) -> str | None:

@@ -28,12 +28,16 @@ class LinearInSamples:
 
     def __add__(self, other: "LinearInSamples") -> "LinearInSamples":
         return LinearInSamples(
-            self.fixed + other.fixed, self.per_sample + other.per_sample, self.weight_sized + other.weight_sized
+            self.fixed + other.fixed,
+            self.per_sample + other.per_sample,
+            self.weight_sized + other.weight_sized,
         )
 
     def __sub__(self, other: "LinearInSamples") -> "LinearInSamples":
         return LinearInSamples(
-            self.fixed - other.fixed, self.per_sample - other.per_sample, self.weight_sized - other.weight_sized
+            self.fixed - other.fixed,
+            self.per_sample - other.per_sample,
+            self.weight_sized - other.weight_sized,
         )
 
     def total(self, num_samples: int) -> int:
@@ -46,7 +50,9 @@ class LinearInSamples:
 
     def signed_local_total(self, num_samples: int, fraction: Fraction, weight_fraction: Fraction) -> int:
         """The same, below 0 where less is there."""
-        return round((self.fixed + self.per_sample * num_samples) * fraction + self.weight_sized * weight_fraction)
+        return round(
+            (self.fixed + self.per_sample * num_samples) * fraction + self.weight_sized * weight_fraction
+        )
 
 
 @dataclass(frozen=True)
@@ -82,13 +88,35 @@ class ModelMemory:
 
 # Operations, by torch's names for them, that compute so much for each number that memory does not say what they take on a CPU.
 COMPUTE_HEAVY_OPS = (
-    *("tanh", "exp", "log", "erf", "sin", "cos", "gelu", "gelu_tanh", "gelu_backward", "gelu_tanh_backward", "bernoulli_"),
-    *("silu", "silu_backward", "sigmoid", "_softmax", "_safe_softmax", "_softmax_backward_data", "_log_softmax"),
+    *(
+        "tanh",
+        "exp",
+        "log",
+        "erf",
+        "sin",
+        "cos",
+        "gelu",
+        "gelu_tanh",
+        "gelu_backward",
+        "gelu_tanh_backward",
+        "bernoulli_",
+    ),
+    *(
+        "silu",
+        "silu_backward",
+        "sigmoid",
+        "_softmax",
+        "_safe_softmax",
+        "_softmax_backward_data",
+        "_log_softmax",
+    ),
     *("_log_softmax_backward_data", "native_layer_norm", "native_layer_norm_backward"),
 )
 
 
-AttentionSize = tuple[float, float, float, float, float]  # of attention: rows, heads, queries, keys, width of a head
+AttentionSize = tuple[
+    float, float, float, float, float
+]  # of attention: rows, heads, queries, keys, width of a head
 
 
 @dataclass(frozen=True)
@@ -105,7 +133,9 @@ class MatmulOp:
     @property
     def is_weight_grad(self) -> bool:
         """Whether rows are summed over, as in the gradient of a weight."""
-        return bool(self.k.per_sample) and not (self.m.per_sample or self.n.per_sample or self.batch.per_sample)
+        return bool(self.k.per_sample) and not (
+            self.m.per_sample or self.n.per_sample or self.batch.per_sample
+        )
 
     def flops(self, num_samples: int) -> int:
         """The operations for so many rows; a multiply-add counts as two."""

@@ -14,8 +14,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 TokenRange = tuple[int, int]  # the first position, and the one behind the last
-PADDING_RANGE: TokenRange = (0, 1)  # what a rank runs besides that has too few tokens: the first one, of which nothing counts
-MIN_TOKENS = 2  # tokens that a rank runs: none does not go through a model, and one looks like a step of a generation
+PADDING_RANGE: TokenRange = (
+    0,
+    1,
+)  # what a rank runs besides that has too few tokens: the first one, of which nothing counts
+MIN_TOKENS = (
+    2  # tokens that a rank runs: none does not go through a model, and one looks like a step of a generation
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,9 @@ class SequenceSharding:
             return tuple((at, at + 1) for at in range(index, length, num_ranks))
         if not self.zigzag or num_ranks == 1:
             return tuple(span for span in (_piece(length, num_ranks, index),) if span[0] < span[1])
-        counts = [end - begin for begin, end in (_piece(length, num_ranks, each) for each in range(num_ranks))]
+        counts = [
+            end - begin for begin, end in (_piece(length, num_ranks, each) for each in range(num_ranks))
+        ]
         first = sum((each + 1) // 2 for each in counts[:index])
         last = length - sum(each // 2 for each in counts[:index])
         early, late = (first, first + (counts[index] + 1) // 2), (last - counts[index] // 2, last)
@@ -86,7 +93,10 @@ def with_padding(spans: tuple[TokenRange, ...]) -> tuple[TokenRange, ...]:
 
 @lru_cache(maxsize=256)  # attention asks for it in every call
 def _counts(sequence_sharding: SequenceSharding, length: int) -> tuple[int, ...]:
-    return tuple(num_positions(sequence_sharding.token_ranges(length, index)) for index in range(sequence_sharding.num_ranks))
+    return tuple(
+        num_positions(sequence_sharding.token_ranges(length, index))
+        for index in range(sequence_sharding.num_ranks)
+    )
 
 
 def _piece(length: int, num_chunks: int, index: int) -> TokenRange:
@@ -270,7 +280,11 @@ class SequenceInfo:
 
     @cached_property
     def _within(self) -> dict[tuple[str, str], int]:
-        return {(passing.block_call, name): count for passing in self.block_calls for name, count in passing.module_num_tokens}
+        return {
+            (passing.block_call, name): count
+            for passing in self.block_calls
+            for name, count in passing.module_num_tokens
+        }
 
     @cached_property
     def _runs(self) -> dict[str, int]:

@@ -134,7 +134,11 @@ class StageBoundaries:
     @cached_property
     def _learning(self) -> frozenset[str]:
         return frozenset(
-            visit for value in self.values if value.needs_grad for visit in value.consumers if visit != value.producer
+            visit
+            for value in self.values
+            if value.needs_grad
+            for visit in value.consumers
+            if visit != value.producer
         )
 
     def live_values(self, boundary: str) -> tuple[StageValue, ...]:
@@ -161,7 +165,9 @@ class StageBoundaries:
         known = [border for border in boundaries if border in self.index]
         for border in boundaries:
             if border not in self.index:
-                yield Diagnostic(f"'{border}' is no visit of a block", suggest_name(border, self.block_calls), "borders")
+                yield Diagnostic(
+                    f"'{border}' is no visit of a block", suggest_name(border, self.block_calls), "borders"
+                )
         at = [self.index[border] for border in known]
         if at != sorted(set(at)) or 0 in at:
             text = f"the borders {', '.join(known)} are not in the order of the forward, each once and behind its first visit"
@@ -188,7 +194,9 @@ class StageBoundaries:
         return StageSpec(
             block_calls=self.block_calls[start:end],
             inputs=takes,
-            outputs=tuple(v for v in self.values if place[v.producer] in inside and place[v.consumers[-1]] >= end),
+            outputs=tuple(
+                v for v in self.values if place[v.producer] in inside and place[v.consumers[-1]] >= end
+            ),
             passthrough=tuple(v for v in before if v not in takes and place[v.consumers[-1]] >= end),
             is_first=start == 0,
             is_last=end == len(self.block_calls),
@@ -205,7 +213,11 @@ class StageTransfer:
 
     def subject(self, *, backward: bool) -> str:
         """What its actions are about."""
-        return f"{self.value.name} of {self.target} to {self.source}" if backward else f"{self.value.name} to {self.target}"
+        return (
+            f"{self.value.name} of {self.target} to {self.source}"
+            if backward
+            else f"{self.value.name} to {self.target}"
+        )
 
 
 def stage_transfers(stages: Sequence[StageSpec], pp_ranks: Sequence[int]) -> Iterator[StageTransfer]:

@@ -64,7 +64,10 @@ class FlatParamSpec:
         """
         if shard_alignment == "matrix":
             return cls(
-                name, axes, num_ranks, *_owned(params, num_ranks, full_numel or {weight.name: weight.numel for weight in params})
+                name,
+                axes,
+                num_ranks,
+                *_owned(params, num_ranks, full_numel or {weight.name: weight.numel for weight in params}),
             )
         step = QUANT_BLOCK_NUMEL if shard_alignment == "block" else 1
         placed, end = [], 0
@@ -91,7 +94,9 @@ class FlatParamSpec:
         return tuple(found)
 
 
-def _owned(params: Sequence[ParamSpec], num_ranks: int, whole: Mapping[str, int]) -> tuple[int, tuple[tuple[str, int, int], ...]]:
+def _owned(
+    params: Sequence[ParamSpec], num_ranks: int, whole: Mapping[str, int]
+) -> tuple[int, tuple[tuple[str, int, int], ...]]:
     """The length of a shard that holds whole weights, and where each lies."""
     loads, fills, owner = [0] * num_ranks, [0] * num_ranks, {}
     for weight in sorted(params, key=lambda each: -whole[each.name]):
@@ -100,5 +105,8 @@ def _owned(params: Sequence[ParamSpec], num_ranks: int, whole: Mapping[str, int]
         loads[index] += whole[weight.name]
         fills[index] += weight.numel
     shard = max(fills)
-    placed = ((weight.name, weight.numel, owner[weight.name][0] * shard + owner[weight.name][1]) for weight in params)
+    placed = (
+        (weight.name, weight.numel, owner[weight.name][0] * shard + owner[weight.name][1])
+        for weight in params
+    )
     return shard, tuple(placed)

@@ -66,7 +66,9 @@ class Mesh:
             )
         faults += [
             Diagnostic(
-                f"the size is {size}; needed is a number of at least 1, or -1 to infer it", "write 1, 2, 3...", f"mesh.{axis}"
+                f"the size is {size}; needed is a number of at least 1, or -1 to infer it",
+                "write 1, 2, 3...",
+                f"mesh.{axis}",
             )
             for axis, size in sizes.items()
             if size < 1 and size != -1
@@ -75,19 +77,33 @@ class Mesh:
         fixed = prod(size for size in sizes.values() if size != -1)
         if open_axes and world_size is None:
             raise_diagnostics(
-                [Diagnostic(f"{open_axes[0]} is -1 and the number of ranks is not known", "say how many: --world N", "mesh")]
+                [
+                    Diagnostic(
+                        f"{open_axes[0]} is -1 and the number of ranks is not known",
+                        "say how many: --world N",
+                        "mesh",
+                    )
+                ]
             )
         if open_axes and world_size is not None:
             if world_size % fixed:
                 text = f"{world_size} ranks do not divide by {fixed}, the product of the other axes"
                 raise_diagnostics(
-                    [Diagnostic(text, f"use a multiple of {fixed} ranks, or change the other axes", f"mesh.{open_axes[0]}")]
+                    [
+                        Diagnostic(
+                            text,
+                            f"use a multiple of {fixed} ranks, or change the other axes",
+                            f"mesh.{open_axes[0]}",
+                        )
+                    ]
                 )
             sizes = {**sizes, open_axes[0]: world_size // fixed}
         mesh = cls(**sizes)
         if world_size is not None and mesh.world_size != world_size:
             text = f"the mesh {mesh} has {mesh.world_size} ranks and {world_size} were started"
-            raise_diagnostics([Diagnostic(text, f"start {mesh.world_size} ranks, or set one axis to -1", "mesh")])
+            raise_diagnostics(
+                [Diagnostic(text, f"start {mesh.world_size} ranks, or set one axis to -1", "mesh")]
+            )
         return mesh
 
     def size(self, axis: str) -> int:

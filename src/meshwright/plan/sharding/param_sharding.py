@@ -29,13 +29,19 @@ class ParamSharding:
 
     def with_partial_grad(self, axis: str) -> "ParamSharding":
         """This home where each rank along `axis` uses the weight on something of its own: R, so its gradient is P."""
-        return replace(self, layout=self.layout.with_placement(axis, R), grad_layout=self.grad_layout.with_placement(axis, P))
+        return replace(
+            self,
+            layout=self.layout.with_placement(axis, R),
+            grad_layout=self.grad_layout.with_placement(axis, P),
+        )
 
     def grad_reductions(self) -> dict[str, str]:
         """Per axis, the act that brings the gradient from where backward leaves it to where it is wanted."""
         axes = {axis for axis, _ in (*self.unreduced_grad_layout.placements, *self.grad_layout.placements)}
         names = {
-            axis: redistribution_name(self.unreduced_grad_layout.placement(axis), self.grad_layout.placement(axis))
+            axis: redistribution_name(
+                self.unreduced_grad_layout.placement(axis), self.grad_layout.placement(axis)
+            )
             for axis in AXES
             if axis in axes
         }
@@ -44,7 +50,11 @@ class ParamSharding:
     @property
     def flat_shard_axes(self) -> tuple[str, ...]:
         """The axes over which it is cut in the arena of its bundle, outermost first; none where it lies in no arena."""
-        cut = {axis for axis, place in (*self.grad_layout.placements, *self.storage_layout.placements) if place.dim == FLAT}
+        cut = {
+            axis
+            for axis, place in (*self.grad_layout.placements, *self.storage_layout.placements)
+            if place.dim == FLAT
+        }
         return tuple(axis for axis in AXES if axis in cut) if cut else ()
 
     @property

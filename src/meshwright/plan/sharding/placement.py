@@ -24,7 +24,10 @@ REDISTRIBUTIONS: dict[tuple[Letter, Letter], str] = {
     ("I", "I"): "keep",
     ("P", "P"): "keep",
     ("I", "R"): "keep",  # backward P -> I: this is where a replicated weight's gradients are summed
-    ("R", "I"): "keep",  # the caller's promise that the copies are equal; backward I -> P counts the gradient once
+    (
+        "R",
+        "I",
+    ): "keep",  # the caller's promise that the copies are equal; backward I -> P counts the gradient once
     ("P", "I"): "all_reduce",
     ("P", "R"): "all_reduce",
     ("P", "S"): "reduce_scatter",
@@ -43,7 +46,9 @@ ADJOINT: dict[Letter, Letter] = {"R": "P", "P": "R", "I": "I", "S": "S"}
 COLLECTIVES = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_all"})
 
 
-FLAT = -1  # the dim of S(flat): not the tensor itself is cut, but the arena that its bundle lies in (core/arena.py)
+FLAT = (
+    -1
+)  # the dim of S(flat): not the tensor itself is cut, but the arena that its bundle lies in (core/arena.py)
 
 
 @dataclass(frozen=True)

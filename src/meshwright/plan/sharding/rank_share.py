@@ -31,7 +31,9 @@ def local_fractions_by_length(sharding: ShardingPlan) -> tuple[tuple[Fraction, F
     return (
         ()
         if known is None
-        else tuple((_fraction(sharding, length), _unpadded_fraction(sharding, length)) for length in known.lengths)
+        else tuple(
+            (_fraction(sharding, length), _unpadded_fraction(sharding, length)) for length in known.lengths
+        )
     )
 
 
@@ -44,7 +46,9 @@ def local_fraction(sharding: ShardingPlan, block_call: str, module: str = "") ->
 def unpadded_fraction(sharding: ShardingPlan, block_call: str) -> Fraction:
     """The share of the tokens that come out of `visit` on that rank: of stand-ins nothing does."""
     known = _sequence_info(sharding)
-    return Fraction(1) if known is None else _unpadded_fraction(sharding, known.num_sharded_tokens(block_call))
+    return (
+        Fraction(1) if known is None else _unpadded_fraction(sharding, known.num_sharded_tokens(block_call))
+    )
 
 
 def _sequence_info(sharding: ShardingPlan) -> SequenceInfo | None:
@@ -101,7 +105,9 @@ def block_shares(sharding: ShardingPlan) -> dict[str, BlockShare]:
     """What of each visit falls to the rank that sees `space`."""
     anatomy, held = sharding.model_spec, _layer_shares(sharding)
     calls, learnt = _layer_calls(anatomy), list(weight_grad_flops(anatomy))
-    head = anatomy.logits.layer if anatomy.logits is not None and sharding.logits_layout.axes_with("S") else None
+    head = (
+        anatomy.logits.layer if anatomy.logits is not None and sharding.logits_layout.axes_with("S") else None
+    )
     later = chunked_head_call(sharding)
     inside = anatomy.saved_numel or (0,) * len(anatomy.block_calls)
     found = {}
@@ -112,11 +118,17 @@ def block_shares(sharding: ShardingPlan) -> dict[str, BlockShare]:
             flops, numel = flops - later.flops, numel - later.out_numel
             learnt[at] = min(learnt[at], flops)
         kept = _local_amount(sharding, visit, within, [(weight, call.saved_numel) for call, weight in mine])
-        on = _local_amount(sharding, visit, numel, [(weight, call.out_numel) for call, weight in mine if call.name == head])
+        on = _local_amount(
+            sharding, visit, numel, [(weight, call.out_numel) for call, weight in mine if call.name == head]
+        )
         apart = [(weight, call.out_numel) for call, weight in mine if call.role not in ("rows", "norm")]
-        owed = _local_amount(sharding, visit, sum(call.out_numel for call, _ in mine), apart) if mine else kept
+        owed = (
+            _local_amount(sharding, visit, sum(call.out_numel for call, _ in mine), apart) if mine else kept
+        )
         done = _local_amount(sharding, visit, flops, [(weight, call.flops) for call, weight in mine])
-        found[visit] = BlockShare(done, kept, on, max(on, owed), round(Fraction(learnt[at], flops or 1) * done))
+        found[visit] = BlockShare(
+            done, kept, on, max(on, owed), round(Fraction(learnt[at], flops or 1) * done)
+        )
     return found
 
 
@@ -125,13 +137,23 @@ def chunked_head_call(sharding: ShardingPlan) -> LayerCall | None:
     logits = sharding.model_spec.logits
     if sharding.num_loss_chunks < 2 or logits is None:
         return None
-    return next((call for call in sharding.model_spec.layer_calls if call.name == logits.layer and call.role == "head"), None)
+    return next(
+        (
+            call
+            for call in sharding.model_spec.layer_calls
+            if call.name == logits.layer and call.role == "head"
+        ),
+        None,
+    )
 
 
 def layer_flops(sharding: ShardingPlan, call: LayerCall) -> int:
     """The operations of a forward of `call`, per sample, on the rank that sees `space`."""
     return _local_amount(
-        sharding, call.block_call, call.flops, [(_layer_shares(sharding).get(call.name, FULL_LAYER), call.flops)]
+        sharding,
+        call.block_call,
+        call.flops,
+        [(_layer_shares(sharding).get(call.name, FULL_LAYER), call.flops)],
     )
 
 
@@ -170,15 +192,23 @@ def _layer_shares(sharding: ShardingPlan) -> Mapping[str, _LayerShare]:
     return found
 
 
-def _local_amount(sharding: ShardingPlan, block_call: str, whole: int, stages: list[tuple[_LayerShare, int]]) -> int:
+def _local_amount(
+    sharding: ShardingPlan, block_call: str, whole: int, stages: list[tuple[_LayerShare, int]]
+) -> int:
     """`whole`, of which `parts` are divided as weights are, and the rest as the stream is."""
     mine = sum(
-        (weight.fraction * _residual_fraction(sharding, block_call, weight.axes) * part for weight, part in stages), Fraction(0)
+        (
+            weight.fraction * _residual_fraction(sharding, block_call, weight.axes) * part
+            for weight, part in stages
+        ),
+        Fraction(0),
     )
     return round(mine + _residual_fraction(sharding, block_call) * (whole - sum(part for _, part in stages)))
 
 
-def _residual_fraction(sharding: ShardingPlan, block_call: str, but: frozenset[str] = frozenset()) -> Fraction:
+def _residual_fraction(
+    sharding: ShardingPlan, block_call: str, but: frozenset[str] = frozenset()
+) -> Fraction:
     """The share of the stream that goes through `visit`; along the axes `but` it does not count."""
     if sharding.sequence_sliced_calls and block_call not in sharding.sequence_sliced_calls:
         return local_fraction(sharding, block_call)

@@ -58,7 +58,12 @@ class ShardingPlan:
         return replace(self, batch_layout=self.batch_layout.with_placement(axis, placement))
 
     def with_residual_placement(
-        self, axis: str, placement: Placement, sequence_sliced_calls: tuple[str, ...] = (), *, regather: bool = False
+        self,
+        axis: str,
+        placement: Placement,
+        sequence_sliced_calls: tuple[str, ...] = (),
+        *,
+        regather: bool = False,
     ) -> "ShardingPlan":
         """This space with what goes from block to block at `place` along `axis`: `through` these visits alone, if any.
 
@@ -89,38 +94,65 @@ class ShardingPlan:
             if passage.consumer == call.block_call
         ]
         return (
-            call.role == "head" and call.name == call.block_call and any(visit in self.sequence_sliced_calls for visit in behind)
+            call.role == "head"
+            and call.name == call.block_call
+            and any(visit in self.sequence_sliced_calls for visit in behind)
         )
 
     def sequence_slice_ends(self) -> dict[str, tuple[bool, bool]]:
         """Of each visit through which the stream goes in slices, whether those are cut where it begins, and end with it."""
         logical = self.all_ranks or self  # what comes behind a part decides what the part hands on
         cut = {name for home in logical.param_shardings if home.sliced_dims for name in home.param.names}
-        heads = [call for call in logical.model_spec.layer_calls if call.role == "head" and f"{call.name}.weight" in cut]
-        slices = {*self.sequence_sliced_calls, *(call.block_call for call in heads if self.takes_sequence_slices(call))}
-        through = [passage for passage in logical.model_spec.residual_flows if passage.block_call in self.sequence_sliced_calls]
+        heads = [
+            call
+            for call in logical.model_spec.layer_calls
+            if call.role == "head" and f"{call.name}.weight" in cut
+        ]
+        slices = {
+            *self.sequence_sliced_calls,
+            *(call.block_call for call in heads if self.takes_sequence_slices(call)),
+        }
+        through = [
+            passage
+            for passage in logical.model_spec.residual_flows
+            if passage.block_call in self.sequence_sliced_calls
+        ]
         return {
-            each.block_call: (each.producer not in self.sequence_sliced_calls, each.consumer not in slices) for each in through
+            each.block_call: (each.producer not in self.sequence_sliced_calls, each.consumer not in slices)
+            for each in through
         }
 
-    def map_param_shardings(self, change: Callable[[ParamSharding], ParamSharding], *, frozen: bool = False) -> "ShardingPlan":
+    def map_param_shardings(
+        self, change: Callable[[ParamSharding], ParamSharding], *, frozen: bool = False
+    ) -> "ShardingPlan":
         """This space with every trainable weight's home changed by `change`; with `frozen`, those of all others instead."""
         return replace(
-            self, param_shardings=tuple(change(home) if home.param.trainable != frozen else home for home in self.param_shardings)
+            self,
+            param_shardings=tuple(
+                change(home) if home.param.trainable != frozen else home for home in self.param_shardings
+            ),
         )
 
     def with_logits_placement(self, axis: str, placement: Placement) -> "ShardingPlan":
         """This space with what a head hands to the loss at `place` along `axis`."""
         return replace(self, logits_layout=self.logits_layout.with_placement(axis, placement))
 
-    def with_pipeline(self, block_calls_by_pp_rank: Iterable[tuple[str, ...]], split_points: tuple[str, ...]) -> "ShardingPlan":
+    def with_pipeline(
+        self, block_calls_by_pp_rank: Iterable[tuple[str, ...]], split_points: tuple[str, ...]
+    ) -> "ShardingPlan":
         """This space with the visits of `stages` on the ranks along pp; what several of them use is summed over those."""
-        staged = replace(self, block_calls_by_pp_rank=tuple(block_calls_by_pp_rank), split_points=split_points)
+        staged = replace(
+            self, block_calls_by_pp_rank=tuple(block_calls_by_pp_rank), split_points=split_points
+        )
 
         def shared(home: ParamSharding) -> ParamSharding:
             tied = len(staged.pp_ranks_using(home.param)) > 1
             return (
-                replace(home, layout=home.layout.with_placement("pp", R), grad_layout=home.grad_layout.with_placement("pp", I))
+                replace(
+                    home,
+                    layout=home.layout.with_placement("pp", R),
+                    grad_layout=home.grad_layout.with_placement("pp", I),
+                )
                 if tied
                 else home
             )
@@ -129,8 +161,14 @@ class ShardingPlan:
 
     def pp_ranks_using(self, param: ParamSpec) -> tuple[int, ...]:
         """The indices along pp of the ranks that use `weight`, which is one of the whole model, in a block or in glue."""
-        needing = set((self.all_ranks or self).model_spec.block_calls_needing(param)) if self.block_calls_by_pp_rank else set()
-        return tuple(i for i, stage in enumerate(self.block_calls_by_pp_rank) if not needing.isdisjoint(stage)) or (0,)
+        needing = (
+            set((self.all_ranks or self).model_spec.block_calls_needing(param))
+            if self.block_calls_by_pp_rank
+            else set()
+        )
+        return tuple(
+            i for i, stage in enumerate(self.block_calls_by_pp_rank) if not needing.isdisjoint(stage)
+        ) or (0,)
 
     @property
     def logical_param_shardings(self) -> tuple[ParamSharding, ...]:
@@ -142,7 +180,9 @@ class ShardingPlan:
     def stages(self) -> tuple[StageSpec, ...]:
         """The parts of the model, in order of the forward; none where ranks run it whole, or nothing is known of its borders."""
         borders = (self.all_ranks or self).model_spec.stage_boundaries
-        return borders.stages(self.split_points) if self.block_calls_by_pp_rank and borders is not None else ()
+        return (
+            borders.stages(self.split_points) if self.block_calls_by_pp_rank and borders is not None else ()
+        )
 
     @property
     def computes_loss(self) -> bool:
@@ -188,18 +228,26 @@ class ShardingPlan:
     @property
     def model_parallel_axes(self) -> tuple[str, ...]:
         """The axes along which ranks have other weights, or other slices of them, for the same samples."""
-        return tuple(axis for axis in AXES if axis in self.param_slice_axes or (axis == "pp" and self.block_calls_by_pp_rank))
+        return tuple(
+            axis
+            for axis in AXES
+            if axis in self.param_slice_axes or (axis == "pp" and self.block_calls_by_pp_rank)
+        )
 
     def params_counted_in_sum(self, coordinate: Mapping[str, int]) -> Iterator[str]:
         """The weights that count at `coordinate` in what is added up along `weight_axes`: nobody else tells the same of them."""
         away = {axis for axis in self.param_slice_axes if coordinate[axis]}
-        yield from (home.param.name for home in self._first_user_params(coordinate) if away <= home.sliced_dims.keys())
+        yield from (
+            home.param.name for home in self._first_user_params(coordinate) if away <= home.sliced_dims.keys()
+        )
 
     def params_counted_in_norm(self, coordinate: Mapping[str, int]) -> Iterator[str]:
         """The weights of which the rank at `coordinate` is the first to step its elements: those that count in the norm there."""
         away = {axis for axis in self.grad_norm_axes if coordinate[axis] and axis != "pp"}
         yield from (
-            home.param.name for home in self._first_user_params(coordinate) if away <= set(home.grad_layout.axes_with("S"))
+            home.param.name
+            for home in self._first_user_params(coordinate)
+            if away <= set(home.grad_layout.axes_with("S"))
         )
 
     def _first_user_params(self, coordinate: Mapping[str, int]) -> Iterator[ParamSharding]:
@@ -220,25 +268,42 @@ class ShardingPlan:
             anatomy = anatomy.restricted_to(logical.block_calls_by_pp_rank[coordinate["pp"]])
             own = {weight.name: weight.block_calls for weight in anatomy.params}
             mine = (home for home in homes if home.param.name in own)
-            homes = tuple(replace(home, param=replace(home.param, block_calls=own[home.param.name])) for home in mine)
+            homes = tuple(
+                replace(home, param=replace(home.param, block_calls=own[home.param.name])) for home in mine
+            )
         homes = tuple(logical._sliced(home, coordinate) for home in homes)
         return replace(
-            logical, model_spec=anatomy, param_shardings=homes, all_ranks=logical, coordinate=tuple(coordinate.items())
+            logical,
+            model_spec=anatomy,
+            param_shardings=homes,
+            all_ranks=logical,
+            coordinate=tuple(coordinate.items()),
         )
 
     def slice_range(self, name: str, axis: str) -> tuple[int, int]:
         """Of the weight `name`, which is cut along `axis`, the first index and the one behind the last of what this rank has."""
         home = next(home for home in (self.all_ranks or self).param_shardings if home.param.name == name)
-        (found,) = home.param.dim_split(home.sliced_dims[axis]).ranges(dict(self.coordinate)[axis], self.mesh.size(axis))
+        (found,) = home.param.dim_split(home.sliced_dims[axis]).ranges(
+            dict(self.coordinate)[axis], self.mesh.size(axis)
+        )
         return found
 
-    def dim_shards(self, param_sharding: ParamSharding, coordinate: Mapping[str, int]) -> tuple[DimShard, ...]:
+    def dim_shards(
+        self, param_sharding: ParamSharding, coordinate: Mapping[str, int]
+    ) -> tuple[DimShard, ...]:
         """How `home` is cut, dim by dim, and which slice the rank at `coordinate` has."""
         found = []
-        for dim in dict.fromkeys(param_sharding.sliced_dims[axis] for axis in AXES if axis in param_sharding.sliced_dims):
+        for dim in dict.fromkeys(
+            param_sharding.sliced_dims[axis] for axis in AXES if axis in param_sharding.sliced_dims
+        ):
             axes = tuple(axis for axis in AXES if param_sharding.sliced_dims.get(axis) == dim)
             found.append(
-                DimShard(axes, param_sharding.param.dim_split(dim), self.mesh.group_size(axes), self.mesh.index(coordinate, axes))
+                DimShard(
+                    axes,
+                    param_sharding.param.dim_split(dim),
+                    self.mesh.group_size(axes),
+                    self.mesh.index(coordinate, axes),
+                )
             )
         return tuple(found)
 
@@ -252,7 +317,9 @@ class ShardingPlan:
             else replace(param_sharding, param=replace(param_sharding.param, shape=shape))
         )
 
-    def local_shape(self, shape: tuple[int, ...], layout: Layout, coordinate: Mapping[str, int]) -> tuple[int, ...]:
+    def local_shape(
+        self, shape: tuple[int, ...], layout: Layout, coordinate: Mapping[str, int]
+    ) -> tuple[int, ...]:
         """The shape that the rank at `coordinate` holds of a tensor: dims split as evenly as can be, larger first."""
         sizes = list(shape)
         for axis in AXES:
@@ -273,16 +340,30 @@ class ShardingPlan:
         uneven = {home.param.name for home in whole if self._is_uneven(home)}
         for home in self.param_shardings:
             if home.param.trainable != frozen:
-                weight, grain = home.param, (home.shard_alignment, home.owner_axes) if home.flat_shard_axes else ()
+                weight, grain = (
+                    home.param,
+                    (home.shard_alignment, home.owner_axes) if home.flat_shard_axes else (),
+                )
                 apart, moves = weight.name in uneven, home.grad_reductions()
                 using = (
                     (logical[weight.name].block_calls, self.pp_ranks_using(logical[weight.name]))
                     if "pp" in moves
                     else (weight.block_calls, ())
                 )
-                key = (using, weight.dtype, tuple(moves.items()), home.flat_shard_axes, home.is_stored_sharded, grain, apart)
+                key = (
+                    using,
+                    weight.dtype,
+                    tuple(moves.items()),
+                    home.flat_shard_axes,
+                    home.is_stored_sharded,
+                    grain,
+                    apart,
+                )
                 found.setdefault(key, []).append(home)
-        bundles = [self._param_group(homes, *key[0], uneven=homes[0].param.name in uneven) for key, homes in found.items()]
+        bundles = [
+            self._param_group(homes, *key[0], uneven=homes[0].param.name in uneven)
+            for key, homes in found.items()
+        ]
         return tuple(sorted(bundles, key=self._completion))
 
     def all_param_groups(self) -> tuple[ParamGroup, ...]:
@@ -291,17 +372,24 @@ class ShardingPlan:
 
     def flat_param_specs(self) -> dict[str, FlatParamSpec]:
         """The arenas, by the name of their bundle: those of bundles that are stepped or stored S(flat)."""
-        found, whole = {}, {home.param.name: home.param.numel for home in (self.all_ranks or self).param_shardings}
+        found, whole = (
+            {},
+            {home.param.name: home.param.numel for home in (self.all_ranks or self).param_shardings},
+        )
         for bundle in self.all_param_groups():
             axes = bundle.param_shardings[0].flat_shard_axes
             if axes:
                 ranks, grain = self.mesh.group_size(axes), bundle.param_shardings[0].shard_alignment
-                found[bundle.name] = FlatParamSpec.build(bundle.name, bundle.params, axes, ranks, grain, whole)
+                found[bundle.name] = FlatParamSpec.build(
+                    bundle.name, bundle.params, axes, ranks, grain, whole
+                )
         return found
 
     def unreduced_params(self) -> Iterator[ParamSharding]:
         """The weights whose gradients would reach the optimizer as summands."""
-        return (home for home in self.param_shardings if home.param.trainable and home.grad_layout.axes_with("P"))
+        return (
+            home for home in self.param_shardings if home.param.trainable and home.grad_layout.axes_with("P")
+        )
 
     def _is_uneven(self, param_sharding: ParamSharding) -> bool:
         """Whether ranks keep slices of unlike sizes in an arena, or sum them in a bucket: one of their own.
@@ -309,7 +397,10 @@ class ShardingPlan:
         So what is whole lies alike on all. Where it lies decides the last bit of products, sums and steps, and copies must stay
         equal to the bit. Owners step whole ones.
         """
-        sizes = {axis: param_sharding.param.dim_split(dim).num_units for axis, dim in param_sharding.sliced_dims.items()}
+        sizes = {
+            axis: param_sharding.param.dim_split(dim).num_units
+            for axis, dim in param_sharding.sliced_dims.items()
+        }
         return (
             bool(param_sharding.flat_shard_axes or param_sharding.grad_reductions())
             and not param_sharding.owner_axes
@@ -317,7 +408,12 @@ class ShardingPlan:
         )
 
     def _param_group(
-        self, param_shardings: list[ParamSharding], block_calls: tuple[str, ...], users: tuple[int, ...], *, uneven: bool
+        self,
+        param_shardings: list[ParamSharding],
+        block_calls: tuple[str, ...],
+        users: tuple[int, ...],
+        *,
+        uneven: bool,
     ) -> ParamGroup:
         first = param_shardings[0]
         name = "+".join(block_calls) + ("" if first.param.trainable else " frozen")
@@ -327,10 +423,18 @@ class ShardingPlan:
         name += f" over {' '.join(apart)}" if apart else ""
         name += " in uneven slices" if uneven else ""
         if first.flat_shard_axes and first.shard_alignment != "element":
-            name += f" by owner along {' '.join(first.owner_axes)}" if first.owner_axes else f" by {first.shard_alignment}"
+            name += (
+                f" by owner along {' '.join(first.owner_axes)}"
+                if first.owner_axes
+                else f" by {first.shard_alignment}"
+            )
         weights = [home.param for home in param_shardings]
         return ParamGroup(name, tuple(param_shardings), self.model_spec.last_backward(weights), users, uneven)
 
     def _completion(self, param_group: ParamGroup) -> int:
         visits = self.model_spec.block_calls
-        return len(visits) if param_group.last_block_call is None else len(visits) - 1 - visits.index(param_group.last_block_call)
+        return (
+            len(visits)
+            if param_group.last_block_call is None
+            else len(visits) - 1 - visits.index(param_group.last_block_call)
+        )

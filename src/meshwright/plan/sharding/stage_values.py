@@ -23,7 +23,9 @@ from meshwright.plan.sharding.placement import Placement
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 
 PER_HEAD_NDIM = 4  # dims of a tensor that is one table per head: rows, heads, queries, keys
-AxesSplits = tuple[tuple[tuple[str, ...], DimSplit], ...]  # axes, and how a dim is divided along all of those together
+AxesSplits = tuple[
+    tuple[tuple[str, ...], DimSplit], ...
+]  # axes, and how a dim is divided along all of those together
 DimSizes = tuple[tuple[int, int], ...]
 
 
@@ -38,7 +40,9 @@ class StageValueShards:
         space, mesh, shape = self._space, self._space.mesh, value.shape(num_samples)
         coordinate = dict(space.coordinate)
         if space.sequence_sharding is not None and value.sequence_dim is not None:
-            own = space.sequence_sharding.num_padded_tokens(shape[value.sequence_dim], mesh.index(coordinate, space.token_axes))
+            own = space.sequence_sharding.num_padded_tokens(
+                shape[value.sequence_dim], mesh.index(coordinate, space.token_axes)
+            )
             shape = (*shape[: value.sequence_dim], own, *shape[value.sequence_dim + 1 :])
         for axes, cut in self._cuts.get(value.name, ()):
             size = shape[cut.dim]
@@ -55,7 +59,9 @@ class StageValueShards:
             return shape
         coordinate = dict(self._space.coordinate)
         for axes, cut in _by_dim(places, tuple((each, 0) for each in shape)):
-            side = DimShard(axes, cut, self._space.mesh.group_size(axes), self._space.mesh.index(coordinate, axes))
+            side = DimShard(
+                axes, cut, self._space.mesh.group_size(axes), self._space.mesh.index(coordinate, axes)
+            )
             shape = side.dim_split.local_shape(shape, side.index, side.num_ranks)
         return shape
 
@@ -70,7 +76,10 @@ def stage_value_diagnostics(sharding: ShardingPlan, values: Iterable[StageValue]
     places, where = _places(sharding), "strategies.pipeline.cuts"
     if not places:
         return
-    axes, fix = " and ".join(places), "choose cuts that it does not cross, or remove the strategy that cuts the stream"
+    axes, fix = (
+        " and ".join(places),
+        "choose cuts that it does not cross, or remove the strategy that cuts the stream",
+    )
     values = list(values)
     if not sharding.sequence_sliced_calls:
         known = {name for name, _ in _cuts(sharding, values)}
@@ -94,7 +103,9 @@ def _cuts(sharding: ShardingPlan, values: Iterable[StageValue]) -> Iterator[tupl
     axes = _axes(sharding)
     for value in values:
         by_head = (
-            heads.get((value.producer, value.dim_sizes[1][0])) if len(value.dim_sizes) == PER_HEAD_NDIM and not value.op else None
+            heads.get((value.producer, value.dim_sizes[1][0]))
+            if len(value.dim_sizes) == PER_HEAD_NDIM and not value.op
+            else None
         )
         if axes and by_head is not None:
             yield value.name, ((axes, by_head),)
@@ -111,8 +122,14 @@ def _axes(sharding: ShardingPlan) -> tuple[str, ...]:
     return tuple(axis for axis in sharding.param_slice_axes if sharding.mesh.size(axis) > 1)
 
 
-def _by_dim(placements: Mapping[str, Placement], dims: DimSizes) -> Iterator[tuple[tuple[str, ...], DimSplit]]:
-    found = sorted((place.dim % len(dims), AXES.index(axis)) for axis, place in placements.items() if place.dim is not None)
+def _by_dim(
+    placements: Mapping[str, Placement], dims: DimSizes
+) -> Iterator[tuple[tuple[str, ...], DimSplit]]:
+    found = sorted(
+        (place.dim % len(dims), AXES.index(axis))
+        for axis, place in placements.items()
+        if place.dim is not None
+    )
     for dim, along in groupby(found, key=lambda each: each[0]):
         size, _ = dims[dim]
         yield tuple(AXES[number] for _, number in along), DimSplit(dim, size, (size,))
@@ -121,14 +138,18 @@ def _by_dim(placements: Mapping[str, Placement], dims: DimSizes) -> Iterator[tup
 def _places(sharding: ShardingPlan) -> Mapping[str, Placement]:
     """Where what is the stream lies, by axis, along those on which there are several ranks with slices of it."""
     return {
-        axis: place for axis, place in sharding.residual_layout.placements if place.letter == "S" and sharding.mesh.size(axis) > 1
+        axis: place
+        for axis, place in sharding.residual_layout.placements
+        if place.letter == "S" and sharding.mesh.size(axis) > 1
     }
 
 
 def _given(sharding: ShardingPlan) -> Mapping[str, DimSizes]:
     """The visits that give out slices of tokens, each with the dims of the whole stream."""
     ends, anatomy = sharding.sequence_slice_ends(), (sharding.all_ranks or sharding).model_spec
-    going = [each for each in anatomy.residual_flows if each.block_call in ends and not ends[each.block_call][1]]
+    going = [
+        each for each in anatomy.residual_flows if each.block_call in ends and not ends[each.block_call][1]
+    ]
     return {each.block_call: ((0, 1), (each.num_tokens, 0), (each.hidden_size, 0)) for each in going}
 
 
@@ -137,14 +158,18 @@ def _is_stream(value: StageValue, given: Mapping[str, DimSizes]) -> bool:
 
 
 def _widths(sharding: ShardingPlan) -> frozenset[tuple[int, int]]:
-    return frozenset((each.hidden_size, 0) for each in (sharding.all_ranks or sharding).model_spec.residual_flows)
+    return frozenset(
+        (each.hidden_size, 0) for each in (sharding.all_ranks or sharding).model_spec.residual_flows
+    )
 
 
 def _heads(sharding: ShardingPlan) -> Mapping[tuple[str, int], DimSplit]:
     """Visits in which modules hold the rank's own number of heads, with the number of all: how heads are divided there."""
     anatomy, found = (sharding.all_ranks or sharding).model_spec, {}
     for number in (
-        number for number in anatomy.size_attributes if number.divisor_split is None and len(number.dim_split.sections) == 1
+        number
+        for number in anatomy.size_attributes
+        if number.divisor_split is None and len(number.dim_split.sections) == 1
     ):
         for visit in anatomy.block_calls:
             block = block_of(visit)

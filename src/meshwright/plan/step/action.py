@@ -62,7 +62,8 @@ class Transfer:
         if not self.num_neighbours:
             return (self.member_indices,)
         return tuple(
-            neighbour_indices(first, self.num_neighbours) for first in range(0, mesh.group_size(self.axes), self.num_neighbours)
+            neighbour_indices(first, self.num_neighbours)
+            for first in range(0, mesh.group_size(self.axes), self.num_neighbours)
         )
 
 
@@ -99,7 +100,9 @@ class Action:
     @cached_property
     def name(self) -> str:
         """What others wait for: unique within a role's list."""
-        inside = [part for part in (self.subject, "" if self.microbatch is None else str(self.microbatch)) if part]
+        inside = [
+            part for part in (self.subject, "" if self.microbatch is None else str(self.microbatch)) if part
+        ]
         return f"{self.kind}({', '.join(inside)})"
 
 
@@ -141,7 +144,9 @@ def drop_single_rank_transfers(program: Program, mesh: Mesh) -> Program:
 def index_of_last(actions: Iterable[Action], kind: str, subjects: Iterable[str] | None = None) -> int | None:
     """Where the last action of `kind` (on one of `subjects`, when given) stands; None when there is none."""
     wanted = None if subjects is None else set(subjects)
-    found = [i for i, act in enumerate(actions) if act.kind == kind and (wanted is None or act.subject in wanted)]
+    found = [
+        i for i, act in enumerate(actions) if act.kind == kind and (wanted is None or act.subject in wanted)
+    ]
     return found[-1] if found else None
 
 
@@ -152,7 +157,10 @@ def with_waits(action: Action, names: Iterable[str]) -> Action:
 
 def with_extra_memory(action: Action, name: str, nbytes: int) -> Action:
     """`action`, with `nbytes` more in what it takes by that name."""
-    takes = (replace(hold, nbytes=hold.nbytes + nbytes) if hold.name == name else hold for hold in action.allocations)
+    takes = (
+        replace(hold, nbytes=hold.nbytes + nbytes) if hold.name == name else hold
+        for hold in action.allocations
+    )
     return replace(action, allocations=tuple(takes))
 
 
@@ -174,7 +182,9 @@ def program_to_dict(program: Program) -> dict[str, list[dict[str, Any]]]:
 
 def program_from_dict(roles: Mapping[str, list[Mapping[str, Any]]]) -> Program:
     """The program that `written` wrote. Raises KeyError or TypeError for values that it did not write."""
-    return Program.from_dict({role: [_action_from_dict(plain) for plain in actions] for role, actions in roles.items()})
+    return Program.from_dict(
+        {role: [_action_from_dict(plain) for plain in actions] for role, actions in roles.items()}
+    )
 
 
 def _action_to_dict(action: Action) -> dict[str, Any]:
@@ -190,7 +200,11 @@ def _action_to_dict(action: Action) -> dict[str, Any]:
         "frees": list(action.frees),
         "transfer": None if move is None else _transfer_to_list(move),
     }
-    return {key: value for key, value in said.items() if value not in ("", None, [], 0) or (key == "micro" and value is not None)}
+    return {
+        key: value
+        for key, value in said.items()
+        if value not in ("", None, [], 0) or (key == "micro" and value is not None)
+    }
 
 
 def _transfer_to_list(move: Transfer) -> list[Any]:

@@ -35,27 +35,41 @@ class ActivationMemory:
 
     def scratch_nbytes(self, accumulated: int, new_grads: int) -> int:
         """What a backward has for itself beside `new` bytes of gradients, if the largest that it adds to others has `added`."""
-        return max(accumulated, max(self.backward_nbytes, self.backward_with_grads_nbytes if new_grads else 0) - new_grads)
+        return max(
+            accumulated,
+            max(self.backward_nbytes, self.backward_with_grads_nbytes if new_grads else 0) - new_grads,
+        )
 
 
 def activation_memory(sharding: ShardingPlan, job: Job, num_samples: int) -> dict[str, ActivationMemory]:
     """What each visit takes on the rank that sees `space`, in micro-batches of so many rows."""
-    anatomy, width, loads = sharding.model_spec, FLOAT_NBYTES[job.precision.compute], block_memories(sharding.model_spec)
+    anatomy, width, loads = (
+        sharding.model_spec,
+        FLOAT_NBYTES[job.precision.compute],
+        block_memories(sharding.model_spec),
+    )
     insides = anatomy.saved_numel or (0,) * len(anatomy.block_calls)
     known = dict(zip(anatomy.block_calls, zip(insides, anatomy.output_numel, strict=True), strict=True))
     weights = _local_param_fractions(sharding) if loads else {}
     found = {}
     for visit, share in block_shares(sharding).items():
-        found[visit] = ActivationMemory(share.output_numel * num_samples * width, share.saved_numel * num_samples * width)
+        found[visit] = ActivationMemory(
+            share.output_numel * num_samples * width, share.saved_numel * num_samples * width
+        )
         if visit in loads:
             own = local_fraction(sharding, visit), weights.get(visit, Fraction(1))
             found[visit] = _local_memory(loads[visit], share, known[visit], *own, num_samples)
             found[visit] = replace(
-                found[visit], saved_nbytes=max(0, found[visit].saved_nbytes - _mask_numel(sharding, visit, num_samples) * width)
+                found[visit],
+                saved_nbytes=max(
+                    0, found[visit].saved_nbytes - _mask_numel(sharding, visit, num_samples) * width
+                ),
             )
     if anatomy.memory is not None and found:
         first = next(iter(found))  # from its forward to its backward all the others run
-        found[first] = replace(found[first], output_nbytes=found[first].output_nbytes + anatomy.memory.glue.total(num_samples))
+        found[first] = replace(
+            found[first], output_nbytes=found[first].output_nbytes + anatomy.memory.glue.total(num_samples)
+        )
     return found
 
 
@@ -63,7 +77,9 @@ def loss_scratch_nbytes(sharding: ShardingPlan, job: Job, saved_numel: int, num_
     """The bytes that LOSS has for itself; where that was not weighed, those of so many elements that are `kept`."""
     anatomy = sharding.model_spec
     if anatomy.memory is None or sharding.logits_layout.axes_with("S"):
-        return saved_numel * max(FLOAT_NBYTES[job.precision.compute], FLOAT_NBYTES["float32"])  # in that at least
+        return saved_numel * max(
+            FLOAT_NBYTES[job.precision.compute], FLOAT_NBYTES["float32"]
+        )  # in that at least
     return round(anatomy.memory.loss.total(num_samples) * local_fraction(sharding, anatomy.block_calls[-1]))
 
 
@@ -76,7 +92,11 @@ def _mask_numel(sharding: ShardingPlan, block_call: str, num_samples: int) -> in
     for attend in tokens.attention_calls:
         if attend.block_call == block_call and attend.mask is not None and not attend.mask.is_additive:
             each = attend.key_len * (attend.query_len if attend.mask.per_query else 1)
-            found += each * (num_samples if attend.mask.per_sample else 1) * (attend.num_heads if attend.mask.per_head else 1)
+            found += (
+                each
+                * (num_samples if attend.mask.per_sample else 1)
+                * (attend.num_heads if attend.mask.per_head else 1)
+            )
     return round(found * local_fraction(sharding, block_call))
 
 
@@ -94,11 +114,18 @@ def _local_param_fractions(sharding: ShardingPlan) -> dict[str, Fraction]:
 
 def block_memories(model_spec: ModelSpec) -> Mapping[str, BlockMemory]:
     """What was weighed, by visit."""
-    return {} if model_spec.memory is None else {load.block_call: load for load in model_spec.memory.block_calls}
+    return (
+        {} if model_spec.memory is None else {load.block_call: load for load in model_spec.memory.block_calls}
+    )
 
 
 def _local_memory(
-    load: BlockMemory, share: BlockShare, whole: tuple[int, int], own: Fraction, params: Fraction, num_samples: int
+    load: BlockMemory,
+    share: BlockShare,
+    whole: tuple[int, int],
+    own: Fraction,
+    params: Fraction,
+    num_samples: int,
 ) -> ActivationMemory:
     """What falls to a rank of the bytes of a visit: as much as of its elements, and of those of its `weights`."""
     inside = Fraction(share.saved_numel, whole[0]) if whole[0] else own
@@ -107,6 +134,10 @@ def _local_memory(
     def part(line: LinearInSamples, of: Fraction) -> int:
         return line.local_total(num_samples, of, params)
 
-    late = None if load.attention_backward is None else load.attention_backward.signed_local_total(num_samples, inside, params)
+    late = (
+        None
+        if load.attention_backward is None
+        else load.attention_backward.signed_local_total(num_samples, inside, params)
+    )
     on_top = part(load.backward, inside), part(load.backward_with_grads, inside), late
     return ActivationMemory(part(load.output, stream), part(load.saved_activations, inside), *on_top)

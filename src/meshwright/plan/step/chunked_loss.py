@@ -40,7 +40,11 @@ def chunk_sizes(num_tokens: int, num_chunks: int) -> list[int]:
 def num_local_logit_tokens(sharding: ShardingPlan) -> int:
     """The rows of logits of a sample on the rank that sees `space`."""
     logits = sharding.model_spec.logits
-    return 0 if logits is None else int(logits.num_tokens * unpadded_fraction(sharding, sharding.model_spec.block_calls[-1]))
+    return (
+        0
+        if logits is None
+        else int(logits.num_tokens * unpadded_fraction(sharding, sharding.model_spec.block_calls[-1]))
+    )
 
 
 def chunked_loss_cost(sharding: ShardingPlan, job: Job, num_samples: int) -> ChunkedLossCost | None:
@@ -53,7 +57,10 @@ def chunked_loss_cost(sharding: ShardingPlan, job: Job, num_samples: int) -> Chu
     if call is None or logits is None:
         return None
     precision, parameters = job.precision, FLOAT_NBYTES[job.precision.parameters]
-    width, wide = FLOAT_NBYTES[precision.compute], max(FLOAT_NBYTES[precision.compute], FLOAT_NBYTES["float32"])
+    width, wide = (
+        FLOAT_NBYTES[precision.compute],
+        max(FLOAT_NBYTES[precision.compute], FLOAT_NBYTES["float32"]),
+    )
     homes = {name: home for home in sharding.param_shardings for name in home.param.names}
     mine = [homes[name] for name in (f"{call.name}.weight", f"{call.name}.bias") if name in homes]
     tokens, weight = num_local_logit_tokens(sharding), mine[0].param
@@ -62,9 +69,13 @@ def chunked_loss_cost(sharding: ShardingPlan, job: Job, num_samples: int) -> Chu
     learnt = sum(home.param.numel * parameters for home in mine if home.param.trainable)
     cast = weight.numel * width if precision.compute != precision.parameters else 0
     looking = (
-        2 * piece * width + min(piece, MAX_CHUNK_NUMEL) * wide if sharding.logits_layout.axes_with("S") else 3 * piece * wide
+        2 * piece * width + min(piece, MAX_CHUNK_NUMEL) * wide
+        if sharding.logits_layout.axes_with("S")
+        else 3 * piece * wide
     )
-    adding = 2 * piece * width + cast if weight.trainable else 0  # a product in another dtype than what it is added to
+    adding = (
+        2 * piece * width + cast if weight.trainable else 0
+    )  # a product in another dtype than what it is added to
     return ChunkedLossCost(
         output_grad_nbytes=tokens * num_samples * (call.in_numel // logits.num_tokens) * width,
         scratch_nbytes=max(looking, adding) + taken + learnt + cast,

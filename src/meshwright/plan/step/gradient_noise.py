@@ -38,9 +38,7 @@ def noise_scale_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: int) 
         return
     num_data, batch = sharding.mesh.group_size(sharding.data_axes), job.train.batch
     if sharding.primary_rank_axes:
-        text = (
-            "one rank takes the loss and the gradients of the others' rows belong to it: no rank has a gradient of its own part"
-        )
+        text = "one rank takes the loss and the gradients of the others' rows belong to it: no rank has a gradient of its own part"
         yield Diagnostic(text, 'use the strategy "replicate", or set train.noise_scale = false', LOCATION)
     elif sharding.mesh.group_size(sharding.token_axes) > 1:
         text = f"ranks along {' and '.join(sharding.token_axes)} have some of the tokens of a sample each"
@@ -60,7 +58,9 @@ def noise_scale_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: int) 
     ]
     if shared and sharding.block_calls_by_pp_rank:
         text = f"{len(shared)} parameters ({shared[0]}...) are used by several parts of the model, and no rank has the gradient"
-        yield Diagnostic(f"{text} of one part of the batch", "untie them, or set train.noise_scale = false", LOCATION)
+        yield Diagnostic(
+            f"{text} of one part of the batch", "untie them, or set train.noise_scale = false", LOCATION
+        )
 
 
 def add_noise_scale_actions(program: Program, sharding: ShardingPlan) -> Program:
@@ -69,7 +69,11 @@ def add_noise_scale_actions(program: Program, sharding: ShardingPlan) -> Program
     Raises PlanError where some gradient is never that of the first micro-batch alone, and there is none of a rank.
     """
     axes = (*sharding.data_axes, *sharding.model_parallel_axes)
-    total = Transfer("all_reduce", axes, REDUCE_SQNORM_NBYTES, dtype="float64") if sharding.mesh.group_size(axes) > 1 else None
+    total = (
+        Transfer("all_reduce", axes, REDUCE_SQNORM_NBYTES, dtype="float64")
+        if sharding.mesh.group_size(axes) > 1
+        else None
+    )
     if sharding.mesh.group_size(sharding.data_axes) > 1:
         return program.edit(lambda actions: _ended(_before_sums(actions, sharding.data_axes), total))
     return program.edit(lambda actions: _ended(_behind_first(actions, sharding), total))
@@ -80,12 +84,18 @@ def _before_sums(actions: list[Action], axes: tuple[str, ...]) -> list[Action]:
     found: list[Action] = []
     scattered: set[tuple[str, ...]] = set()
     for action in actions:
-        sums = action.transfer is not None and action.transfer.collective in REDUCTIONS and set(axes) & set(action.transfer.axes)
+        sums = (
+            action.transfer is not None
+            and action.transfer.collective in REDUCTIONS
+            and set(axes) & set(action.transfer.axes)
+        )
         scatters = action.transfer is not None and action.transfer.collective == "reduce_scatter"
         if action.tensors and sums and (scatters or action.tensors not in scattered):
             at = _packed(found, action) if scatters else len(found)
             waits = action.waits if at == len(found) else found[at].waits
-            measure = Action("GRAD_SQNORM", action.subject, action.microbatch, waits=waits, tensors=action.tensors)
+            measure = Action(
+                "GRAD_SQNORM", action.subject, action.microbatch, waits=waits, tensors=action.tensors
+            )
             found.insert(at, measure)
             action = with_waits(action, (measure.name,))
         found.append(action)
@@ -100,7 +110,10 @@ def _packed(actions: Sequence[Action], reduce: Action) -> int:
         action = actions[at]
         if action.kind in WEIGHT_GRAD_KINDS:
             break
-        if action.kind == "PACK" and (action.tensors, action.microbatch) == (reduce.tensors, reduce.microbatch):
+        if action.kind == "PACK" and (action.tensors, action.microbatch) == (
+            reduce.tensors,
+            reduce.microbatch,
+        ):
             return at
     return len(actions)
 

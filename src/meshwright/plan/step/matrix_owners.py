@@ -52,18 +52,25 @@ def matrix_parcels(sharding: ShardingPlan) -> tuple[MatrixParcel, ...]:
     logical = _uncut(sharding)
     arenas, found, loads = logical.flat_param_specs(), [], defaultdict[tuple, int](int)
     sizes = {
-        axes: list(_sizes(sharding, axes)) for axes in dict.fromkeys(home.owner_axes for home in logical.param_shardings) if axes
+        axes: list(_sizes(sharding, axes))
+        for axes in dict.fromkeys(home.owner_axes for home in logical.param_shardings)
+        if axes
     }
     for bundle in logical.param_groups():
         apart = [home for home in bundle.param_shardings if home.owner_axes]
         arena = arenas.get(bundle.name)
-        starts = {name: start // arena.shard_numel for name, _, start in arena.params} if arena is not None else {}
+        starts = (
+            {name: start // arena.shard_numel for name, _, start in arena.params} if arena is not None else {}
+        )
         num_shards = 1 if arena is None else arena.num_ranks
         given: dict[tuple[tuple[str, ...], int], list[list[str]]] = {}
         for home in sorted(apart, key=lambda home: -home.param.numel):
             axes, name = home.owner_axes, home.param.name
             at = starts.get(name, 0)
-            owner = min(range(sharding.mesh.group_size(axes)), key=lambda index, at=at, axes=axes: loads[at, axes, index])
+            owner = min(
+                range(sharding.mesh.group_size(axes)),
+                key=lambda index, at=at, axes=axes: loads[at, axes, index],
+            )
             loads[at, axes, owner] += home.param.numel
             given.setdefault((axes, owner), [[] for _ in range(num_shards)])[at].append(name)
         for (axes, owner), names in sorted(given.items()):
@@ -84,7 +91,11 @@ def owner_coordinate(sharding: ShardingPlan, axes: tuple[str, ...], index: int) 
 def owned_params(sharding: ShardingPlan, rank: int) -> Iterator[tuple[str, ParamSpec]]:
     """The whole weights that `rank` steps of those of which it has slices, each with its bundle."""
     weights = {home.param.name: home.param for home in (sharding.all_ranks or sharding).param_shardings}
-    sharding = sharding.at_pp_rank(sharding.mesh.coordinate(rank)["pp"]) if sharding.block_calls_by_pp_rank else sharding
+    sharding = (
+        sharding.at_pp_rank(sharding.mesh.coordinate(rank)["pp"])
+        if sharding.block_calls_by_pp_rank
+        else sharding
+    )
     for parcel in matrix_parcels(sharding):
         if sharding.mesh.index(sharding.mesh.coordinate(rank), parcel.axes) == parcel.owner:
             at = sharding.mesh.index(sharding.mesh.coordinate(rank), parcel.shard_axes)
@@ -97,7 +108,9 @@ def add_matrix_owner_actions(program: Program, sharding: ShardingPlan, job: Job)
     return program.edit(lambda actions: _with_owners(actions, found, sharding, job)) if found else program
 
 
-def _with_owners(actions: list[Action], found: tuple[MatrixParcel, ...], sharding: ShardingPlan, job: Job) -> list[Action]:
+def _with_owners(
+    actions: list[Action], found: tuple[MatrixParcel, ...], sharding: ShardingPlan, job: Job
+) -> list[Action]:
     precision, numels = (
         job.precision.effective,
         {home.param.name: home.param.numel for home in (sharding.all_ranks or sharding).param_shardings},
@@ -108,14 +121,27 @@ def _with_owners(actions: list[Action], found: tuple[MatrixParcel, ...], shardin
     for bundle in dict.fromkeys(parcel.param_group for parcel in found):
         mine = [parcel for parcel in found if parcel.param_group == bundle]
         tensors = tuple(name for parcel in mine for names in parcel.names_by_shard for name in names)
-        largest = max(sum(numels[name] for name in names) for parcel in mine for names in parcel.names_by_shard)
+        largest = max(
+            sum(numels[name] for name in names) for parcel in mine for names in parcel.names_by_shard
+        )
         held = Allocation(f"owned gradient({bundle})", largest * FLOAT_NBYTES[precision.gradients])
         sent = tuple(_transfer("gather", parcel, precision.gradients) for parcel in mine)
         brings.append(
-            Action("GATHER_GRAD", bundle, waits=square.waits, tensors=tensors, allocations=(held,), inner_transfers=sent)
+            Action(
+                "GATHER_GRAD",
+                bundle,
+                waits=square.waits,
+                tensors=tensors,
+                allocations=(held,),
+                inner_transfers=sent,
+            )
         )
         back = tuple(_transfer("scatter", parcel, precision.parameters) for parcel in mine)
-        hands.append(Action("SCATTER_PARAM", bundle, waits=(actions[step].name,), tensors=tensors, inner_transfers=back))
+        hands.append(
+            Action(
+                "SCATTER_PARAM", bundle, waits=(actions[step].name,), tensors=tensors, inner_transfers=back
+            )
+        )
     clips = with_waits(actions[clip], [action.name for action in brings])
     steps = replace(actions[step], frees=(*actions[step].frees, *(action.takes[0].name for action in brings)))
     return [*actions[:clip], *brings, clips, *actions[clip + 1 : step], steps, *hands, *actions[step + 1 :]]
@@ -128,7 +154,10 @@ def _transfer(collective: str, parcel: MatrixParcel, dtype: str) -> Transfer:
 def _uncut(sharding: ShardingPlan) -> ShardingPlan:
     """What the ranks of the part that `space` is of hold, before it was cut into slices."""
     pairs = zip(sharding.param_shardings, sharding.logical_param_shardings, strict=True)
-    homes = tuple(replace(whole, param=replace(whole.param, block_calls=home.param.block_calls)) for home, whole in pairs)
+    homes = tuple(
+        replace(whole, param=replace(whole.param, block_calls=home.param.block_calls))
+        for home, whole in pairs
+    )
     return replace(sharding, param_shardings=homes)
 
 

@@ -20,7 +20,13 @@ from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.param_sharding import ParamGroup
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Allocation, Transfer, index_of_last, with_waits
-from meshwright.plan.step.single_device import SCRATCH, WEIGHT_GRAD_KINDS, completing_backwards, contributing_calls, grad_name
+from meshwright.plan.step.single_device import (
+    SCRATCH,
+    WEIGHT_GRAD_KINDS,
+    completing_backwards,
+    contributing_calls,
+    grad_name,
+)
 
 NUM_BUFFERS = 2
 
@@ -38,7 +44,13 @@ class GradReduceScatter:
     """Sums over `axes` into shards, and of shards over `across`; `every` micro-batch, or once per step."""
 
     def __init__(
-        self, sharding: ShardingPlan, job: Job, axes: tuple[str, ...], replicate_axis: str, *, every_microbatch: bool
+        self,
+        sharding: ShardingPlan,
+        job: Job,
+        axes: tuple[str, ...],
+        replicate_axis: str,
+        *,
+        every_microbatch: bool,
     ) -> None:
         self.axes, self.replicate_axis, self.every_microbatch = axes, replicate_axis, every_microbatch
         self.param_groups, self.flat_param_specs, self.block_calls = (
@@ -51,13 +63,19 @@ class GradReduceScatter:
             for visit in self.block_calls
         }
         precision = job.precision.effective
-        self.param_dtype, self.grad_dtype, self.reduce_dtype = precision.parameters, precision.gradients, precision.reduce
+        self.param_dtype, self.grad_dtype, self.reduce_dtype = (
+            precision.parameters,
+            precision.gradients,
+            precision.reduce,
+        )
 
     def add_to(self, actions: list[Action]) -> list[Action]:
         """`actions` with the gradients of every bundle summed before LOCAL_NORM."""
         done = list(self._once(actions) if self._in_place else self._in_turn(actions))
         done = self._summed_across(done) if self.replicate_axis else done
-        awaited = {action.tensors: action.name for action in done if action.kind in ("REDUCE", "ACCUMULATE")}.values()
+        awaited = {
+            action.tensors: action.name for action in done if action.kind in ("REDUCE", "ACCUMULATE")
+        }.values()
         frees = () if self._in_place else self._buffer_names(done)
         square = index_of_last(done, "LOCAL_NORM") or 0
         done[square] = replace(with_waits(done[square], awaited), frees=frees)
@@ -70,7 +88,9 @@ class GradReduceScatter:
 
     def _reduce(self, param_group: ParamGroup, microbatch: int | None, waits: Sequence[str]) -> Action:
         transfer = Transfer("reduce_scatter", self.axes, self._nbytes(param_group), dtype=self.reduce_dtype)
-        return Action("REDUCE", param_group.name, microbatch, "wire", tuple(waits), param_group.names, transfer)
+        return Action(
+            "REDUCE", param_group.name, microbatch, "wire", tuple(waits), param_group.names, transfer
+        )
 
     def _summed_across(self, actions: list[Action]) -> list[Action]:
         """`actions` with the sum of each bundle's shard over the replicas, once it is complete.
@@ -109,9 +129,18 @@ class GradReduceScatter:
             first, last = places[0], places[-1]
             held = Allocation(self._sum(bundle), self._nbytes(bundle))
             waits = (actions[first].name,)
-            pack = Action("PACK", bundle.name, waits=waits, tensors=bundle.names, allocations=(held,), frees=(grad_name(bundle),))
+            pack = Action(
+                "PACK",
+                bundle.name,
+                waits=waits,
+                tensors=bundle.names,
+                allocations=(held,),
+                frees=(grad_name(bundle),),
+            )
             behind.setdefault(first, []).append(pack)
-            behind.setdefault(last, []).append(self._reduce(bundle, None, (*dict.fromkeys((pack.name, actions[last].name)),)))
+            behind.setdefault(last, []).append(
+                self._reduce(bundle, None, (*dict.fromkeys((pack.name, actions[last].name)),))
+            )
         for i, action in enumerate(actions):
             yield action
             yield from behind.get(i, ())
@@ -124,7 +153,9 @@ class GradReduceScatter:
         held, summed = set[str](), dict[str, str]()
         for i, action in enumerate(actions):
             if action.kind == "LOCAL_NORM":
-                for number in range(packed, packed + NUM_BUFFERS):  # the one that was packed first comes first
+                for number in range(
+                    packed, packed + NUM_BUFFERS
+                ):  # the one that was packed first comes first
                     yield from self._added(turn[number % NUM_BUFFERS])
             yield self._holding(action, held)
             for bundle in due.get(i, ()):
@@ -143,7 +174,9 @@ class GradReduceScatter:
                 found.setdefault(at, []).append(bundle)
         return found
 
-    def _packed(self, param_group: ParamGroup, backward: Action, buffer: _Buffer, summed: dict[str, str]) -> Iterator[Action]:
+    def _packed(
+        self, param_group: ParamGroup, backward: Action, buffer: _Buffer, summed: dict[str, str]
+    ) -> Iterator[Action]:
         """PACK and REDUCE behind `backward`; the ACCUMULATE that may be due is noted in `buffer`.
 
         `summed` are the actions after which shards hold the sums so far.
@@ -153,12 +186,19 @@ class GradReduceScatter:
         frees = (grad_name(param_group), *((buffer.allocation.name,) if buffer.last_use else ()))
         waits = (backward.name, *before)
         pack = Action(
-            "PACK", param_group.name, micro, waits=waits, tensors=param_group.names, allocations=(buffer.allocation,), frees=frees
+            "PACK",
+            param_group.name,
+            micro,
+            waits=waits,
+            tensors=param_group.names,
+            allocations=(buffer.allocation,),
+            frees=frees,
         )
         reduce = self._reduce(param_group, micro, (pack.name,))
         first, casts = param_group.name not in summed, self.reduce_dtype != self.grad_dtype
         shard = Allocation(
-            self._sum(param_group), self.flat_param_specs[param_group.name].shard_numel * FLOAT_NBYTES[self.grad_dtype]
+            self._sum(param_group),
+            self.flat_param_specs[param_group.name].shard_numel * FLOAT_NBYTES[self.grad_dtype],
         )
         adds = None
         if casts or not first:
@@ -194,7 +234,10 @@ class GradReduceScatter:
             action,
             allocations=(
                 *own,
-                *(Allocation(grad_name(bundle), bundle.numel * FLOAT_NBYTES[self.param_dtype]) for bundle in made),
+                *(
+                    Allocation(grad_name(bundle), bundle.numel * FLOAT_NBYTES[self.param_dtype])
+                    for bundle in made
+                ),
             ),
         )
 
@@ -207,7 +250,11 @@ class GradReduceScatter:
         return replace(action, frees=(*frees, *map(self._sum, self.param_groups)))
 
     def _buffer_names(self, actions: Sequence[Action]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(hold.name for action in actions if action.kind == "PACK" for hold in action.allocations))
+        return tuple(
+            dict.fromkeys(
+                hold.name for action in actions if action.kind == "PACK" for hold in action.allocations
+            )
+        )
 
     def _nbytes(self, param_group: ParamGroup) -> int:
         return self.flat_param_specs[param_group.name].numel * FLOAT_NBYTES[self.reduce_dtype]

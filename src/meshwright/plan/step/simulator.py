@@ -54,7 +54,9 @@ def simulate(
             ticks += player.advance(ended, duration, comm_delay)
         moved = len(ticks) > before
     if any(player.blocked_at for player in players):
-        raise SimulationDeadlock("\n".join(["nobody can go on:", *(line for player in players for line in player.lines(ended))]))
+        raise SimulationDeadlock(
+            "\n".join(["nobody can go on:", *(line for player in players for line in player.lines(ended))])
+        )
     return sorted(ticks, key=lambda tick: (tick.start, tick.end))
 
 
@@ -72,10 +74,15 @@ class _SimulatedRole:
     @property
     def blocked_at(self) -> list[int]:
         """Where the other lanes and the main thread stand; empty when all has ended."""
-        return [lane[0][0] for lane in self.issued.values() if lane] + [i for i in [self.cursor] if i < len(self.actions)]
+        return [lane[0][0] for lane in self.issued.values() if lane] + [
+            i for i in [self.cursor] if i < len(self.actions)
+        ]
 
     def advance(
-        self, ended: dict[str, float], duration: Callable[[Action], float], comm_delay: Callable[[Action], float]
+        self,
+        ended: dict[str, float],
+        duration: Callable[[Action], float],
+        comm_delay: Callable[[Action], float],
     ) -> list[SimulatedAction]:
         """What this role does until it waits for another one; `ended` learns of it."""
         ticks: list[SimulatedAction] = []
@@ -85,7 +92,11 @@ class _SimulatedRole:
             for lane in self.issued.values():
                 while lane and self._ready(self.actions[lane[0][0]], ended):
                     index, since = lane.popleft()
-                    ticks.append(self._run(self.actions[index], since, ended, duration, comm_delay(self.actions[index])))
+                    ticks.append(
+                        self._run(
+                            self.actions[index], since, ended, duration, comm_delay(self.actions[index])
+                        )
+                    )
             if (len(ticks), self.cursor) == before:
                 return ticks
 
@@ -98,11 +109,15 @@ class _SimulatedRole:
             missing = [wait for wait in action.waits if qualified_name(self.role, wait) not in ended]
             yield f"  {self.role}: action {index} of {len(self.actions)}, {action.name}  <-- waits for {', '.join(missing)}"
 
-    def _walk(self, ended: dict[str, float], duration: Callable[[Action], float], ticks: list[SimulatedAction]) -> None:
+    def _walk(
+        self, ended: dict[str, float], duration: Callable[[Action], float], ticks: list[SimulatedAction]
+    ) -> None:
         while self.cursor < len(self.actions):
             action = self.actions[self.cursor]
             if action.stream != "compute" and self._own_waits_stand_before(action):
-                self.issued.setdefault(_way(action), deque()).append((self.cursor, self.free.get(("compute", None), 0.0)))
+                self.issued.setdefault(_way(action), deque()).append(
+                    (self.cursor, self.free.get(("compute", None), 0.0))
+                )
             elif action.stream == "compute" and self._ready(action, ended):
                 ticks.append(self._run(action, 0.0, ended, duration))
             else:
@@ -111,7 +126,12 @@ class _SimulatedRole:
             self.cursor += 1
 
     def _run(
-        self, action: Action, since: float, ended: dict[str, float], duration: Callable[[Action], float], comm_delay: float = 0.0
+        self,
+        action: Action,
+        since: float,
+        ended: dict[str, float],
+        duration: Callable[[Action], float],
+        comm_delay: float = 0.0,
     ) -> SimulatedAction:
         ready = max([since, *(ended[qualified_name(self.role, wait)] for wait in action.waits)])
         start = max(ready + comm_delay, self.free.get(_way(action), 0.0))

@@ -33,14 +33,18 @@ FIRST_ROLE = "stage0"
 CHECKPOINTED_FORWARD = "F_CHECKPOINTED"
 FORWARD_KINDS = ("F", CHECKPOINTED_FORWARD)  # kinds that the model's own forward reaches, block by block
 INPUT_GRAD_KINDS = ("B", "I")  # kinds that give the gradient of what a visit took in
-WEIGHT_GRAD_KINDS = ("B", "W")  # kinds that leave the gradients of a visit's weights, and let go of what its forward kept
+WEIGHT_GRAD_KINDS = (
+    "B",
+    "W",
+)  # kinds that leave the gradients of a visit's weights, and let go of what its forward kept
 PARAM_USE_KINDS = (*FORWARD_KINDS, "RECOMPUTE", "B", "I", "W")  # kinds that need the weights of their block
 BATCH_INFO = "facts"  # the subject of the GATHER that tells how many rows each rank has, and sums of what is the same on all
 COUNT_NBYTES = 32  # weight, wishes to stop, rows, tokens: float64
-STEP_TOTAL_NBYTES = {"TOKEN_COUNT": COUNT_NBYTES, "LOSS_SUM": 8}  # numbers of a step that ranks add up, and their bytes: float64
-SCRATCH = (
-    "scratch"  # what LOSS and each B hold for themselves alone: what the loss keeps, a gradient until it is added to another
-)
+STEP_TOTAL_NBYTES = {
+    "TOKEN_COUNT": COUNT_NBYTES,
+    "LOSS_SUM": 8,
+}  # numbers of a step that ranks add up, and their bytes: float64
+SCRATCH = "scratch"  # what LOSS and each B hold for themselves alone: what the loss keeps, a gradient until it is added to another
 GRAD_NORM = "norm"  # the subject of the BROADCAST of the gradient norm
 
 
@@ -62,7 +66,9 @@ def sequential_stage_calls(block_calls: tuple[str, ...], num_microbatches: int) 
     return [StageCalls(kind, block_calls, micro) for micro in range(num_microbatches) for kind in kinds]
 
 
-def single_device_program(sharding: ShardingPlan, job: Job, micro_batch: int, stage_calls: Sequence[StageCalls]) -> Program:
+def single_device_program(
+    sharding: ShardingPlan, job: Job, micro_batch: int, stage_calls: Sequence[StageCalls]
+) -> Program:
     """The program of a rank that trains alone, on micro-batches of `micro_batch` samples, in these turns."""
     parts = _StageCallActions(sharding, job, micro_batch)
     actions = [Action("TOKEN_COUNT"), *(action for turn in stage_calls for action in parts.actions(turn))]
@@ -72,13 +78,17 @@ def single_device_program(sharding: ShardingPlan, job: Job, micro_batch: int, st
     if any(turn.kind == "STEP" for turn in stage_calls):
         return Program.from_dict({role_of(dict(sharding.coordinate)): [*actions, *_norm(sharding, last)]})
     names = tuple(weight.name for weight in sharding.model_spec.trainable)
-    waits = [last, "TOKEN_COUNT()"] if sharding.block_calls_by_pp_rank else [last]  # not every backward follows a loss
+    waits = (
+        [last, "TOKEN_COUNT()"] if sharding.block_calls_by_pp_rank else [last]
+    )  # not every backward follows a loss
     if sharding.grad_norm_axes:
         square = Action("LOCAL_NORM", GRAD_NORM, waits=(last,))
         actions += [square, *_norm(sharding, square.name)]
         waits += [action.name for action in actions[-2:]]
     actions.append(Action("CLIP", waits=tuple(waits), tensors=names))
-    actions.append(Action("STEP", waits=("CLIP()",), tensors=names, frees=tuple(map(grad_name, sharding.param_groups()))))
+    actions.append(
+        Action("STEP", waits=("CLIP()",), tensors=names, frees=tuple(map(grad_name, sharding.param_groups())))
+    )
     return Program.from_dict({role_of(dict(sharding.coordinate)): actions})
 
 
@@ -108,24 +118,36 @@ def reads_summed_grads(action: Action) -> bool:
 
 def stepped_microbatches(actions: Iterable[Action]) -> tuple[int, ...]:
     """The micro-batches with whose gradients alone a rank steps, in that order; none where it steps once, with those of all."""
-    return tuple(action.microbatch for action in actions if action.kind == "STEP" and action.microbatch is not None)
+    return tuple(
+        action.microbatch for action in actions if action.kind == "STEP" and action.microbatch is not None
+    )
 
 
 def first_grad_reader(actions: Sequence[Action], microbatch: int | None = None) -> int:
     """Where the first action stands that looks at all summed gradients: of one micro-batch, where that is stepped with alone."""
-    return next(i for i, action in enumerate(actions) if reads_summed_grads(action) and action.microbatch == microbatch)
+    return next(
+        i
+        for i, action in enumerate(actions)
+        if reads_summed_grads(action) and action.microbatch == microbatch
+    )
 
 
-def with_grad_waits(actions: Iterable[Action], names: Iterable[str], microbatch: int | None = None) -> list[Action]:
+def with_grad_waits(
+    actions: Iterable[Action], names: Iterable[str], microbatch: int | None = None
+) -> list[Action]:
     """`actions`, of which those that look at all summed gradients (of one micro-batch, likewise) wait for `names` too."""
     names = tuple(names)
     return [
-        with_waits(action, names) if reads_summed_grads(action) and action.microbatch == microbatch else action
+        with_waits(action, names)
+        if reads_summed_grads(action) and action.microbatch == microbatch
+        else action
         for action in actions
     ]
 
 
-def reduce_totals_along(program: Program, axis: str, kinds: Iterable[str] = tuple(STEP_TOTAL_NBYTES)) -> Program:
+def reduce_totals_along(
+    program: Program, axis: str, kinds: Iterable[str] = tuple(STEP_TOTAL_NBYTES)
+) -> Program:
     """`program` with these numbers of a step, of TOTALS, added up along `axis` too; once, whoever else asks for it."""
 
     def along(action: Action) -> Action:
@@ -134,7 +156,9 @@ def reduce_totals_along(program: Program, axis: str, kinds: Iterable[str] = tupl
         before = action.transfer.axes if action.transfer else ()
         axes = before if axis in before else (*before, axis)
         return replace(
-            action, stream="wire", transfer=Transfer("all_reduce", axes, STEP_TOTAL_NBYTES[action.kind], dtype="float64")
+            action,
+            stream="wire",
+            transfer=Transfer("all_reduce", axes, STEP_TOTAL_NBYTES[action.kind], dtype="float64"),
         )
 
     return program.edit(lambda actions: [along(action) for action in actions])
@@ -177,7 +201,9 @@ class _StageCallActions:
         self._space, self._job, self._micro_batch = sharding, job, micro_batch
         self._mine, self._pieces = block_shares(sharding), chunked_loss_cost(sharding, job, micro_batch)
         self._taken = activation_memory(sharding, job, micro_batch)
-        self._using: dict[str, list[ParamGroup]] = {visit: [] for visit in (*sharding.model_spec.block_calls, ROOT)}
+        self._using: dict[str, list[ParamGroup]] = {
+            visit: [] for visit in (*sharding.model_spec.block_calls, ROOT)
+        }
         for bundle in sharding.param_groups():
             for visit in bundle.block_calls:
                 self._using[visit].append(bundle)
@@ -191,15 +217,27 @@ class _StageCallActions:
         if stage_calls.kind == "STEP":
             return self._step(stage_calls)
         if stage_calls.kind == "W":
-            return [self._backward(visit, stage_calls.microbatch, "W", ()) for visit in reversed(stage_calls.block_calls)]
+            return [
+                self._backward(visit, stage_calls.microbatch, "W", ())
+                for visit in reversed(stage_calls.block_calls)
+            ]
         ends = self._space.computes_loss and self._space.model_spec.block_calls[-1] in stage_calls.block_calls
         loss = [self._loss(stage_calls.microbatch)] if ends else []
         waits = tuple(action.name for action in loss)
         if stage_calls.kind == "I":
-            return [*loss, *(self._inputs(visit, stage_calls.microbatch, waits) for visit in reversed(stage_calls.block_calls))]
+            return [
+                *loss,
+                *(
+                    self._inputs(visit, stage_calls.microbatch, waits)
+                    for visit in reversed(stage_calls.block_calls)
+                ),
+            ]
         return [
             *loss,
-            *(self._backward(visit, stage_calls.microbatch, "B", waits) for visit in reversed(stage_calls.block_calls)),
+            *(
+                self._backward(visit, stage_calls.microbatch, "B", waits)
+                for visit in reversed(stage_calls.block_calls)
+            ),
         ]
 
     def _step(self, stage_calls: StageCalls) -> list[Action]:
@@ -207,9 +245,17 @@ class _StageCallActions:
         last = Action("B", stage_calls.block_calls[0], stage_calls.microbatch).name
         square = Action("LOCAL_NORM", GRAD_NORM, stage_calls.microbatch, waits=(last,))
         names = tuple(weight.name for weight in self._space.model_spec.trainable)
-        frees = tuple(grad_name(bundle) for bundle in self._space.param_groups() if bundle.name in self._there)
+        frees = tuple(
+            grad_name(bundle) for bundle in self._space.param_groups() if bundle.name in self._there
+        )
         self._there.clear()
-        step = Action("STEP", microbatch=stage_calls.microbatch, waits=(square.name, "TOKEN_COUNT()"), tensors=names, frees=frees)
+        step = Action(
+            "STEP",
+            microbatch=stage_calls.microbatch,
+            waits=(square.name, "TOKEN_COUNT()"),
+            tensors=names,
+            frees=frees,
+        )
         return [square, step]
 
     def _forward(self, block_call: str, microbatch: int) -> Action:
@@ -250,36 +296,58 @@ class _StageCallActions:
             return Action("LOSS", microbatch=microbatch, **how)
         logits = self._mine[last].output_numel * self._micro_batch
         kept = (
-            min(logits, MAX_CHUNK_NUMEL) if space.logits_layout.axes_with("S") else anatomy.loss_saved_numel * self._micro_batch
+            min(logits, MAX_CHUNK_NUMEL)
+            if space.logits_layout.axes_with("S")
+            else anatomy.loss_saved_numel * self._micro_batch
         )
-        scratch = loss_scratch_nbytes(space, self._job, kept if anatomy.loss_saved_numel else 0, self._micro_batch)
+        scratch = loss_scratch_nbytes(
+            space, self._job, kept if anatomy.loss_saved_numel else 0, self._micro_batch
+        )
         takes = [Allocation(loss_grad_name(last, microbatch), logits * width), Allocation(SCRATCH, scratch)]
         frees, self.scratch_in_use = self.scratch_in_use, (SCRATCH,)
         return Action("LOSS", microbatch=microbatch, waits=waits, allocations=tuple(takes), frees=frees)
 
     def _inputs(self, block_call: str, microbatch: int, waits: tuple[str, ...]) -> Action:
         """The first half of a backward. What the forward kept stays until the second, and what comes to the weights with it."""
-        share, width, rows = self._mine[block_call], FLOAT_NBYTES[self._job.precision.compute], self._micro_batch
+        share, width, rows = (
+            self._mine[block_call],
+            FLOAT_NBYTES[self._job.precision.compute],
+            self._micro_batch,
+        )
         last = (
             self._space.computes_loss and block_call == self._space.model_spec.block_calls[-1]
         )  # then it is what the loss gave back
-        held = () if last else (Allocation(deferred_grad_name(block_call, microbatch), share.deferred_grad_numel * rows * width),)
+        held = (
+            ()
+            if last
+            else (
+                Allocation(
+                    deferred_grad_name(block_call, microbatch), share.deferred_grad_numel * rows * width
+                ),
+            )
+        )
         frees, self.scratch_in_use = self.scratch_in_use, ()
         waits = (f"F({block_call}, {microbatch})", *waits)
         flops = (2 * share.flops - share.weight_grad_flops) * rows
         return Action("I", block_call, microbatch, waits=waits, flops=flops, allocations=held, frees=frees)
 
-    def _backward(self, block_call: str, microbatch: int, kind: Literal["B", "W"], waits: tuple[str, ...]) -> Action:
+    def _backward(
+        self, block_call: str, microbatch: int, kind: Literal["B", "W"], waits: tuple[str, ...]
+    ) -> Action:
         anatomy, width = self._space.model_spec, FLOAT_NBYTES[self._job.precision.parameters]
         using = self._using[block_call]
         # gradients that go into shards are packed after each backward, or are added up there
         later = () if self._pieces is None else self._pieces.param_names  # LOSS has done these
-        summed = (each for each in using if each.name in self._there and not each.param_shardings[0].flat_shard_axes)
+        summed = (
+            each for each in using if each.name in self._there and not each.param_shardings[0].flat_shard_axes
+        )
         added = [weight.numel for each in summed for weight in each.params if weight.name not in later]
         new = {each.name: each for each in (*using, *self._using[ROOT]) if each.name not in self._there}
         self._there |= new.keys()
         fresh = sum(bundle.numel for bundle in new.values()) * width
-        held = [Allocation(SCRATCH, self._taken[block_call].scratch_nbytes(max(added, default=0) * width, fresh))]
+        held = [
+            Allocation(SCRATCH, self._taken[block_call].scratch_nbytes(max(added, default=0) * width, fresh))
+        ]
         held += [Allocation(grad_name(bundle), bundle.numel * width) for bundle in new.values()]
         frees = [
             output_name(block_call, microbatch),
@@ -304,7 +372,13 @@ class _StageCallActions:
             )
         waits = (f"F({block_call}, {microbatch})", *waits)
         return Action(
-            "B", block_call, microbatch, waits=waits, flops=2 * share.flops * rows, allocations=tuple(held), frees=frees
+            "B",
+            block_call,
+            microbatch,
+            waits=waits,
+            flops=2 * share.flops * rows,
+            allocations=tuple(held),
+            frees=frees,
         )
 
 
@@ -320,7 +394,10 @@ def contributing_calls(param_group: ParamGroup, block_calls: tuple[str, ...]) ->
 
 
 def completing_backwards(
-    actions: Sequence[Action], param_group: ParamGroup, block_calls: tuple[str, ...], microbatch: int | None = None
+    actions: Sequence[Action],
+    param_group: ParamGroup,
+    block_calls: tuple[str, ...],
+    microbatch: int | None = None,
 ) -> list[int]:
     """Where the backwards stand that complete the gradients of `bundle`, one per micro-batch, in the order of the list.
 
@@ -338,8 +415,12 @@ class BackwardIndex:
             if action.kind in WEIGHT_GRAD_KINDS:
                 self._at.setdefault(action.subject, []).append(i)
 
-    def completing(self, param_group: ParamGroup, block_calls: tuple[str, ...], microbatch: int | None = None) -> list[int]:
+    def completing(
+        self, param_group: ParamGroup, block_calls: tuple[str, ...], microbatch: int | None = None
+    ) -> list[int]:
         """As `backwards` has them."""
-        found = sorted(i for visit in contributing_calls(param_group, block_calls) for i in self._at.get(visit, ()))
+        found = sorted(
+            i for visit in contributing_calls(param_group, block_calls) for i in self._at.get(visit, ())
+        )
         micros = ((self._actions[i].microbatch, i) for i in found)
         return sorted({micro: i for micro, i in micros if microbatch in (None, micro)}.values())

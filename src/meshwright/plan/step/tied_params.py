@@ -32,7 +32,13 @@ from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.param_sharding import ParamGroup
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Allocation, Program, Transfer, with_waits
-from meshwright.plan.step.single_device import completing_backwards, first_grad_reader, grad_name, role_of, with_grad_waits
+from meshwright.plan.step.single_device import (
+    completing_backwards,
+    first_grad_reader,
+    grad_name,
+    role_of,
+    with_grad_waits,
+)
 
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 
@@ -40,17 +46,25 @@ REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 def add_tied_grad_reductions(program: Program, sharding: ShardingPlan, job: Job) -> Program:
     """`program` with a REDUCE_TIED for each bundle of this rank that other ranks along pp use too."""
     mine = {bundle.name: bundle for bundle in sharding.param_groups() if bundle.pp_ranks}
-    order = [bundle.name for bundle in (sharding.all_ranks or sharding).param_groups() if bundle.name in mine] if mine else []
+    order = (
+        [bundle.name for bundle in (sharding.all_ranks or sharding).param_groups() if bundle.name in mine]
+        if mine
+        else []
+    )
     bundles = [mine[name] for name in order]
     return program.edit(lambda actions: _with_ties(actions, bundles, sharding, job)) if bundles else program
 
 
 def sums_grads(action: Action) -> bool:
     """Whether `action` adds to gradients what other ranks, or other micro-batches, have of them."""
-    return action.kind == "ACCUMULATE" or (action.transfer is not None and action.transfer.collective in REDUCTIONS)
+    return action.kind == "ACCUMULATE" or (
+        action.transfer is not None and action.transfer.collective in REDUCTIONS
+    )
 
 
-def _with_ties(actions: list[Action], param_groups: Sequence[ParamGroup], sharding: ShardingPlan, job: Job) -> list[Action]:
+def _with_ties(
+    actions: list[Action], param_groups: Sequence[ParamGroup], sharding: ShardingPlan, job: Job
+) -> list[Action]:
     packed = {name for action in actions if action.kind == "PACK" for name in action.tensors}
     for bundle in param_groups:
         if bundle.names[0] not in packed:
@@ -60,7 +74,9 @@ def _with_ties(actions: list[Action], param_groups: Sequence[ParamGroup], shardi
     ties = [_tie(bundle, each, sharding, job) for bundle, each in zip(param_groups, ready, strict=True)]
     names = {name: tie.name for tie in ties for name in tie.tensors}
     rest = with_grad_waits(actions[end:], [tie.name for tie in ties])
-    rest = [with_waits(a, [names[n] for n in a.tensors if n in names]) if a.kind == "UNPACK" else a for a in rest]
+    rest = [
+        with_waits(a, [names[n] for n in a.tensors if n in names]) if a.kind == "UNPACK" else a for a in rest
+    ]
     between = (action for both in zip(ready, ties, strict=True) for action in both)
     return [*actions[:end], *between, *rest]
 
@@ -83,21 +99,28 @@ def _packed(actions: list[Action], param_group: ParamGroup, sharding: ShardingPl
     frees = () if casts else (grad_name(param_group),)
     while not summed and actions[at].kind in ("PACK", "REDUCE"):
         at += 1
-    pack = Action("PACK", param_group.name, waits=waits, tensors=param_group.names, allocations=(held,), frees=frees)
+    pack = Action(
+        "PACK", param_group.name, waits=waits, tensors=param_group.names, allocations=(held,), frees=frees
+    )
     actions = [*actions[:at], pack, *actions[at:]]
     if casts:
         unpack = Action("UNPACK", param_group.name, tensors=param_group.names, frees=(held.name,))
         end = first_grad_reader(actions)
         return [*actions[:end], unpack, *with_grad_waits(actions[end:], (unpack.name,))]
     kept = grad_name(param_group), held.name
-    return [replace(a, frees=tuple(kept[1] if n == kept[0] else n for n in a.frees)) if a.kind == "STEP" else a for a in actions]
+    return [
+        replace(a, frees=tuple(kept[1] if n == kept[0] else n for n in a.frees)) if a.kind == "STEP" else a
+        for a in actions
+    ]
 
 
 def _summed(actions: Sequence[Action], param_group: ParamGroup) -> Iterator[Action]:
     """The last actions that have added to the summed gradients of `bundle`."""
     last: dict[str, Action] = {}
     for action in actions:
-        last |= dict.fromkeys(set(action.tensors).intersection(param_group.names) if sums_grads(action) else (), action)
+        last |= dict.fromkeys(
+            set(action.tensors).intersection(param_group.names) if sums_grads(action) else (), action
+        )
     yield from dict.fromkeys(last[name] for name in param_group.names if name in last)
 
 
@@ -116,4 +139,6 @@ def _tie(param_group: ParamGroup, ready: Action, sharding: ShardingPlan, job: Jo
     move = Transfer("all_reduce", ("pp",), numel * FLOAT_NBYTES[dtype], dtype=dtype, member_indices=among)
     mine = dict(sharding.coordinate)["pp"]
     others = (f"{role_of({'pp': index})}/{ready.name}" for index in param_group.pp_ranks if index != mine)
-    return Action("REDUCE_TIED", param_group.name, None, "wire", (ready.name, *others), param_group.names, move)
+    return Action(
+        "REDUCE_TIED", param_group.name, None, "wire", (ready.name, *others), param_group.names, move
+    )

@@ -39,7 +39,11 @@ class UnshardWindow:
 
 
 def unshard_windows(
-    uses: Sequence[ParamUse], nbytes: Mapping[str, int], scope: JoinScope = "use", budget: float = 0.0, prefetch: int = 1
+    uses: Sequence[ParamUse],
+    nbytes: Mapping[str, int],
+    scope: JoinScope = "use",
+    budget: float = 0.0,
+    prefetch: int = 1,
 ) -> list[UnshardWindow]:
     """The stays of every bundle in `uses`, in the order in which they are fetched.
 
@@ -68,7 +72,9 @@ def _same_scope(uses: Sequence[ParamUse], before: int, after: int, join: JoinSco
     return join == "step" or (join == "micro" and uses[before].microbatch == uses[after].microbatch)
 
 
-def _join_gaps(spans: dict[str, list[list[int]]], nbytes: Mapping[str, int], budget: float, num_uses: int) -> None:
+def _join_gaps(
+    spans: dict[str, list[list[int]]], nbytes: Mapping[str, int], budget: float, num_uses: int
+) -> None:
     """Join stays over the shortest gaps, as long as no use sees more than `budget` bytes in joined gaps."""
     gaps = [(b[0] - a[1], bundle, a[1], b[0]) for bundle, mine in spans.items() for a, b in pairwise(mine)]
     extra = [0] * num_uses
@@ -82,12 +88,15 @@ def _join_gaps(spans: dict[str, list[list[int]]], nbytes: Mapping[str, int], bud
             mine[index : index + 2] = [[mine[index][0], mine[index + 1][1]]]
 
 
-def assign_buffers(windows: Iterable[UnshardWindow], nbytes: Mapping[str, int]) -> tuple[dict[str, int], tuple[int, ...]]:
+def assign_buffers(
+    windows: Iterable[UnshardWindow], nbytes: Mapping[str, int]
+) -> tuple[dict[str, int], tuple[int, ...]]:
     """The number of each bundle's buffer, and the bytes of every buffer. Large ones choose first, so that sizes pair up."""
     whole: dict[str, int] = {}  # per bundle, the uses at which it takes memory, as bits
     for stay in windows:
         whole[stay.param_group] = (
-            whole.get(stay.param_group, 0) | ((1 << (stay.last_use - stay.fetch_use + 1)) - 1) << stay.fetch_use
+            whole.get(stay.param_group, 0)
+            | ((1 << (stay.last_use - stay.fetch_use + 1)) - 1) << stay.fetch_use
         )
     number: dict[str, int] = {}
     taken: list[int] = []

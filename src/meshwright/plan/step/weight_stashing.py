@@ -44,14 +44,19 @@ def param_version_uses(actions: Sequence[Action]) -> Iterator[ParamVersionUse]:
 def forward_versions(actions: Sequence[Action]) -> dict[int, int]:
     """By micro-batch, which weights its forward meets on a rank that plays `actions`."""
     return {
-        each.action.microbatch or 0: each.version for each in param_version_uses(actions) if each.action.kind in FORWARD_KINDS
+        each.action.microbatch or 0: each.version
+        for each in param_version_uses(actions)
+        if each.action.kind in FORWARD_KINDS
     }
 
 
 def staleness(actions: Sequence[Action]) -> int:
     """How many steps old the weights are, at most, at which a gradient was taken when it is stepped with."""
     known = forward_versions(actions)
-    return max((number - known.get(micro, number) for number, micro in enumerate(stepped_microbatches(actions))), default=0)
+    return max(
+        (number - known.get(micro, number) for number, micro in enumerate(stepped_microbatches(actions))),
+        default=0,
+    )
 
 
 def version_conflicts(actions: Sequence[Action]) -> Iterator[str]:

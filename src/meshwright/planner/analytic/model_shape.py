@@ -92,13 +92,21 @@ class Shape:
         """Sizes that no model has."""
         for name in ("layers", "hidden", "heads", "vocab", "sequence"):
             if not 0 < vars(self)[name] < inf:
-                yield Diagnostic(f"{name} {vars(self)[name]}; needed is a whole number above 0", f"write it: {FORM}", self.name)
+                yield Diagnostic(
+                    f"{name} {vars(self)[name]}; needed is a whole number above 0",
+                    f"write it: {FORM}",
+                    self.name,
+                )
         if self.heads > 0 and not self.head and self.hidden % self.heads:
             text = f"hidden {self.hidden} is no multiple of heads {self.heads}"
-            yield Diagnostic(text, "every head has the same width: change one of the two, or say it: head", self.name)
+            yield Diagnostic(
+                text, "every head has the same width: change one of the two, or say it: head", self.name
+            )
         if self.heads > 0 and self.kv_heads and (self.kv_heads > self.heads or self.heads % self.kv_heads):
             text = f"kv_heads {self.kv_heads} do not divide heads {self.heads}"
-            yield Diagnostic(text, "as many heads share each head of keys and values: change one of the two", self.name)
+            yield Diagnostic(
+                text, "as many heads share each head of keys and values: change one of the two", self.name
+            )
 
 
 def parse_shape(text: str) -> Shape:
@@ -121,7 +129,9 @@ def parse_shape(text: str) -> Shape:
             faults.append(Diagnostic(f"'{word}' is no size of a model", suggest_name(word, known), name))
         elif not words or not _whole(words[0]):
             given = f", but '{words.pop(0)}'" if words and words[0] not in known else ""
-            faults.append(Diagnostic(f"{word} without a whole number behind it{given}", f"write it: {FORM}", name))
+            faults.append(
+                Diagnostic(f"{word} without a whole number behind it{given}", f"write it: {FORM}", name)
+            )
         else:
             said[word] = int(words.pop(0))
     missing = [word for word in ("layers", "hidden", "heads") if word not in said]
@@ -137,4 +147,9 @@ def parse_shape(text: str) -> Shape:
 
 def _whole(word: str) -> bool:
     """Whether it is a whole number, such as 12 or 12_000."""
-    return word.replace("_", "").isdecimal() and not word.startswith("_") and not word.endswith("_") and "__" not in word
+    return (
+        word.replace("_", "").isdecimal()
+        and not word.startswith("_")
+        and not word.endswith("_")
+        and "__" not in word
+    )

@@ -60,7 +60,8 @@ def streamed(profile: DeviceProfile) -> float:
     if profile.kind == "cuda":
         return profile.memory_ops[-1].bytes_per_s
     return median(
-        [each.bytes_per_s for each in profile.memory_ops if each.nbytes >= ACTIVATION] or [profile.memory_ops[-1].bytes_per_s]
+        [each.bytes_per_s for each in profile.memory_ops if each.nbytes >= ACTIVATION]
+        or [profile.memory_ops[-1].bytes_per_s]
     )
 
 
@@ -75,10 +76,14 @@ def measured_rates(profile: DeviceProfile, device: DeviceSpec) -> Rates:
         raise PlanError(text, fix="measure again: meshwright bench device", location="hardware")
     before = rates_of(device.name)
     memory = streamed(profile) / device.memory_rate
-    given = Machine(device, 1, replace(before, memory=memory, start_s=profile.call_s, launch_s=profile.call_s))
+    given = Machine(
+        device, 1, replace(before, memory=memory, start_s=profile.call_s, launch_s=profile.call_s)
+    )
     given = replace(given, rates=_products(profile, given, half))
     seen = [each for each in profile.attention if each.dtype == half]
-    flops = [4.0 * each.batch * each.num_heads * each.query_len * each.key_len * each.head_dim for each in seen]
+    flops = [
+        4.0 * each.batch * each.num_heads * each.query_len * each.key_len * each.head_dim for each in seen
+    ]
     long = sorted(zip(flops, seen, strict=True), key=lambda pair: pair[0])[len(seen) // 2 :]
     peak = given.peak(half)
     forward = median(work / (each.forward_s * peak) for work, each in long)
@@ -99,7 +104,9 @@ def _products(profile: DeviceProfile, given: Machine, dtype: str) -> Rates:
 
     limits = [tuple(map(log, BOUNDS[name])) for name in FITTED]
     start = [(low + high) / 2 for low, high in limits]
-    return rates(least_squares(off, start, bounds=tuple(zip(*limits, strict=True)), loss="soft_l1", f_scale=0.1).x)
+    return rates(
+        least_squares(off, start, bounds=tuple(zip(*limits, strict=True)), loss="soft_l1", f_scale=0.1).x
+    )
 
 
 def with_cluster(given: Machine, cluster: Cluster) -> tuple[Machine, tuple[str, ...]]:
@@ -110,31 +117,43 @@ def with_cluster(given: Machine, cluster: Cluster) -> tuple[Machine, tuple[str, 
     _refuse_another(given, cluster)
     known = given.host  # 0: nobody has said
     host = cluster.ranks_per_host or known or given.count
-    inside = [ranks for ranks in cluster.ranks if not cluster.ranks_per_host or ranks <= cluster.ranks_per_host]
+    inside = [
+        ranks for ranks in cluster.ranks if not cluster.ranks_per_host or ranks <= cluster.ranks_per_host
+    ]
     apart = [ranks for ranks in cluster.ranks if ranks not in inside]
     rates, device, notes = given.rates, given.device, []
     if not inside and cluster.network.intra_host is not None and cluster.ranks_per_host > 1:
-        inside = [cluster.ranks_per_host]  # not measured alone, but its price is known from the rounds that stay on a host
+        inside = [
+            cluster.ranks_per_host
+        ]  # not measured alone, but its price is known from the rounds that stay on a host
     if inside:
         latency_s, rate = _line(cluster, inside)
         rates, device = replace(rates, link=1.0, latency_s=latency_s), replace(device, link_rate=rate)
-        notes.append(f"links of a host: {rate / 1e9:.3g} GB/s and {1e6 * latency_s:.3g} us, among {_listed(inside)} ranks")
+        notes.append(
+            f"links of a host: {rate / 1e9:.3g} GB/s and {1e6 * latency_s:.3g} us, among {_listed(inside)} ranks"
+        )
     if apart:
         latency_s, rate = _line(cluster, apart)
         hosts = max(apart) / host
         card = rate / host * given.crowded(hosts)
         latency_s = max(latency_s / 2, rates.latency_s if inside else 0.0)
         rates, device = replace(rates, nic=1.0, latency_s=latency_s), replace(device, nic_rate=card)
-        notes.append(f"between hosts: {card / 1e9:.3g} GB/s per device, among {_listed(apart)} ranks on hosts of {host}")
+        notes.append(
+            f"between hosts: {card / 1e9:.3g} GB/s per device, among {_listed(apart)} ranks on hosts of {host}"
+        )
     elif given.count > host:
         if not device.nic_rate:
             text = f"{given.count} devices on hosts of {host}, and links between hosts were not measured"
             fix = "measure them: start `meshwright bench comm` on several hosts; or say nic_gb_s in a [device] table"
             raise PlanError(text, fix=fix, location="--cluster")
-        notes.append(f"between hosts nothing was measured: {device.nic_rate / 1e9:.3g} GB/s per device, as said of {device.name}")
+        notes.append(
+            f"between hosts nothing was measured: {device.nic_rate / 1e9:.3g} GB/s per device, as said of {device.name}"
+        )
     if not inside and not device.link_rate:
         text = f"links inside a host were not measured (among {_listed(apart)} ranks on hosts of {host})"
-        raise PlanError(text, fix="measure on one host too, or say link_gb_s in a [device] table", location="--cluster")
+        raise PlanError(
+            text, fix="measure on one host too, or say link_gb_s in a [device] table", location="--cluster"
+        )
     most = max(cluster.ranks)
     if given.count > most:
         notes.append(f"{most} ranks at most were measured: links of {given.count} are taken to be as fast")
@@ -152,11 +171,19 @@ def _refuse_another(given: Machine, cluster: Cluster) -> None:
 
 def _line(cluster: Cluster, counts: Iterable[int]) -> tuple[float, float]:
     """Seconds per doubling of ranks, and bytes per second, of half a sum; long messages say the rate, short ones the latency."""
-    cells = [(ranks, nbytes, predicted(cluster, BACKEND, ranks, nbytes) / 2) for ranks in counts for nbytes in cluster.sizes]
+    cells = [
+        (ranks, nbytes, predicted(cluster, BACKEND, ranks, nbytes) / 2)
+        for ranks in counts
+        for nbytes in cluster.sizes
+    ]
     middle = median(nbytes for _, nbytes, _ in cells)
     rows = [(log2(n) / took, (n - 1) / n * nbytes / took) for n, nbytes, took in cells if nbytes >= middle]
     _, per_byte = nonnegative_least_squares(rows)
-    rest = [max(0.0, took - (n - 1) / n * nbytes * per_byte) / log2(n) for n, nbytes, took in cells if nbytes <= middle]
+    rest = [
+        max(0.0, took - (n - 1) / n * nbytes * per_byte) / log2(n)
+        for n, nbytes, took in cells
+        if nbytes <= middle
+    ]
     return median(rest), 1 / max(per_byte, 1 / FASTEST)
 
 

@@ -54,7 +54,11 @@ class Machine:
             if peak is not None:
                 return peak
         known = ", ".join(self.device.flops)
-        raise PlanError(f"{self.device.name} has no peak for {dtype}", fix=f"compute in one of {known}", location="hardware")
+        raise PlanError(
+            f"{self.device.name} has no peak for {dtype}",
+            fix=f"compute in one of {known}",
+            location="hardware",
+        )
 
 
 def machine(kind: str, count: int, per_host: int = 0) -> Machine:

@@ -33,8 +33,15 @@ from meshwright.planner.program_cost.network_time import GATHERING
 
 WARM = 16 << 20  # bytes: what is much larger was measured with memory that is new each time
 PASSES = 3  # what a block holds passes through memory so often, where nobody has seen its operations
-THROUGH, CALLS = 14, 20  # times that a logit of divided words is read or written beside its exp; operations on each PIECE of them
-TURNED = {"all_to_all": 2, "all_gather": 1, "reduce_scatter": 1}  # times that what is met within a block is copied to be sent
+THROUGH, CALLS = (
+    14,
+    20,
+)  # times that a logit of divided words is read or written beside its exp; operations on each PIECE of them
+TURNED = {
+    "all_to_all": 2,
+    "all_gather": 1,
+    "reduce_scatter": 1,
+}  # times that what is met within a block is copied to be sent
 COPIED = ("PACK", "UNPACK", "STASH", "LOAD_STASHED", "LOAD_LATEST")
 
 
@@ -73,7 +80,9 @@ class Prices:
         self._works: ModelOps | None = None if weighed is None else weighed.ops
         self._known: dict[tuple[str, str], float] = {}
         self._sent: dict[Transfer, float] = {}
-        parts = [part.block_calls[0] for part in self._space.stages] or [self._space.model_spec.block_calls[0]]
+        parts = [part.block_calls[0] for part in self._space.stages] or [
+            self._space.model_spec.block_calls[0]
+        ]
         self._begins = {visit for visit in parts if visit in self._space.model_spec.block_calls}
 
     @property
@@ -133,7 +142,11 @@ class Prices:
 
     def _part(self, visit: str) -> _Part:
         """What of a visit falls to the rank."""
-        share, (flops, inside), tokens = self._shares[visit], self._whole(visit), float(local_fraction(self._space, visit))
+        share, (flops, inside), tokens = (
+            self._shares[visit],
+            self._whole(visit),
+            float(local_fraction(self._space, visit)),
+        )
         features = share.flops / flops / tokens if flops else 1.0
         return _Part(tokens, features, share.saved_numel / inside if inside else tokens)
 
@@ -158,8 +171,16 @@ class Prices:
             nbytes, numbers = (line.total(rows) * part.passed for line in (work.nbytes, work.output_numel))
             return pace.moved_seconds(nbytes, work.operation, numbers) if nbytes else 0.0
         if isinstance(work, AttentionOp):
-            keys = min(work.key_len, (work.key_len + self.ground.block) / 2) if work.is_causal else work.key_len
-            sizes = work.batch.total(rows), work.num_heads * part.features, work.query_len * part.tokens, keys, work.head_dim
+            keys = (
+                min(work.key_len, (work.key_len + self.ground.block) / 2) if work.is_causal else work.key_len
+            )
+            sizes = (
+                work.batch.total(rows),
+                work.num_heads * part.features,
+                work.query_len * part.tokens,
+                keys,
+                work.head_dim,
+            )
             return pace.attention_seconds(sizes, work.dtype, backward=work.backward)
         m, n, k, batch = (line.total(rows) for line in (work.m, work.n, work.k, work.batch))
         if work.is_weight_grad:
@@ -188,16 +209,23 @@ class Prices:
             action.flops / (3 * space.num_loss_chunks),
             max(1, num_local_logit_tokens(space) * self._rows / space.num_loss_chunks),
         )
-        into = call.in_numel / max(1, space.model_spec.logits.num_tokens if space.model_spec.logits is not None else 1)
+        into = call.in_numel / max(
+            1, space.model_spec.logits.num_tokens if space.model_spec.logits is not None else 1
+        )
         words = times / (2 * count * into)
-        products = 3 * space.num_loss_chunks * self.ground.pace.product_seconds(count, words, into, 1, self._dtype)
+        products = (
+            3 * space.num_loss_chunks * self.ground.pace.product_seconds(count, words, into, 1, self._dtype)
+        )
         if divided:
             return products + self._of_words(words * count * space.num_loss_chunks)
         return products + self._seconds(self._works.loss, _Part(passed=tokens), back=False)
 
     def _of_words(self, logits: float) -> float:
         """The loss of so many logits of the words that are here, and its gradient, some tokens at a time (engine/logits.py)."""
-        pace, width = self.ground.pace, max(FLOAT_NBYTES["float32"], FLOAT_NBYTES[self._plan.job.precision.compute])
+        pace, width = (
+            self.ground.pace,
+            max(FLOAT_NBYTES["float32"], FLOAT_NBYTES[self._plan.job.precision.compute]),
+        )
         passing = self._there(THROUGH * width * logits) + 2 * max(
             self._there(2 * width * logits), pace.moved_seconds(0.0, "exp", logits)
         )
@@ -206,7 +234,9 @@ class Prices:
     def _guessed(self, flops: float, held: float) -> float:
         side = (flops / 2) ** (1 / 3)
         pace = self.ground.pace
-        return (pace.product_seconds(side, side, side, 1, self._dtype) if flops else 0.0) + pace.moved_seconds(PASSES * held)
+        return (
+            pace.product_seconds(side, side, side, 1, self._dtype) if flops else 0.0
+        ) + pace.moved_seconds(PASSES * held)
 
     def _added(self, action: Action) -> float:
         """What a backward adds to gradients that others have left."""
@@ -214,7 +244,9 @@ class Prices:
             return 0.0
         new = {hold.name for hold in action.allocations}
         using = (
-            each for each in self._bundles if action.subject in each.block_calls and not each.param_shardings[0].flat_shard_axes
+            each
+            for each in self._bundles
+            if action.subject in each.block_calls and not each.param_shardings[0].flat_shard_axes
         )
         names = [name for each in using if grad_name(each) not in new for name in each.names]
         return self._passing(names, 3)
@@ -248,7 +280,10 @@ class Prices:
     def _numel(self) -> Mapping[str, tuple[float, float]]:
         """The elements of each trained weight that this rank has, and those of its shard."""
         homes, mesh = (home for home in self._space.param_shardings if home.param.trainable), self._plan.mesh
-        return {home.param.name: (home.param.numel, home.param.numel / mesh.group_size(home.flat_shard_axes)) for home in homes}
+        return {
+            home.param.name: (home.param.numel, home.param.numel / mesh.group_size(home.flat_shard_axes))
+            for home in homes
+        }
 
     @property
     def _dtype(self) -> str:
@@ -262,10 +297,17 @@ class Prices:
                 round_ += self._moved(move)
             else:
                 others += self._moved(move)
-        if round_ and self.ground.ahead and self._works is not None and action.subject in self._works.by_block_call:
+        if (
+            round_
+            and self.ground.ahead
+            and self._works is not None
+            and action.subject in self._works.by_block_call
+        ):
             done = self._works.by_block_call[action.subject]
             work = done.forward if action.kind in (*FORWARD_KINDS, "RECOMPUTE") else done.backward
-            attention = self._seconds(OpCounts(attention=work.attention), self._part(action.subject), back=False)
+            attention = self._seconds(
+                OpCounts(attention=work.attention), self._part(action.subject), back=False
+            )
             round_ = max(0.0, round_ - attention)
         return round_ + others
 

@@ -49,7 +49,9 @@ def played(
     for _ in range(PLAYED):
         wanted = _stretched(ticks, shared)
         changed = max((abs(value / longer.get(key, 1.0) - 1) for key, value in wanted.items()), default=0.0)
-        longer = {key: (value + longer.get(key, 1.0)) / 2 if longer else value for key, value in wanted.items()}
+        longer = {
+            key: (value + longer.get(key, 1.0)) / 2 if longer else value for key, value in wanted.items()
+        }
         if changed < SETTLED:
             break
         known, all_ = longer, _mean(ticks, longer)
@@ -63,7 +65,11 @@ def played(
 
 def _mean(ticks: Sequence[SimulatedAction], longer: Mapping[int, float]) -> float:
     """How many times as long what is computed takes, on average."""
-    computed = [(tick.end - tick.start, longer.get(id(tick.action), 1.0)) for tick in ticks if tick.action.stream == "compute"]
+    computed = [
+        (tick.end - tick.start, longer.get(id(tick.action), 1.0))
+        for tick in ticks
+        if tick.action.stream == "compute"
+    ]
     alone = sum(seconds / times for seconds, times in computed)
     return sum(seconds for seconds, _ in computed) / alone if alone else 1.0
 
@@ -80,10 +86,13 @@ def _stretched(ticks: Sequence[SimulatedAction], shared: Shared) -> dict[int, fl
     areas: dict[float, list[float]] = {}
     found = {}
     for tick in busy:
-        room = float(shared.cores) if tick.action.stream == "compute" else max(shared.cores, shared.used(tick))
+        room = (
+            float(shared.cores) if tick.action.stream == "compute" else max(shared.cores, shared.used(tick))
+        )
         if room not in areas:  # messages were measured with all that take part in them
             steps = (
-                max(1.0, here / room) * (after - before) for here, (before, after) in zip(wanted, pairwise(times), strict=False)
+                max(1.0, here / room) * (after - before)
+                for here, (before, after) in zip(wanted, pairwise(times), strict=False)
             )
             areas[room] = [0.0, *accumulate(steps)]
         area = areas[room]

@@ -84,7 +84,10 @@ def state_bytes(plan: Plan, rank: int) -> StateBytes:
     return StateBytes(
         parameters=sum(each.parameters for each in kept),
         gradients=gradients,
-        master=sum(each.owned + (each.master if precision.master != precision.parameters else 0) for each in kept) * width,
+        master=sum(
+            each.owned + (each.master if precision.master != precision.parameters else 0) for each in kept
+        )
+        * width,
         moments=sum(moment_bytes(plan.job, *pair) for each in kept for pair in each.stepped),
         buffers=buffers + _cast(plan.job, kept),
     )
@@ -131,7 +134,12 @@ def peak_parts(plan: Plan, rank: int) -> dict[str, int]:
     kept, said, most = list(_kept(plan, rank)), state_bytes(plan, rank), Counter[str]()
     update = max((update_bytes(plan.job, *pair) for each in kept for pair in each.stepped), default=0)
     passing = {hold.name for action in plan.actions if _passes(action) for hold in action.allocations}
-    others = {hold.name: hold.nbytes for action in plan.actions for hold in action.allocations if hold.name not in passing}
+    others = {
+        hold.name: hold.nbytes
+        for action in plan.actions
+        for hold in action.allocations
+        if hold.name not in passing
+    }
     now: dict[str, int] = {}
     for action in plan.actions:
         now |= {hold.name: hold.nbytes for hold in action.allocations if hold.name in passing}
@@ -157,7 +165,10 @@ def moment_bytes(job: Job, weight: ParamSpec, numel: int) -> int:
     counter = COUNTER if stepping.optimizer == "adamw" else 0
     return (
         optimizer_state_nbytes(
-            stepping.optimizer, shape, FLOAT_NBYTES[job.precision.effective.optimizer_states], stepping.momentum
+            stepping.optimizer,
+            shape,
+            FLOAT_NBYTES[job.precision.effective.optimizer_states],
+            stepping.momentum,
         )
         + counter
     )
@@ -176,7 +187,10 @@ def _cast(job: Job, kept: Iterable[_Kept]) -> int:
     precision = job.precision.effective
     if precision.gradients == precision.master:
         return 0
-    return max((sum(numel for _, numel in each.stepped) for each in kept), default=0) * FLOAT_NBYTES[precision.master]
+    return (
+        max((sum(numel for _, numel in each.stepped) for each in kept), default=0)
+        * FLOAT_NBYTES[precision.master]
+    )
 
 
 def _kept(plan: Plan, rank: int) -> Iterator[_Kept]:
@@ -214,5 +228,7 @@ def _held(plan: Plan) -> tuple[int, int]:
     actions = plan.actions
     freed = {name for action in actions if action.kind == "STEP" for name in action.frees}
     kept = {hold.name: hold.nbytes for action in actions for hold in action.allocations if hold.name in freed}
-    others = {hold.name: hold.nbytes for action in actions if not _passes(action) for hold in action.allocations}
+    others = {
+        hold.name: hold.nbytes for action in actions if not _passes(action) for hold in action.allocations
+    }
     return sum(kept.values()), sum(nbytes for name, nbytes in others.items() if name not in freed)

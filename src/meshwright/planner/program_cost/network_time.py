@@ -45,14 +45,18 @@ class Measured:
         if size < 2 or not move.nbytes:
             return 0.0
         host = self.cluster.ranks_per_host
-        per_host = 0 if not host else max(1, min(size, sum(rank // host == ranks[0] // host for rank in ranks)))
+        per_host = (
+            0 if not host else max(1, min(size, sum(rank // host == ranks[0] // host for rank in ranks)))
+        )
         if move.collective == "all_reduce":
             return predicted(self.cluster, move.algorithm, size, move.nbytes, per_host)
         if move.collective in ("send", "receive"):
             apart = bool(host) and ranks[0] // host != ranks[-1] // host
             return message(self.cluster.network, move.nbytes, apart=apart)
         whole = move.nbytes * size if move.collective in GATHERING else move.nbytes
-        if move.collective == "shift":  # all ranks send as much as in an exchange of so many bytes, by the same transport
+        if (
+            move.collective == "shift"
+        ):  # all ranks send as much as in an exchange of so many bytes, by the same transport
             whole = move.nbytes * size / (size - 1)
         return predicted(self.cluster, BACKEND, size, whole, per_host) / 2
 
@@ -91,4 +95,8 @@ def message(network: NetworkModel, nbytes: float, *, apart: bool = False) -> flo
         return network.inter_host.seconds(nbytes)
     if network.intra_host is None or network.busiest_rank is None:
         return 0.0
-    return network.round_overhead_s(1) + network.intra_host.seconds(nbytes) + network.busiest_rank.seconds(nbytes)
+    return (
+        network.round_overhead_s(1)
+        + network.intra_host.seconds(nbytes)
+        + network.busiest_rank.seconds(nbytes)
+    )

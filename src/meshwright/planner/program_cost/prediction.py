@@ -59,7 +59,11 @@ class Prediction:
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values."""
-        return {**asdict(self), "roles": {role: asdict(each) for role, each in self.roles.items()}, "notes": list(self.notes)}
+        return {
+            **asdict(self),
+            "roles": {role: asdict(each) for role, each in self.roles.items()},
+            "notes": list(self.notes),
+        }
 
 
 def predict(plan: Plan, ground: Ground) -> Prediction:
@@ -72,7 +76,9 @@ def predict(plan: Plan, ground: Ground) -> Prediction:
         costs |= lagging(prices, actions)
     shared = None
     if ground.cores:
-        shared = Shared(ground.cores, {role: each / ground.hosts for role, _ in program.roles}, ground.threads)
+        shared = Shared(
+            ground.cores, {role: each / ground.hosts for role, _ in program.roles}, ground.threads
+        )
     step_s, roles = spent(program, costs, shared)
     flops = float(plan.model_spec.train_flops * plan.job.train.batch)
     peak = ground.peaks.get(plan.job.precision.compute)
@@ -81,12 +87,19 @@ def predict(plan: Plan, ground: Ground) -> Prediction:
     return Prediction(ground.name, step_s, roles, flops, mfu, notes)
 
 
-def spent(program: Program, costs: Mapping[int, Cost], shared: Shared | None = None) -> tuple[float, dict[str, Spent]]:
+def spent(
+    program: Program, costs: Mapping[int, Cost], shared: Shared | None = None
+) -> tuple[float, dict[str, Spent]]:
     """The seconds of a step of `program`, and where those of each role go; `costs` are those of its actions, by identity."""
-    ticks = played(program, lambda action: costs[id(action)].seconds, shared, lambda action: costs[id(action)].late)
+    ticks = played(
+        program, lambda action: costs[id(action)].seconds, shared, lambda action: costs[id(action)].late
+    )
     end = max((tick.end for tick in ticks), default=0.0)
     ended = {qualified_name(tick.role, tick.action.name): tick for tick in ticks}
-    return end, {role: _spent([tick for tick in ticks if tick.role == role], ended, costs, end) for role, _ in program.roles}
+    return end, {
+        role: _spent([tick for tick in ticks if tick.role == role], ended, costs, end)
+        for role, _ in program.roles
+    }
 
 
 def meeting(program: Program) -> Program:
@@ -104,7 +117,9 @@ def meeting(program: Program) -> Program:
         for action in actions:
             others = {other: each for other, each in named.get(action.name, {}).items() if other != role}
             waits = (qualified_name(other, wait) for other, each in others.items() for wait in each.waits)
-            own.append(replace(action, waits=tuple(dict.fromkeys((*action.waits, *waits)))) if others else action)
+            own.append(
+                replace(action, waits=tuple(dict.fromkeys((*action.waits, *waits)))) if others else action
+            )
         changed.append((role, tuple(own)))
     met = Program(tuple(changed))
     try:
@@ -114,7 +129,12 @@ def meeting(program: Program) -> Program:
     return met
 
 
-def _spent(own: Sequence[SimulatedAction], ended: Mapping[str, SimulatedAction], costs: Mapping[int, Cost], end: float) -> Spent:
+def _spent(
+    own: Sequence[SimulatedAction],
+    ended: Mapping[str, SimulatedAction],
+    costs: Mapping[int, Cost],
+    end: float,
+) -> Spent:
     """Where the seconds of one role go."""
     computing = within = met = waiting = stepping = now = 0.0
     for tick in (tick for tick in own if tick.action.stream == "compute"):

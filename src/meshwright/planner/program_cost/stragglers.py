@@ -18,7 +18,9 @@ from dataclasses import dataclass, replace
 from meshwright.plan.step.action import Action, Transfer
 from meshwright.planner.program_cost.action_cost import Cost, Prices
 
-Key = frozenset[str] | frozenset[int]  # the axes along which ranks meet, or the ranks, where these are a part of those
+Key = (
+    frozenset[str] | frozenset[int]
+)  # the axes along which ranks meet, or the ranks, where these are a part of those
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,9 @@ def lagging(prices: Prices, actions: Iterable[Action]) -> dict[int, Cost]:
         if action.stream == "compute":
             for who, when in (sent[wait] for wait in action.waits if wait in sent):
                 clock.met(who, when)
-            cost = _within(clock, cost, [who for who in map(clock.meeting, action.transfers) if who.count > 1])
+            cost = _within(
+                clock, cost, [who for who in map(clock.meeting, action.transfers) if who.count > 1]
+            )
             clock.done += cost.computing
         elif action.stream == "wire" and action.transfer is not None:
             who = clock.meeting(action.transfer)

@@ -63,16 +63,24 @@ class Wish:
             yield Diagnostic(f"a batch of {self.batch} rows", "write a whole number above 0", "batch")
         sizes = {"batch": self.batch, "sequence": self.shape.sequence, "devices": self.machine.count}
         if large := [
-            Diagnostic(f"{size:.3g} is beyond {MOST:,}", "write fewer", name) for name, size in sizes.items() if size > MOST
+            Diagnostic(f"{size:.3g} is beyond {MOST:,}", "write fewer", name)
+            for name, size in sizes.items()
+            if size > MOST
         ]:
             yield from large
             return
         for word, size in self.fixed.items():
             if word not in KNOWN:
-                yield Diagnostic(f"'{word}' is nothing that a search divides", suggest_name(word, KNOWN), word)
+                yield Diagnostic(
+                    f"'{word}' is nothing that a search divides", suggest_name(word, KNOWN), word
+                )
             elif size < (0 if word == "shards" else 1):
                 yield Diagnostic(f"{word} {size}", "write a whole number above 0", word)
-        able = {word: size for word, size in self.fixed.items() if word in KNOWN and (size > 0 or word == "shards")}
+        able = {
+            word: size
+            for word, size in self.fixed.items()
+            if word in KNOWN and (size > 0 or word == "shards")
+        }
         rest = replace(self, fixed=able)
         yield from rest._axis_faults()
         yield from rest._shape_faults()
@@ -87,7 +95,9 @@ class Wish:
         alone = [axis for axis, size in given.items() if count % size]
         for axis in alone:
             yield Diagnostic(
-                f"{axis} {given[axis]} on {count} devices", "every rank has a device: write a divisor of their number", axis
+                f"{axis} {given[axis]} on {count} devices",
+                "every rank has a device: write a divisor of their number",
+                axis,
             )
         product, words = prod(given.values()), " x ".join(f"{axis} {size}" for axis, size in given.items())
         whole = len(given) == len(AXES)
@@ -104,13 +114,19 @@ class Wish:
             yield Diagnostic(text, "each takes as many: choose a divisor of the heads", "tp")
         if pp * self.fixed.get("chunks", 1) > shape.layers > 0:
             chunks = f" x {self.fixed['chunks']} chunks" if "chunks" in self.fixed else ""
-            yield Diagnostic(f"pp {pp}{chunks} for {shape.layers} layers", "each part has a layer: choose fewer", "pp")
+            yield Diagnostic(
+                f"pp {pp}{chunks} for {shape.layers} layers", "each part has a layer: choose fewer", "pp"
+            )
         if cp > 1 and 2 * cp > shape.sequence > 0:
             text = f"cp {cp} ranks take an early and a late part each of rows of {shape.sequence} tokens"
-            yield Diagnostic(text, f"choose {shape.sequence // 2} ranks at most, or longer rows: --sequence", "cp")
+            yield Diagnostic(
+                text, f"choose {shape.sequence // 2} ranks at most, or longer rows: --sequence", "cp"
+            )
         if self.exchange == "all" and shape.heads > 0 and shape.heads // tp % cp:
             text = f"cp {cp} ranks exchange tokens for {shape.heads // tp} heads"
-            yield Diagnostic(text, "each takes as many heads: choose a divisor of them, or let keys go round", "cp")
+            yield Diagnostic(
+                text, "each takes as many heads: choose a divisor of them, or let keys go round", "cp"
+            )
 
     def _row_faults(self) -> Iterator[Diagnostic]:
         """Rows that do not come out even."""
@@ -130,13 +146,19 @@ class Wish:
         if shards is not None and shards > 3:
             yield Diagnostic(f"states in shares of stage {shards}", "stages are 0, 1, 2 and 3", "shards")
         if shards and self.fixed.get("dp") == 1 and self.fixed.get("cp", 1) == 1 and "cp" in self.fixed:
-            yield Diagnostic(f"shares of stage {shards} on one copy", "leave one of dp and cp open, or share nothing", "shards")
+            yield Diagnostic(
+                f"shares of stage {shards} on one copy",
+                "leave one of dp and cp open, or share nothing",
+                "shards",
+            )
         if within and self.machine.count % within:
             text = f"groups of {within} copies on {self.machine.count} devices"
             yield Diagnostic(text, "groups are equal: choose a divisor of the number of devices", "within")
         if within and shards == 0:
             yield Diagnostic(
-                f"groups of {within} copies share nothing", "share states, in stage 1 to 3, or fix no group", "within"
+                f"groups of {within} copies share nothing",
+                "share states, in stage 1 to 3, or fix no group",
+                "within",
             )
         if within and self.fixed.get("dp", within) % within:
             text = f"groups of {within} copies of dp {self.fixed['dp']}"
@@ -148,12 +170,20 @@ class Wish:
         for axis in self.divided:
             if self.fixed.get(axis) == 1:
                 yield Diagnostic(
-                    f"{axis} 1, and what is fixed needs several ranks along it", f"fix {axis} at 2 or more, or not", axis
+                    f"{axis} 1, and what is fixed needs several ranks along it",
+                    f"fix {axis} at 2 or more, or not",
+                    axis,
                 )
         if chunks and not any(parts in (0, chunks) for _, parts in self.orders.values()):
             named = ", ".join(f"{name} has {parts}" for name, (_, parts) in self.orders.items())
             yield Diagnostic(
-                f"{chunks} chunks, and {named}", "fix no chunks, or an order that takes any number of them", "chunks"
+                f"{chunks} chunks, and {named}",
+                "fix no chunks, or an order that takes any number of them",
+                "chunks",
             )
         if pp and pp % 2 and pp > 1 and all(order.both for order, _ in self.orders.values()):
-            yield Diagnostic(f"pp {pp}, and {', '.join(self.orders)} enters at both ends", "choose an even number of ranks", "pp")
+            yield Diagnostic(
+                f"pp {pp}, and {', '.join(self.orders)} enters at both ends",
+                "choose an even number of ranks",
+                "pp",
+            )

@@ -21,7 +21,10 @@ def profile_view(profile: DeviceProfile) -> RenderableType:
         Text("matrix products: GFLOP/s, share of the best, spread, and how far the law is off", style="bold"),
         _products(profile),
         "",
-        Text("fused attention: milliseconds forward and backward, spread, and how far the law is off", style="bold"),
+        Text(
+            "fused attention: milliseconds forward and backward, spread, and how far the law is off",
+            style="bold",
+        ),
         _attention(profile),
         "",
         Text("what passes through memory: bytes read and written, GB/s", style="bold"),
@@ -36,7 +39,11 @@ def profile_view(profile: DeviceProfile) -> RenderableType:
 
 def _where(profile: DeviceProfile) -> Table:
     table = Table.grid(Column(min_width=14), Column(overflow="fold"), padding=(0, 2))
-    by = f"{profile.ranks} processes of {profile.threads} threads at once" if profile.ranks > 1 else f"{profile.threads} threads"
+    by = (
+        f"{profile.ranks} processes of {profile.threads} threads at once"
+        if profile.ranks > 1
+        else f"{profile.threads} threads"
+    )
     table.add_row(Text("measured on", style="bold"), f"{profile.device}, {by}, torch {profile.torch}")
     best = ", ".join(f"{profile.best_flops(dtype) / 1e9:.4g} GFLOP/s in {dtype}" for dtype in profile.dtypes)
     table.add_row(Text("best", style="bold"), best)
@@ -44,7 +51,9 @@ def _where(profile: DeviceProfile) -> Table:
     table.add_row(Text("a call", style="bold"), calls)
     if profile.lag_samples:
         shares = (f"{100 * each.lag:.2g} % of {1e3 * each.seconds:.3g} ms" for each in profile.lag_samples)
-        table.add_row(Text("meeting", style="bold"), Text(f"the later of two ranks is behind by {', '.join(shares)}"))
+        table.add_row(
+            Text("meeting", style="bold"), Text(f"the later of two ranks is behind by {', '.join(shares)}")
+        )
     products, attention = profile.holdout_errors()
     text = f"{100 * products:.0f} % for products, {100 * attention:.0f} % for attention (median, at sizes that were not fitted)"
     table.add_row(Text("error", style="bold"), text)
@@ -63,7 +72,11 @@ def _products(profile: DeviceProfile) -> Table:
     for each in profile.matmuls:
         law = profile.matmul_seconds(each.m, each.n, each.k, each.batch, each.dtype)
         share = each.flops_per_s / profile.best_flops(each.dtype)
-        figures = (f"{each.flops_per_s / 1e9:.4g}", f"{100 * share:.0f} %", *_off(each.spread, law, each.seconds))
+        figures = (
+            f"{each.flops_per_s / 1e9:.4g}",
+            f"{100 * share:.0f} %",
+            *_off(each.spread, law, each.seconds),
+        )
         table.add_row(each.dtype, *(str(number) for number in (each.m, each.n, each.k, each.batch)), *figures)
     return table
 
@@ -75,14 +88,18 @@ def _attention(profile: DeviceProfile) -> Table:
         sizes = (each.batch, each.num_heads, each.query_len, each.key_len, each.head_dim)
         law = sum(profile.attention_seconds(sizes, each.dtype, backward=back) for back in (False, True))
         times = (f"{1e3 * each.forward_s:.3g}", f"{1e3 * each.backward_s:.3g}")
-        table.add_row(each.dtype, *map(str, sizes), *times, *_off(each.spread, law, each.forward_s + each.backward_s))
+        table.add_row(
+            each.dtype, *map(str, sizes), *times, *_off(each.spread, law, each.forward_s + each.backward_s)
+        )
     return table
 
 
 def _moved(profile: DeviceProfile) -> Table:
     table = _table("bytes", "GB/s", "spread")
     for each in profile.memory_ops:
-        table.add_row(format_nbytes(each.nbytes), f"{each.bytes_per_s / 1e9:.3g}", f"{100 * each.spread:.0f} %")
+        table.add_row(
+            format_nbytes(each.nbytes), f"{each.bytes_per_s / 1e9:.3g}", f"{100 * each.spread:.0f} %"
+        )
     return table
 
 

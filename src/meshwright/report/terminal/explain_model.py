@@ -15,7 +15,11 @@ from meshwright.report.terminal.plan_table import work
 
 def explain_view(found: ModelReport, width: int) -> RenderableType:
     """The tables of a survey; `width` is the bytes of one parameter element."""
-    order = "blocks, in the order of their visits" if not found.diagnostics else "blocks, as the module tree has them"
+    order = (
+        "blocks, in the order of their visits"
+        if not found.diagnostics
+        else "blocks, as the module tree has them"
+    )
     parts = [
         _summary(found, width),
         Text(f"\n{order}", style="bold"),
@@ -25,7 +29,11 @@ def explain_view(found: ModelReport, width: int) -> RenderableType:
     ]
     if found.advice or found.notes:
         parts.append(Text("\nwhat was not understood, and how to declare it", style="bold yellow"))
-        parts += [Text(f"  {note}") for note in found.notes if not any(note == fault.problem for fault in found.advice)]
+        parts += [
+            Text(f"  {note}")
+            for note in found.notes
+            if not any(note == fault.problem for fault in found.advice)
+        ]
         parts += [line for fault in found.advice for line in _lines(fault)]
     return Group(*parts)
 
@@ -43,7 +51,9 @@ def _summary(found: ModelReport, width: int) -> Table:
         "model": f"{found.name}: {found.class_name}, {found.numel:,} parameters ({format_nbytes(found.numel * width)}), {count} blocks",
         "attention": _attention(found),
         "ties": "; ".join(" = ".join(names) for names in found.tied_params) or "none",
-        "glue": _names(found.glue_params, "used between blocks: their gradients are complete after the last backward"),
+        "glue": _names(
+            found.glue_params, "used between blocks: their gradients are complete after the last backward"
+        ),
         "frozen": _names(found.frozen_params, "not trained"),
         "not used": _names(found.unused_params, "not reached by the forward"),
         "side channels": _captured(found),
@@ -62,7 +72,9 @@ def _attention(found: ModelReport) -> str:
     if found.attention:
         return f"by transformers' attention interface ({found.attention}){seen}"
     return (
-        f"by the model's own code{seen}" if seen else "none was seen that could be exchanged: the model's own code runs as it is"
+        f"by the model's own code{seen}"
+        if seen
+        else "none was seen that could be exchanged: the model's own code runs as it is"
     )
 
 
@@ -110,7 +122,9 @@ def _blocks(rows: Sequence[BlockRow], width: int) -> Table:
         cells = (name, row.class_name, f"{row.numel:,}", format_nbytes(row.numel * width), stream, flops)
         table.add_row(*(Text(cell) for cell in cells))
     if any(row.output_numel is not None for row in rows):
-        table.caption = "hands on: elements per sample that go from the visit to what follows; forward: work per sample"
+        table.caption = (
+            "hands on: elements per sample that go from the visit to what follows; forward: work per sample"
+        )
         table.caption_justify = "left"
     return table
 
@@ -123,7 +137,10 @@ def _sockets(rows: Sequence[LayerRow], width: int) -> Table:
         shape = " x ".join(map(str, row.shape))
         role, source = row.role, row.source
         if not role:
-            role, source = "not known: replicated", f"nobody: {format_nbytes(row.numel * width)} on every rank"
+            role, source = (
+                "not known: replicated",
+                f"nobody: {format_nbytes(row.numel * width)} on every rank",
+            )
         cells = (name, row.kind, shape, role, source)
         table.add_row(*(Text(cell) for cell in cells), style="" if row.role else "yellow")
     return table

@@ -24,7 +24,11 @@ def held_nbytes(plan: Plan) -> dict[str, dict[str, int]]:
     found = {}
     for rank, (role, _) in zip(firsts(plan), plan.program.roles, strict=True):
         said = state_bytes(plan, rank)
-        found[role] = {"parameters": said.parameters, "moments": said.moments, **({"master": said.master} if said.master else {})}
+        found[role] = {
+            "parameters": said.parameters,
+            "moments": said.moments,
+            **({"master": said.master} if said.master else {}),
+        }
     return found
 
 
@@ -51,7 +55,9 @@ def states_table(plan: Plan) -> Table:
     shown = list(zip(ranks, found, strict=True))[: 1 if all(each == said[0] for each in said) else None]
     heads = ["each rank"] if len(shown) == 1 else [f"rank {rank}" for rank, _ in shown]
     columns = [Column(head, justify="right") for head in (*heads, "per parameter")]
-    table = Table(Column("state", min_width=12), *columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table = Table(
+        Column("state", min_width=12), *columns, box=None, header_style="bold", padding=(0, 2, 0, 0)
+    )
     for name in StateBytes.__dataclass_fields__:
         row = [each.as_dict()[name] for _, each in shown]
         if any(row):
@@ -74,7 +80,8 @@ def firsts(plan: Plan) -> list[int]:
 def busiest(plan: Plan) -> tuple[int, Sequence[Action]]:
     """The first rank of the role that sends most in a step, and its list."""
     totals = [
-        sum(moved_bytes(move, move.num_ranks(plan.mesh))[1] for act in each for move in act.transfers) for _, each in _lists(plan)
+        sum(moved_bytes(move, move.num_ranks(plan.mesh))[1] for act in each for move in act.transfers)
+        for _, each in _lists(plan)
     ]
     return _lists(plan)[totals.index(max(totals))]
 
@@ -96,12 +103,18 @@ def sent_table(plan: Plan) -> Table | None:
     if not found:
         return None
     columns = [Column(head, justify="right") for head in ("messages", "sent per step")]
-    table = Table(Column("kind", min_width=12), Column("move", overflow="fold"), *columns, box=None, header_style="bold")
+    table = Table(
+        Column("kind", min_width=12), Column("move", overflow="fold"), *columns, box=None, header_style="bold"
+    )
     table.padding = (0, 2, 0, 0)
     for (kind, what), (messages, nbytes) in found.items():
         table.add_row(kind, Text(what), f"{messages:,}", format_nbytes(nbytes))
     table.add_row(
-        "in all", "", f"{sum(m for m, _ in found.values()):,}", format_nbytes(sum(n for _, n in found.values())), style="bold"
+        "in all",
+        "",
+        f"{sum(m for m, _ in found.values()):,}",
+        format_nbytes(sum(n for _, n in found.values())),
+        style="bold",
     )
     if len(plan.program.roles) > 1:
         table.caption, table.caption_justify = f"of rank {rank}, which sends most", "left"

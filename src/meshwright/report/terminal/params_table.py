@@ -70,7 +70,14 @@ def parameters_view(space: ShardingPlan, parameters: str, *, asked: bool) -> Ren
     columns = [Column(name, overflow="fold") for name in ("parameter", "shape", "role", "layout")]
     shown = _ranks(rows, space)
     uses = [Column(f"in use on rank {rank}", justify="right") for rank, _ in shown]
-    table = Table(*columns, *uses, Column("whole, because", overflow="fold"), box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table = Table(
+        *columns,
+        *uses,
+        Column("whole, because", overflow="fold"),
+        box=None,
+        header_style="bold",
+        padding=(0, 2, 0, 0),
+    )
     for row in rows:
         name = row.pattern if row.number == 1 else f"{row.pattern} x{row.number}"
         why = f"{row.why} ({format_nbytes(row.less)} less per rank if divided)" if row.less else row.why
@@ -81,7 +88,9 @@ def parameters_view(space: ShardingPlan, parameters: str, *, asked: bool) -> Ren
     held = [format_nbytes(sum(_held(row, part) for row in rows)) for _, part in shown]
     said = f"{held[0]} of {format_nbytes(whole)} on rank 0"
     said += "".join(f", {each} on rank {rank}" for each, (rank, _) in zip(held[1:], shown[1:], strict=True))
-    said += f"; {format_nbytes(kept)} of it whole on every rank" + (" that uses it" if space.block_calls_by_pp_rank else "")
+    said += f"; {format_nbytes(kept)} of it whole on every rank" + (
+        " that uses it" if space.block_calls_by_pp_rank else ""
+    )
     return Group(Text(f"\n{head}", style="bold"), table, Text(f"{said}. Gradients and moments lie likewise"))
 
 
@@ -107,7 +116,9 @@ def divided_words(plan: Plan) -> dict[str, str]:
     here, parameters = space.at_coordinate(space.mesh.coordinate(0)), plan.job.precision.parameters
     held = sum(home.param.numel * home.param.itemsize(parameters) for home in here.param_shardings)
     whole = sum(
-        home.param.numel * home.param.itemsize(parameters) for home in here.logical_param_shardings if not home.sliced_dims
+        home.param.numel * home.param.itemsize(parameters)
+        for home in here.logical_param_shardings
+        if not home.sliced_dims
     )
     said = f"{format_nbytes(held)} of {format_nbytes(plan.model_spec.nbytes(parameters))} of the weights while they are used"
     said += " on rank 0, by its part" if space.block_calls_by_pp_rank else ""
@@ -146,7 +157,9 @@ def _said(cut: DimSplit, singles: str) -> str:
     whole = sum(cut.sections)
     each = whole // len(cut.sections) // cut.num_units if cut.num_units else 0
     units = f"{cut.num_units} {singles}" if each == 1 else f"{cut.num_units} units of {each}"
-    return f"{cut.side} side, {units}" + (f" in each of {len(cut.sections)} parts" if len(cut.sections) > 1 else "")
+    return f"{cut.side} side, {units}" + (
+        f" in each of {len(cut.sections)} parts" if len(cut.sections) > 1 else ""
+    )
 
 
 def _why(home: ParamSharding) -> str:
@@ -171,7 +184,10 @@ def _joined(pattern: str, rows: list[ParameterRow]) -> ParameterRow:
     first = rows[0]
     name = first.pattern if len(rows) == 1 else pattern
     nbytes, held, less, *parts = (
-        sum(numbers) for numbers in zip(*((row.nbytes, row.held, row.less, *row.parts) for row in rows), strict=True)
+        sum(numbers)
+        for numbers in zip(*((row.nbytes, row.held, row.less, *row.parts) for row in rows), strict=True)
     )
     less = less * max(parts) // nbytes if less and parts else less  # a rank has the layers of its part alone
-    return replace(first, pattern=name, number=len(rows), nbytes=nbytes, held=held, less=less, parts=tuple(parts))
+    return replace(
+        first, pattern=name, number=len(rows), nbytes=nbytes, held=held, less=less, parts=tuple(parts)
+    )

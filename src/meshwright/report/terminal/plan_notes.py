@@ -21,7 +21,10 @@ from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import stepped_microbatches
 from meshwright.plan.step.weight_stashing import staleness
 
-PACKED, ENDS = "documents of a sixth, a third and a half of a row", (1 / 6, 1 / 2)  # what masks are is not known before
+PACKED, ENDS = (
+    "documents of a sixth, a third and a half of a row",
+    (1 / 6, 1 / 2),
+)  # what masks are is not known before
 EVEN = 0.05  # of the mean, which is not worth a word
 LONG = 1 << 13  # tokens; longer rows are as even
 
@@ -32,21 +35,33 @@ def token_words(plan: Plan) -> dict[str, str]:
     if space.sequence_sharding is None or tokens is None:
         return {}
     said = f"{tokens.length:,} of each sample on {space.sequence_sharding.num_ranks} ranks: {_each(space.sequence_sharding, tokens.length)} each"
-    said += "".join(f", and {length:,}: {_each(space.sequence_sharding, length)}" for length in tokens.lengths[1:])
+    said += "".join(
+        f", and {length:,}: {_each(space.sequence_sharding, length)}" for length in tokens.lengths[1:]
+    )
     said += "".join(f"; {each}" for each in _evenness(space.sequence_sharding, tokens))
     reach = max((each.halo for each in tokens.conv_calls), default=0)
-    said += f"; convolutions take in up to {reach:,} neighbours of a token, of other ranks too" if reach else ""
+    said += (
+        f"; convolutions take in up to {reach:,} neighbours of a token, of other ranks too" if reach else ""
+    )
     whole = dict.fromkeys(
-        LAYER_NUMBER.sub("*", each.block_call) for each in tokens.block_calls if not tokens.num_sharded_tokens(each.block_call)
+        LAYER_NUMBER.sub("*", each.block_call)
+        for each in tokens.block_calls
+        if not tokens.num_sharded_tokens(each.block_call)
     )
     said += f"; every rank runs {', '.join(whole)} on all there is" if whole else ""
     if tokens.gathers:
         numel = sum(each.numel for each in tokens.gathers)
         behind = ", ".join(
-            dict.fromkeys(f"glue behind {each.block_call}" if each.block_call else "the loss" for each in tokens.gathers)
+            dict.fromkeys(
+                f"glue behind {each.block_call}" if each.block_call else "the loss" for each in tokens.gathers
+            )
         )
         said += f"; {behind} needs other ranks' tokens: {numel:,} elements per sample are brought together"
-        said += " for a batch like the example (it looks at values: another one may need others)" if tokens.reads_values else ""
+        said += (
+            " for a batch like the example (it looks at values: another one may need others)"
+            if tokens.reads_values
+            else ""
+        )
     return {"tokens": said}
 
 
@@ -59,7 +74,10 @@ def _evenness(deal: SequenceSharding, tokens: SequenceInfo) -> Iterator[str]:
     """How even ranks compute attention: under causal masks, and of masks, which are data, under one of packed documents."""
     kinds = {
         "causal attention": (any(attend.is_causal for attend in tokens.attention_calls), ()),
-        f"attention under a mask, such as {PACKED}": (any(attend.has_mask for attend in tokens.attention_calls), ENDS),
+        f"attention under a mask, such as {PACKED}": (
+            any(attend.has_mask for attend in tokens.attention_calls),
+            ENDS,
+        ),
     }
     for name, (met, ends) in kinds.items():
         if met:
@@ -69,8 +87,15 @@ def _evenness(deal: SequenceSharding, tokens: SequenceInfo) -> Iterator[str]:
 
 def _better(deal: SequenceSharding, length: int, ends: Sequence[float], share: float) -> str:
     """What would be more even than `share`, if anything: `zigzag` before what serves less often."""
-    ways = {"zigzag": replace(deal, zigzag=True, striped=False), "striped": replace(deal, zigzag=False, striped=True)}
-    found = {name: busiest(way, length, ends) for name, way in ways.items()} if deal.num_ranks > deal.num_inner_ranks else {}
+    ways = {
+        "zigzag": replace(deal, zigzag=True, striped=False),
+        "striped": replace(deal, zigzag=False, striped=True),
+    }
+    found = (
+        {name: busiest(way, length, ends) for name, way in ways.items()}
+        if deal.num_ranks > deal.num_inner_ranks
+        else {}
+    )
     name = min(found, key=lambda each: round(found[each], 2), default="")
     return f' (balance = "{name}": {found[name]:.2f})' if name and share - found[name] > EVEN else ""
 
@@ -112,7 +137,11 @@ def roles_of(plan: Plan) -> dict[str, str]:
     """The dtype of each role, in words."""
     roles, rule = plan.job.precision.roles, plan.job.optimizer.name
     moments = (
-        "bfloat16" if rule in BFLOAT16_STATES else "8 bits, scales float32" if rule in EIGHT_BIT_STATES else roles["moments"]
+        "bfloat16"
+        if rule in BFLOAT16_STATES
+        else "8 bits, scales float32"
+        if rule in EIGHT_BIT_STATES
+        else roles["moments"]
     )
     return {**roles, "moments": moments}
 
@@ -132,7 +161,13 @@ def roles_words(plan: Plan) -> str:
 
 def roles_table(plan: Plan) -> Table:
     """Role, dtype, and what it is."""
-    table = Table(Column("role", min_width=12), "dtype", Column("what it is", overflow="fold"), box=None, header_style="bold")
+    table = Table(
+        Column("role", min_width=12),
+        "dtype",
+        Column("what it is", overflow="fold"),
+        box=None,
+        header_style="bold",
+    )
     table.padding = (0, 2, 0, 0)
     same = {"master": "the parameters themselves"} if _steps_itself(plan) else {}
     for role, dtype in roles_of(plan).items():
@@ -156,13 +191,15 @@ def versions_words(plan: Plan) -> dict[str, str]:
         return found
     old = ", ".join(str(staleness(actions)) for actions in lists)
     kept = [rooms(actions) for actions in lists]
-    said = ", ".join(f"{len(each)} ({format_nbytes(sum(each.values()))})" if each else "none" for each in kept)
-    updates = (
-        f"{plan.num_microbatches}, one per micro-batch, with gradients at weights that are up to {old} updates old, by stage"
+    said = ", ".join(
+        f"{len(each)} ({format_nbytes(sum(each.values()))})" if each else "none" for each in kept
     )
+    updates = f"{plan.num_microbatches}, one per micro-batch, with gradients at weights that are up to {old} updates old, by stage"
     return found | {"updates per step": updates, "old weights kept": f"{said}, by stage"}
 
 
 def rooms(actions: tuple[Action, ...]) -> dict[str, int]:
     """The memory in which a rank keeps old versions of its weights: bytes by name."""
-    return {hold.name: hold.nbytes for action in actions if action.kind == "STASH" for hold in action.allocations}
+    return {
+        hold.name: hold.nbytes for action in actions if action.kind == "STASH" for hold in action.allocations
+    }

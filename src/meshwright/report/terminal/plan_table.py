@@ -72,7 +72,10 @@ SUBJECTS = (
     *("SEND", "RECV", "SEND_GRAD", "RECV_GRAD", "CONCAT", "CONCAT_GRAD"),
 )
 BEGINNING = 10  # rows of a list, where there are several roles
-STRETCHES = {**dict.fromkeys(FORWARD_KINDS, "forward"), **dict.fromkeys(("RECOMPUTE", "B", "I", "W", "PACK"), "backward")}
+STRETCHES = {
+    **dict.fromkeys(FORWARD_KINDS, "forward"),
+    **dict.fromkeys(("RECOMPUTE", "B", "I", "W", "PACK"), "backward"),
+}
 BESIDE = (
     "UNSHARD",
     "RESHARD",
@@ -149,7 +152,9 @@ def _sent(plan: Plan) -> str:
         serving += 0 if move.collective in TO_ONE else most
         apart = apart or least != most
     if format_nbytes(served) == format_nbytes(serving):
-        return format_nbytes(serving) + (f" by rank {rank}, which sends most" if len(plan.program.roles) > 1 else "")
+        return format_nbytes(serving) + (
+            f" by rank {rank}, which sends most" if len(plan.program.roles) > 1 else ""
+        )
     if apart:
         return f"{format_nbytes(serving)} by the busiest rank, {format_nbytes(served)} by the one that sends least"
     return f"{format_nbytes(serving)} by rank 0, {format_nbytes(served)} by each other one"
@@ -167,7 +172,11 @@ def _origin_words(plan: Plan) -> dict[str, str]:
 
 
 def _actions(actions: tuple[Action, ...], *, every: bool, most: int = sys.maxsize) -> Table:
-    columns = (Column("lane", min_width=7), Column("action", overflow="fold"), Column("what happens", overflow="fold"))
+    columns = (
+        Column("lane", min_width=7),
+        Column("action", overflow="fold"),
+        Column("what happens", overflow="fold"),
+    )
     table = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
     lanes = {action.name: action.stream for action in actions}
     runs = list(_runs(actions, every=every))
@@ -183,7 +192,10 @@ def _actions(actions: tuple[Action, ...], *, every: bool, most: int = sys.maxsiz
         name = first.subject if first.kind in SUBJECTS and len(run) == 1 else ""
         label = f"{first.kind}{number}{micro} {name}".rstrip()
         table.add_row(
-            first.stream, Text(label), Text("; ".join(_details(run, lanes))), style="" if first.stream == "compute" else "cyan"
+            first.stream,
+            Text(label),
+            Text("; ".join(_details(run, lanes))),
+            style="" if first.stream == "compute" else "cyan",
         )
     return table
 
@@ -193,10 +205,15 @@ def _details(run: list[Action], lanes: Mapping[str, str]) -> Iterator[str]:
     blocks = first.subject if len(run) == 1 else f"{first.subject} .. {last.subject}"
     yield f"{MEANINGS[first.kind]} {blocks}" if first.kind in PARAM_USE_KINDS else MEANINGS[first.kind]
     for move in first.transfers[:1]:
-        nbytes, within = sum(each.nbytes for action in run for each in action.transfers), "" if first.transfer else " within"
+        nbytes, within = (
+            sum(each.nbytes for action in run for each in action.transfers),
+            "" if first.transfer else " within",
+        )
         yield f"{move.collective} {format_nbytes(nbytes)} {move.dtype} over {', '.join(move.axes)} ({move.algorithm}){within}"
     flops = sum(action.flops for action in run)
-    taken = sum({hold.name: hold.nbytes for action in run for hold in action.allocations}.values())  # a buffer is taken in turn
+    taken = sum(
+        {hold.name: hold.nbytes for action in run for hold in action.allocations}.values()
+    )  # a buffer is taken in turn
     if flops:
         yield work(flops)
     if taken:
@@ -208,7 +225,9 @@ def _details(run: list[Action], lanes: Mapping[str, str]) -> Iterator[str]:
 
 def _runs(actions: tuple[Action, ...], *, every: bool) -> Iterator[list[Action]]:
     """The actions of each row: forwards, or backwards, and then what stands between them, on consecutive blocks."""
-    for _, stretch in groupby(zip(_stretches(actions, every=every), actions, strict=True), key=lambda pair: pair[0]):
+    for _, stretch in groupby(
+        zip(_stretches(actions, every=every), actions, strict=True), key=lambda pair: pair[0]
+    ):
         in_rows = sorted((action for _, action in stretch), key=lambda action: action.kind)
         for _, row in groupby(in_rows, key=lambda action: (action.kind, action.microbatch)):
             yield list(row)
@@ -237,9 +256,7 @@ def verdict_view(verdict: Verdict) -> RenderableType:
     table.add_row("largest relative errors", f"(allowed: {verdict.tolerance:g})")
     for quantity, error in verdict.max_errors.items():
         table.add_row(f"  {quantity}", f"{error:.2g}")
-    head = (
-        f"{verdict.mesh} equals {verdict.reference} after {verdict.num_steps} steps of {verdict.model}, on {verdict.rank_backend}"
-    )
+    head = f"{verdict.mesh} equals {verdict.reference} after {verdict.num_steps} steps of {verdict.model}, on {verdict.rank_backend}"
     return Group(Text(head, style="green"), table)
 
 

@@ -42,7 +42,9 @@ def prediction_view(plan: Plan, prediction: Prediction) -> RenderableType:
     speed = f"{tokens / prediction.step_s:,.4g} {unit} per second, {prediction.flops / prediction.step_s / 1e9:,.4g} GFLOP/s"
     share = "" if prediction.mfu is None else f", {100 * prediction.mfu:.1f} % of the peak"
     head = f"a step takes {seconds(prediction.step_s)} on {plan.mesh.world_size} x {prediction.on}: {speed}{share}"
-    return Group(Text(head, style="bold"), _table(prediction), *(Text(f"  {note}") for note in prediction.notes))
+    return Group(
+        Text(head, style="bold"), _table(prediction), *(Text(f"  {note}") for note in prediction.notes)
+    )
 
 
 def seconds(value: float) -> str:
@@ -56,8 +58,18 @@ def seconds(value: float) -> str:
 def _table(prediction: Prediction) -> Table:
     roles = list(prediction.roles.items())
     shown = roles if len(roles) <= SHOWN else [*roles[: SHOWN - 1], roles[-1]]
-    columns = [Column(role, justify="right") for role, _ in shown] if len(roles) > 1 else [Column("seconds", justify="right")]
-    table = Table(Column("where it goes", min_width=12), *columns, Column("", overflow="fold"), box=None, header_style="bold")
+    columns = (
+        [Column(role, justify="right") for role, _ in shown]
+        if len(roles) > 1
+        else [Column("seconds", justify="right")]
+    )
+    table = Table(
+        Column("where it goes", min_width=12),
+        *columns,
+        Column("", overflow="fold"),
+        box=None,
+        header_style="bold",
+    )
     table.padding = (0, 2, 0, 0)
     for name, words in WORDS.items():
         spent = [part(each, name) for _, each in shown]

@@ -23,7 +23,18 @@ from rich.text import Text
 
 from meshwright.plan.job.errors import format_nbytes
 
-WIDTHS = {"step": 7, "loss": 7, "grad_norm": 9, "lr": 8, "memory": 8, "tokens/s": 8, "mfu": 7, "GFLOP/s": 8, "ETA": 8, "scale": 7}
+WIDTHS = {
+    "step": 7,
+    "loss": 7,
+    "grad_norm": 9,
+    "lr": 8,
+    "memory": 8,
+    "tokens/s": 8,
+    "mfu": 7,
+    "GFLOP/s": 8,
+    "ETA": 8,
+    "scale": 7,
+}
 LINES = 20  # of a run that is not watched on a terminal
 
 
@@ -98,7 +109,12 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def _moving(console: Console, steps: int, first: int) -> Iterator[Show]:
-    columns = (SpinnerColumn(), BarColumn(bar_width=None), TextColumn("ETA"), TimeRemainingColumn(compact=False))
+    columns = (
+        SpinnerColumn(),
+        BarColumn(bar_width=None),
+        TextColumn("ETA"),
+        TimeRemainingColumn(compact=False),
+    )
     bar = Progress(*columns, console=console, expand=True)
     task = bar.add_task("train", total=steps, completed=first)
     with Live(bar, console=console, refresh_per_second=8) as live:

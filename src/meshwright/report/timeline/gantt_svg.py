@@ -50,7 +50,13 @@ def order_svg(parts: Mapping[str, SpansByRank], width: int = 1100, units: Units 
             y += BOX
             if most:
                 body.append(_hill(row, y, scale, most))
-                body.append(_text(LEFT + end * scale + 4, y + HILL, units.much(max((s.memory for s in row), default=0.0))))
+                body.append(
+                    _text(
+                        LEFT + end * scale + 4,
+                        y + HILL,
+                        units.much(max((s.memory for s in row), default=0.0)),
+                    )
+                )
                 y += HILL
             y += GAP
     body += _legend(parts, y + 4)
@@ -61,7 +67,9 @@ def order_svg(parts: Mapping[str, SpansByRank], width: int = 1100, units: Units 
     return f'<svg xmlns="http://www.w3.org/2000/svg" {frame} {look}>{ground}{"".join(body)}</svg>\n'
 
 
-def _row(rank: int, row: Sequence[TimelineSpan], y: float, scale: float, end: float, units: Units) -> Iterator[str]:
+def _row(
+    rank: int, row: Sequence[TimelineSpan], y: float, scale: float, end: float, units: Units
+) -> Iterator[str]:
     yield _text(8, y + 14, f"{units.rank} {rank}")
     yield f'<rect x="{LEFT}" y="{y:g}" width="{end * scale:.2f}" height="{BOX}" fill="{COLOURS["."][0]}"/>'
     for span in row:
@@ -82,7 +90,8 @@ def _title(span: TimelineSpan, units: Units) -> str:
     which = (
         ""
         if span.kind == "~"
-        else f" of micro-batch {span.microbatch}" + (f", part {span.virtual_stage} of the rank" if span.virtual_stage else "")
+        else f" of micro-batch {span.microbatch}"
+        + (f", part {span.virtual_stage} of the rank" if span.virtual_stage else "")
     )
     holds = f", {units.much(span.memory)} held" if span.memory else ""
     return f"{what}{which}: {units.long(span.begin)} .. {units.long(span.end)}{holds}"
@@ -127,6 +136,8 @@ def schedule_svg(record: Record) -> str:
     except SimulationDeadlock:  # a damaged file: such a list has been refused long before
         return ""
     if step is not None:
-        found[f"measured, step {step}"] = gantt_rows(acts_traced(program, events, step, record.world), program, parts)
+        found[f"measured, step {step}"] = gantt_rows(
+            acts_traced(program, events, step, record.world), program, parts
+        )
     long = "{:.4g} ms".format if known else (lambda flops: f"{flops:.4g} operations")
     return order_svg(found, units=Units(long, format_nbytes, row_word(record.world, len(program.roles))))

@@ -19,7 +19,14 @@ from meshwright.plan.step.simulator import SpansByRank, TimelineSpan
 
 STYLES = {"F": "black on #93c5fd", "B": "black on #6ee7b7", "I": "black on #5eead4", "W": "black on #c4b5fd"}
 STYLES |= {"~": "black on #fbbf24", ".": "#dc2626"}
-MEANINGS = {"F": "forward", "B": "backward", "I": "of inputs", "W": "of weights", "~": "exposed communication", ".": "bubble"}
+MEANINGS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "of inputs",
+    "W": "of weights",
+    "~": "exposed communication",
+    ".": "bubble",
+}
 MOST = 8  # ranks that are drawn, unless all are
 FOREVER = 10**9  # columns
 Line = tuple[str, Text, str]  # whose it is, what is drawn, what is said behind it
@@ -48,10 +55,18 @@ def order_view(
     scale = _scale(list(parts.values()), end, FOREVER if whole else columns)
     lines: list[RenderableType] = []
     for name, rows in parts.items():
-        shown = range(len(rows)) if whole or len(rows) <= MOST else (*range(MOST // 2), *range(len(rows) - MOST // 2, len(rows)))
+        shown = (
+            range(len(rows))
+            if whole or len(rows) <= MOST
+            else (*range(MOST // 2), *range(len(rows) - MOST // 2, len(rows)))
+        )
         lines.append(Text(f"{name}: {words(rows, units)}", style="bold"))
         lines += _pieces(list(_drawn(rows, shown, end, scale, units)), columns, round(end * scale))
-        lines += [Text(f"{len(rows) - len(shown)} {units.rank}s between them do likewise")] if len(shown) < len(rows) else []
+        lines += (
+            [Text(f"{len(rows) - len(shown)} {units.rank}s between them do likewise")]
+            if len(shown) < len(rows)
+            else []
+        )
         lines.append(Text(""))
     legend = Text()
     shown = {span.kind for rows in parts.values() for row in rows for span in row} | {"."}
@@ -67,13 +82,17 @@ def words(rows: SpansByRank, units: Units | None = None) -> str:
     busy = sum(span.end - span.begin for row in rows for span in row if span.kind != "~")
     bubble = 1 - busy / (end * len(rows)) if end else 0.0
     most = max((span.memory for row in rows for span in row), default=0.0)
-    return f"{units.long(end)} long, bubble {100 * bubble:.2f} %" + (f", at most {units.much(most)} held" if most else "")
+    return f"{units.long(end)} long, bubble {100 * bubble:.2f} %" + (
+        f", at most {units.much(most)} held" if most else ""
+    )
 
 
 def _scale(parts: Sequence[SpansByRank], end: float, columns: int) -> float:
     """Characters per unit of time: as many as the label of the shortest act needs, or as all `columns` allow."""
     spans = [span for rows in parts for row in rows for span in row]
-    shortest = min((span.end - span.begin for span in spans if span.end > span.begin and span.kind != "~"), default=1.0)
+    shortest = min(
+        (span.end - span.begin for span in spans if span.end > span.begin and span.kind != "~"), default=1.0
+    )
     label = max((len(span.label) for span in spans), default=1) + 1
     wanted = label / shortest
     return wanted if end * wanted <= columns else columns / end
@@ -98,7 +117,11 @@ def _drawn(rows: SpansByRank, shown: Sequence[int], end: float, scale: float, un
     most = max((span.memory for row in rows for span in row), default=0.0)
     for rank, row in ((rank, rows[rank]) for rank in (shown if most else ())):
         line = Text(_bars(row, end, scale, most), "#ec4899")
-        yield _label("held", rank, units), line, f" {units.much(max((span.memory for span in row), default=0.0))}"
+        yield (
+            _label("held", rank, units),
+            line,
+            f" {units.much(max((span.memory for span in row), default=0.0))}",
+        )
 
 
 def _pieces(lines: Sequence[Line], columns: int, width: int) -> Iterator[Text]:
@@ -106,7 +129,12 @@ def _pieces(lines: Sequence[Line], columns: int, width: int) -> Iterator[Text]:
     for begin in range(0, max(width, 1), columns):
         for label, line, behind in lines:
             last = begin + columns >= width
-            yield Text().append(label, "bold").append(line[begin : begin + columns]).append(behind if last else "")
+            yield (
+                Text()
+                .append(label, "bold")
+                .append(line[begin : begin + columns])
+                .append(behind if last else "")
+            )
 
 
 def _cell(span: TimelineSpan, width: int) -> str:

@@ -18,9 +18,19 @@ from meshwright.report.timeline.run_record import Record
 
 CATEGORIES = {  # by the first words of a hold's name
     **{"gradient": "gradients", "summed gradient": "gradients"},
-    **{"stream": "activations", "inside": "activations", "stream gradient": "activations", "scratch": "activations"},
+    **{
+        "stream": "activations",
+        "inside": "activations",
+        "stream gradient": "activations",
+        "scratch": "activations",
+    },
     **dict.fromkeys(("owed", "RECV", "RECV_GRAD", "CONCAT", "CONCAT_GRAD"), "activations"),
-    **{"bucket": "buckets", "weight buffer": "buckets", "gradient buffer": "buckets", "old weights": "buckets"},
+    **{
+        "bucket": "buckets",
+        "weight buffer": "buckets",
+        "gradient buffer": "buckets",
+        "old weights": "buckets",
+    },
 }
 ORDER = ("parameters", "master", "gradients", "moments", "buckets", "activations")
 
@@ -46,7 +56,9 @@ def planned_memory(program: Program, held: Mapping[str, int]) -> tuple[dict[str,
         now: Counter[str] = Counter()
         sizes: dict[str, tuple[str, int]] = {}
         for action in actions:
-            again = {hold.name for hold in action.allocations} & set(sizes)  # a buffer that is freed and taken in one act
+            again = {hold.name for hold in action.allocations} & set(
+                sizes
+            )  # a buffer that is freed and taken in one act
             for kind, nbytes in (sizes.pop(name) for name in again):
                 now[kind] -= nbytes
             for hold in action.allocations:
@@ -84,7 +96,11 @@ def sent(record: Record) -> list[Sent]:
     found = []
     for label, roles in listed.items():
         names = {action.name for actions in roles.values() for action in actions}
-        each = [sum(ledger["sent"].get(n, 0.0) for n in names) / ledger["steps"] for ledger in ledgers if "sent" in ledger]
+        each = [
+            sum(ledger["sent"].get(n, 0.0) for n in names) / ledger["steps"]
+            for ledger in ledgers
+            if "sent" in ledger
+        ]
         planned = [[_bytes(action, record) for action in actions] for actions in roles.values()]
         most = max((sum(filter(None, mine)) for mine in planned if None not in mine), default=None)
         (first, *rest), *_ = roles.values()
@@ -93,8 +109,16 @@ def sent(record: Record) -> list[Sent]:
     names = {action.name for roles in listed.values() for actions in roles.values() for action in actions}
     beside: Counter[str] = Counter()
     for ledger in ledgers:
-        beside.update({name: nbytes / len(ledgers) for name, nbytes in ledger.get("sent", {}).items() if name not in names})
-    return found + [Sent(name, "in all, beside the steps", None, nbytes) for name, nbytes in sorted(beside.items())]
+        beside.update(
+            {
+                name: nbytes / len(ledgers)
+                for name, nbytes in ledger.get("sent", {}).items()
+                if name not in names
+            }
+        )
+    return found + [
+        Sent(name, "in all, beside the steps", None, nbytes) for name, nbytes in sorted(beside.items())
+    ]
 
 
 def _bytes(action: Action, record: Record) -> float | None:
@@ -102,7 +126,8 @@ def _bytes(action: Action, record: Record) -> float | None:
     if not all(set(move.axes) <= set(sizes) for move in action.transfers):
         return None
     ranks = (
-        move.num_neighbours or len(move.member_indices) or prod(sizes[axis] for axis in move.axes) for move in action.transfers
+        move.num_neighbours or len(move.member_indices) or prod(sizes[axis] for axis in move.axes)
+        for move in action.transfers
     )
     return sum(moved_bytes(move, size)[1] for move, size in zip(action.transfers, ranks, strict=True))
 

@@ -88,10 +88,14 @@ def _refuse_others(folder: Path) -> None:
     if not folder.exists():
         raise PlanError("there is no such folder", fix=fix, location=str(folder))
     if not folder.is_dir():
-        raise PlanError("this is a file; needed is the folder of a run", fix=f"try {folder.parent}", location=str(folder))
+        raise PlanError(
+            "this is a file; needed is the folder of a run", fix=f"try {folder.parent}", location=str(folder)
+        )
     inside = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
     fix = f"name one of the runs in it: {', '.join(inside[:5])}" if inside else fix
-    raise PlanError("no run was here: there is no metrics.jsonl and no plan.toml", fix=fix, location=str(folder))
+    raise PlanError(
+        "no run was here: there is no metrics.jsonl and no plan.toml", fix=fix, location=str(folder)
+    )
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[Table]:

@@ -55,9 +55,16 @@ class _Drawing:
         found = turns_on_paper(self.plan)
         end = max((span.end for row in found for span in row), default=0.0)
         known = any(self.plan.model_spec.flops)
-        units = Units(partial(_work, end) if known else "{:.4g}".format, _bytes, row_word(self.plan.mesh.world_size, len(found)))
+        units = Units(
+            partial(_work, end) if known else "{:.4g}".format,
+            _bytes,
+            row_word(self.plan.mesh.world_size, len(found)),
+        )
         yield order_view(
-            {"planned, by operations" if known else "planned": found}, options.max_width - AMOUNT, units, whole=self.every
+            {"planned, by operations" if known else "planned": found},
+            options.max_width - AMOUNT,
+            units,
+            whole=self.every,
         )
 
 
@@ -96,13 +103,26 @@ def _parts_table(plan: Plan, *, every: bool) -> Table:
     heads = ("parameters", "work", "in flight")
     columns = [Column(head, justify="right") for head in heads]
     where = row_word(plan.mesh.world_size, len(plan.sharding.block_calls_by_pp_rank))
-    table = Table(Column("part"), Column(where), Column("blocks", overflow="fold"), *columns, box=None, header_style="bold")
+    table = Table(
+        Column("part"),
+        Column(where),
+        Column("blocks", overflow="fold"),
+        *columns,
+        box=None,
+        header_style="bold",
+    )
     table.padding = (0, 2, 0, 0)
     parts, flops = parts_of(plan), dict(zip(plan.model_spec.block_calls, plan.model_spec.flops, strict=True))
     for number, part in _first(list(enumerate(parts)), every=every):
         own = set(part)
-        stages = [index for index, stage in enumerate(plan.sharding.block_calls_by_pp_rank) if own <= set(stage)]
-        numel = sum(weight.numel for weight in plan.model_spec.params if own & set(plan.model_spec.block_calls_needing(weight)))
+        stages = [
+            index for index, stage in enumerate(plan.sharding.block_calls_by_pp_rank) if own <= set(stage)
+        ]
+        numel = sum(
+            weight.numel
+            for weight in plan.model_spec.params
+            if own & set(plan.model_spec.block_calls_needing(weight))
+        )
         work = 100 * sum(map(flops.__getitem__, part)) / (sum(plan.model_spec.flops) or 1)
         most = max(in_flight(plan.program.roles[index][1], part) for index in stages)
         blocks = part[0] if len(part) == 1 else f"{part[0]} .. {part[-1]} ({len(part)})"
@@ -131,10 +151,17 @@ def _values_table(plan: Plan, borders: StageBoundaries, *, every: bool) -> Table
     table = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
     of = {visit: number for number, part in enumerate(parts_of(plan)) for visit in part}
     found = [
-        (number, value) for number, cut in enumerate(plan.sharding.split_points, start=1) for value in borders.live_values(cut)
+        (number, value)
+        for number, cut in enumerate(plan.sharding.split_points, start=1)
+        for value in borders.live_values(cut)
     ]
     for number, value in _first(found, every=every):
-        table.add_row(*map(Text, (f"{number - 1} | {number}", str(value), _way(value, of), *_amount(value, plan.micro_batch))))
+        table.add_row(
+            *map(
+                Text,
+                (f"{number - 1} | {number}", str(value), _way(value, of), *_amount(value, plan.micro_batch)),
+            )
+        )
     _say_hidden(table, len(found), every=every)
     return table
 

@@ -49,7 +49,9 @@ def acts_on_paper(program: Program, seconds: Mapping[str, float]) -> dict[str, l
     def length(action: Action) -> float:
         if seconds:
             return seconds.get(action.name, 0.0)
-        return float(action.flops) if known else {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}.get(action.kind, 0.0)
+        return (
+            float(action.flops) if known else {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}.get(action.kind, 0.0)
+        )
 
     acts: dict[str, list[Act]] = {role: [] for role, _ in program.roles}
     for tick in simulate(program, length):
@@ -101,8 +103,14 @@ def _turns(acts: Sequence[Act], parts: Parts) -> list[_Turn]:
     of = {visit: number for number, part in enumerate(parts) for visit in part}
     found: list[_Turn] = []
     ahead: list[Act] = []  # the loss, and forwards once more, which belong to the backward that follows
-    for act in sorted((act for act in acts if act.action.kind in LETTERS), key=lambda act: (act.begin, act.end)):
-        letter, part, micro = LETTERS[act.action.kind], of.get(act.action.subject, len(parts) - 1), act.action.microbatch or 0
+    for act in sorted(
+        (act for act in acts if act.action.kind in LETTERS), key=lambda act: (act.begin, act.end)
+    ):
+        letter, part, micro = (
+            LETTERS[act.action.kind],
+            of.get(act.action.subject, len(parts) - 1),
+            act.action.microbatch or 0,
+        )
         if not letter:
             ahead.append(act)
         elif found and (found[-1].kind, found[-1].micro, found[-1].part) == (letter, micro, part):
@@ -187,6 +195,11 @@ def acts_traced(
 
 def _with_glue(acts: Sequence[Act], begin: float, end: float) -> list[Act]:
     """`acts`, of which the first forward that lies within the glue begins with it, and the last one ends with it."""
-    inside = [act for act in acts if LETTERS.get(act.action.kind) == "F" and begin <= act.begin and act.end <= end]
-    first, last = min(inside, key=lambda act: act.begin, default=None), max(inside, key=lambda act: act.end, default=None)
+    inside = [
+        act for act in acts if LETTERS.get(act.action.kind) == "F" and begin <= act.begin and act.end <= end
+    ]
+    first, last = (
+        min(inside, key=lambda act: act.begin, default=None),
+        max(inside, key=lambda act: act.end, default=None),
+    )
     return [Act(a.action, begin if a is first else a.begin, end if a is last else a.end) for a in acts]

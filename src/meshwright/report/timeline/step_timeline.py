@@ -41,7 +41,16 @@ PARTS = {
         *("SEND", "RECV", "SEND_GRAD", "RECV_GRAD", "CONCAT", "CONCAT_GRAD"),
     ),
     "waiting": ("wait", "WAIT"),
-    "optimizer": ("GRAD_SQNORM", "LOCAL_NORM", "CLIP", "STASH", "LOAD_STASHED", "LOAD_LATEST", "STEP", "NOISE_SCALE"),
+    "optimizer": (
+        "GRAD_SQNORM",
+        "LOCAL_NORM",
+        "CLIP",
+        "STASH",
+        "LOAD_STASHED",
+        "LOAD_LATEST",
+        "STEP",
+        "NOISE_SCALE",
+    ),
     "data": ("data",),
     "evaluate": ("evaluate",),
     "save": ("save",),
@@ -80,7 +89,11 @@ def timeline(record: Record) -> Timeline | None:
     if record.program is None and step is None:
         return None
     drawn = dict(list(events.items())[:SHOWN_RANKS])
-    measured = [bar for rank, each in drawn.items() for bar in _measured(rank, each, step)] if step is not None else []
+    measured = (
+        [bar for rank, each in drawn.items() for bar in _measured(rank, each, step)]
+        if step is not None
+        else []
+    )
     start = min((bar.begin for bar in measured), default=0.0)
     shifted = [Bar(bar.row, bar.name, bar.part, bar.begin - start, bar.length, bar.said) for bar in measured]
     planned = [] if record.program is None else _planned(record.program, lengths(record, events))
@@ -142,12 +155,21 @@ def durations(events: Any) -> dict[str, float]:
 def _acts(trace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The events of a trace that have a length and belong to a step."""
     events = trace["traceEvents"]
-    return [each for each in events if isinstance(each, dict) and each.get("ph") == "X" and "step" in each.get("args", {})]
+    return [
+        each
+        for each in events
+        if isinstance(each, dict) and each.get("ph") == "X" and "step" in each.get("args", {})
+    ]
 
 
 def _middle(events: Mapping[int, Sequence[Mapping[str, Any]]], steps: Sequence[int]) -> int:
     length = {
-        step: sum(e["dur"] for each in events.values() for e in each if e["args"]["step"] == step and e["cat"] == "step")
+        step: sum(
+            e["dur"]
+            for each in events.values()
+            for e in each
+            if e["args"]["step"] == step and e["cat"] == "step"
+        )
         for step in steps
     }
     return sorted(steps, key=lambda step: length[step])[len(steps) // 2]
@@ -160,9 +182,13 @@ def _measured(rank: int, events: Sequence[Mapping[str, Any]], step: int) -> list
             continue
         lane = ("run", "compute", "wire")[min(event["tid"], 2)]
         more = f" ({event['tid'] - 1})" if event["tid"] > 2 else ""
-        said = "; ".join(f"{key} {event['args'][key]}" for key in ("bytes", "collective", "flops") if key in event["args"])
+        said = "; ".join(
+            f"{key} {event['args'][key]}" for key in ("bytes", "collective", "flops") if key in event["args"]
+        )
         part = PART_OF.get(event["cat"], "communication" if lane == "wire" else "other")
-        bars.append(Bar(f"rank {rank} {lane}{more}", event["name"], part, event["ts"] / 1e3, event["dur"] / 1e3, said))
+        bars.append(
+            Bar(f"rank {rank} {lane}{more}", event["name"], part, event["ts"] / 1e3, event["dur"] / 1e3, said)
+        )
     return bars
 
 
@@ -174,7 +200,9 @@ def _planned(program: Program, known: Mapping[str, float]) -> list[Bar]:
 
     try:
         ticks = simulate(program, length)
-    except SimulationDeadlock:  # a list that cannot be played has been refused long before; a damaged file may hold one
+    except (
+        SimulationDeadlock
+    ):  # a list that cannot be played has been refused long before; a damaged file may hold one
         return []
     return [
         Bar(

@@ -99,26 +99,35 @@ class RankConsensus:
             for fault in dict.fromkeys(faults):
                 found.setdefault(fault, []).append(rank)
         if found:
-            raise CheckpointError.from_diagnostics(_found_by(fault, ranks, self.group.size) for fault, ranks in found.items())
+            raise CheckpointError.from_diagnostics(
+                _found_by(fault, ranks, self.group.size) for fault, ranks in found.items()
+            )
         return [line[1:] for line in told]
 
     def check_equal(self, task: str, work: Callable[[], bytes], *, fix: str) -> None:
         """Raise CheckpointError on all ranks unless `work` returns the same bytes on each."""
         records = self.run(task, work)
-        others = [rank for rank, record in zip(self.group.ranks, records, strict=True) if record != records[0]]
+        others = [
+            rank for rank, record in zip(self.group.ranks, records, strict=True) if record != records[0]
+        ]
         if others:
             what = f"{self.purpose}: {task} differs on ranks {others} from rank {self.group.ranks[0]}"
             raise CheckpointError(what, fix=fix, location="checkpoint")
 
     def _fail(self, act: str, failed: dict[int, int], cause: Exception | None) -> None:
         reasons = [
-            f"rank {rank} ({os.strerror(code) if code > 0 else 'its own message says why'})" for rank, code in failed.items()
+            f"rank {rank} ({os.strerror(code) if code > 0 else 'its own message says why'})"
+            for rank, code in failed.items()
         ]
         what = f"{self.purpose}: {act} failed on {', '.join(reasons)}"
         if isinstance(cause, CheckpointError):
-            raise CheckpointError(what, fix=cause.diagnostics[0].fix, location="checkpoint", more=cause.diagnostics) from cause
+            raise CheckpointError(
+                what, fix=cause.diagnostics[0].fix, location="checkpoint", more=cause.diagnostics
+            ) from cause
         detail = f": {cause}" if cause else ""
-        raise CheckpointError(what + detail, fix=_repair(set(failed.values()), self.retry_fix), location="checkpoint") from cause
+        raise CheckpointError(
+            what + detail, fix=_repair(set(failed.values()), self.retry_fix), location="checkpoint"
+        ) from cause
 
     def _exchange(self, line: bytes) -> list[bytes]:
         mine = torch.frombuffer(bytearray(line), dtype=torch.uint8).to(self.device)
@@ -139,4 +148,8 @@ def _repair(codes: set[int], again: str) -> str:
 def _found_by(diagnostic: Diagnostic, ranks: Sequence[int], size: int) -> Diagnostic:
     """`fault`, with the ranks that have found it unless all have."""
     who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-    return diagnostic if len(ranks) == size else replace(diagnostic, problem=f"{diagnostic.problem} (found by {who})")
+    return (
+        diagnostic
+        if len(ranks) == size
+        else replace(diagnostic, problem=f"{diagnostic.problem} (found by {who})")
+    )

@@ -87,13 +87,17 @@ def mark_best(folder: Path, step: int, loss: float | None) -> None:
             return
         part = path.with_suffix(".part")
         with part.open("w", encoding="ascii") as file:
-            file.write(json.dumps({"step": step, "folder": step_folder(folder, step).name, "loss": loss}) + "\n")
+            file.write(
+                json.dumps({"step": step, "folder": step_folder(folder, step).name, "loss": loss}) + "\n"
+            )
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
         sync_folder(folder)
     except OSError as error:
-        logger.warning("the best checkpoint is that of step %d, and '%s' cannot say so: %s", step, path, error)
+        logger.warning(
+            "the best checkpoint is that of step %d, and '%s' cannot say so: %s", step, path, error
+        )
 
 
 def best_step(folder: Path) -> int:
@@ -107,8 +111,14 @@ def best_step(folder: Path) -> int:
 
 def retire_later_checkpoints(folder: Path, step: int) -> list[Path]:
     """Rename the checkpoints in `folder` that are later than `step`, so that no reader takes them; returns their new places."""
-    later = [path for found, path in list_step_folders(folder) if found > step and path == step_folder(folder, found)]
-    return [path.rename(path.with_name(f"{path.name}.aside-{secrets.token_hex(4)}")) for path in reversed(later)]
+    later = [
+        path
+        for found, path in list_step_folders(folder)
+        if found > step and path == step_folder(folder, found)
+    ]
+    return [
+        path.rename(path.with_name(f"{path.name}.aside-{secrets.token_hex(4)}")) for path in reversed(later)
+    ]
 
 
 def remove_checkpoint(path: Path) -> None:

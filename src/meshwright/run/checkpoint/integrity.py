@@ -56,11 +56,15 @@ def verify_checkpoint(
 
     told = consensus.gather_or_raise("looking at a checkpoint", look)
     others = [
-        rank for rank, line in zip(consensus.group.ranks, told, strict=True) if line[:DIGEST_NBYTES] != told[0][:DIGEST_NBYTES]
+        rank
+        for rank, line in zip(consensus.group.ranks, told, strict=True)
+        if line[:DIGEST_NBYTES] != told[0][:DIGEST_NBYTES]
     ]
     if others:
         what = f"ranks {others} find another checkpoint there than rank {consensus.group.ranks[0]}"
-        raise CheckpointError(what, fix="give every rank the same folder, or a copy of it", location=str(path))
+        raise CheckpointError(
+            what, fix="give every rank the same folder, or a copy of it", location=str(path)
+        )
     (manifest,) = looked
     mine = _share(manifest, told, consensus.group.index)
 
@@ -72,7 +76,9 @@ def verify_checkpoint(
     return manifest
 
 
-def newest_valid_on_all_ranks(folder: Path, consensus: RankConsensus, check: ManifestCheck | None = None) -> NewestCheckpoint:
+def newest_valid_on_all_ranks(
+    folder: Path, consensus: RankConsensus, check: ManifestCheck | None = None
+) -> NewestCheckpoint:
     """As `checkpoint.newest_good`, of all `ranks` together: all of them get the same, and all pass over the same."""
 
     def listing() -> bytes:
@@ -88,10 +94,14 @@ def newest_valid_on_all_ranks(folder: Path, consensus: RankConsensus, check: Man
 def _seen(path: Path, manifest: Manifest) -> bytes:
     """A digest of which files these are: the same on two ranks only if they look at the same ones."""
     found = {name: stat_regular_file(path / name) for name in sorted(manifest.files)}
-    return sha256(repr([(name, status.st_ino, status.st_ctime_ns) for name, status in found.items()]).encode()).digest()
+    return sha256(
+        repr([(name, status.st_ino, status.st_ctime_ns) for name, status in found.items()]).encode()
+    ).digest()
 
 
 def _share(manifest: Manifest, run: Sequence[bytes], index: int) -> tuple[str, ...]:
     """The files that the rank at `index` reads, one of those that have told that they see the same."""
     alike = [each for each, line in enumerate(run) if line == run[index]]
-    return balance_by_size({name: shard.nbytes for name, shard in manifest.files.items()}, len(alike))[alike.index(index)]
+    return balance_by_size({name: shard.nbytes for name, shard in manifest.files.items()}, len(alike))[
+        alike.index(index)
+    ]

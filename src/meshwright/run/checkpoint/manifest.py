@@ -34,9 +34,13 @@ ITEMSIZE = {
 }
 MAX_NBYTES = 1 << 50  # of one file or tensor: 1 PiB; larger numbers are damage or malice
 MAX_DIMS = 64  # torch's own limit
-MAX_SLICES = 1 << 16  # of one entry; a rank has at most three boxes of a matrix, so this is enough for 20,000 of them
+MAX_SLICES = (
+    1 << 16
+)  # of one entry; a rank has at most three boxes of a matrix, so this is enough for 20,000 of them
 MAX_NAME = 1000
-SHARD_FILE_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")  # no separator, drive, "..", or hidden file fits
+SHARD_FILE_PATTERN = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors"
+)  # no separator, drive, "..", or hidden file fits
 SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
 DAMAGED_FIX = "resume from another checkpoint of the run; this one is damaged, or this version of meshwright did not write it"
 
@@ -90,7 +94,11 @@ class Manifest:
         _check_files(self.files)
         for name, entry in self.entries.items():
             _check_entry(name, entry, self.files)
-        stored = [(box.file, box.key, _nbytes(box.shape, entry.dtype)) for entry in self.entries.values() for box in entry.slices]
+        stored = [
+            (box.file, box.key, _nbytes(box.shape, entry.dtype))
+            for entry in self.entries.values()
+            for box in entry.slices
+        ]
         _need(
             len({(file, key) for file, key, _ in stored}) == len(stored),
             "entries",
@@ -100,7 +108,11 @@ class Manifest:
         for file, _, nbytes in stored:
             held[file] += nbytes
         for file, shard in self.files.items():
-            _need(held[file] <= shard.nbytes, f"files.{file}", f"{shard.nbytes} bytes cannot hold slices of {held[file]} bytes")
+            _need(
+                held[file] <= shard.nbytes,
+                f"files.{file}",
+                f"{shard.nbytes} bytes cannot hold slices of {held[file]} bytes",
+            )
 
     def dump(self) -> str:
         """The canonical JSON of this manifest, sealed with its own sha256.
@@ -111,7 +123,9 @@ class Manifest:
             return seal_json({"format": FORMAT, "version": VERSION, **asdict(self)})
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(
-                f"meta is not plain JSON: {error}", fix="pass numbers, strings, lists and dicts", location="meta"
+                f"meta is not plain JSON: {error}",
+                fix="pass numbers, strings, lists and dicts",
+                location="meta",
             ) from error
 
     @classmethod
@@ -132,12 +146,20 @@ class Manifest:
             "version",
             f"version {version!r} is unknown; this meshwright reads {VERSION}",
         )
-        body = _fields(body, MANIFEST_FILE, ("format", "version", "step", "entries", "files", "meta", "sha256"))
+        body = _fields(
+            body, MANIFEST_FILE, ("format", "version", "step", "entries", "files", "meta", "sha256")
+        )
         _need(body["sha256"] == found, "sha256", "the manifest's own checksum differs: bit-flipped or edited")
         return cls(
             step=_whole(body["step"], "step"),
-            entries={name: _entry(value, f"entries.{name}") for name, value in _mapping(body["entries"], "entries").items()},
-            files={name: _shard(value, f"files.{name}") for name, value in _mapping(body["files"], "files").items()},
+            entries={
+                name: _entry(value, f"entries.{name}")
+                for name, value in _mapping(body["entries"], "entries").items()
+            },
+            files={
+                name: _shard(value, f"files.{name}")
+                for name, value in _mapping(body["files"], "files").items()
+            },
             meta=_mapping(body["meta"], "meta"),
         )
 
@@ -149,7 +171,9 @@ def seal_json(body: Mapping[str, Json]) -> str:
 
 def checksum(body: Mapping[str, Json]) -> str:
     """The sha256 of the canonical JSON of all fields of `body` but "sha256"."""
-    return sha256(canonical_json({key: value for key, value in body.items() if key != "sha256"}).encode()).hexdigest()
+    return sha256(
+        canonical_json({key: value for key, value in body.items() if key != "sha256"}).encode()
+    ).hexdigest()
 
 
 def canonical_json(value: Mapping[str, Json]) -> str:
@@ -165,7 +189,11 @@ def _check_files(files: Mapping[str, ShardFile]) -> None:
         twin = seen.setdefault(name.casefold(), name)
         _need(twin == name, "files", f"{name!r} and {twin!r} differ only in case")
         _need(0 <= shard.nbytes <= MAX_NBYTES, f"files.{name}", f"{shard.nbytes} bytes; needed are 0 to 2^50")
-        _need(SHA256_PATTERN.fullmatch(shard.sha256) is not None, f"files.{name}", f"{shard.sha256!r} is no sha256")
+        _need(
+            SHA256_PATTERN.fullmatch(shard.sha256) is not None,
+            f"files.{name}",
+            f"{shard.sha256!r} is no sha256",
+        )
 
 
 def _check_entry(name: str, entry: TensorEntry, files: Mapping[str, ShardFile]) -> None:
@@ -175,10 +203,20 @@ def _check_entry(name: str, entry: TensorEntry, files: Mapping[str, ShardFile]) 
         _need(fit, where, f"{text[:80]!r} cannot name a tensor")
     _need(entry.dtype in ITEMSIZE, where, f"the dtype {entry.dtype!r} is unknown")
     _need(len(entry.shape) <= MAX_DIMS, where, f"{len(entry.shape)} dims; at most {MAX_DIMS} are possible")
-    _need(all(0 <= size <= MAX_NBYTES for size in entry.shape), where, f"the shape {entry.shape} is impossible")
+    _need(
+        all(0 <= size <= MAX_NBYTES for size in entry.shape), where, f"the shape {entry.shape} is impossible"
+    )
     nbytes = _nbytes(entry.shape, entry.dtype)
-    _need(nbytes <= MAX_NBYTES, where, f"the shape {entry.shape} takes {nbytes} bytes; at most 2^50 are believed")
-    _need(len(entry.slices) <= MAX_SLICES, where, f"{len(entry.slices)} slices; at most {MAX_SLICES} are believed")
+    _need(
+        nbytes <= MAX_NBYTES,
+        where,
+        f"the shape {entry.shape} takes {nbytes} bytes; at most 2^50 are believed",
+    )
+    _need(
+        len(entry.slices) <= MAX_SLICES,
+        where,
+        f"{len(entry.slices)} slices; at most {MAX_SLICES} are believed",
+    )
     for box in entry.slices:
         _need(box.file in files, where, f"the file {box.file!r} is not listed")
         ranks = len(box.start) == len(box.shape) == len(entry.shape)
@@ -222,9 +260,17 @@ def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
 
 def _entry(value: Json, where: str) -> TensorEntry:
     body = _fields(value, where, ("shape", "dtype", "slices"))
-    boxes = [_fields(box, f"{where}.slices", ("file", "key", "start", "shape")) for box in _list(body["slices"], where)]
+    boxes = [
+        _fields(box, f"{where}.slices", ("file", "key", "start", "shape"))
+        for box in _list(body["slices"], where)
+    ]
     slices = [
-        StoredSlice(_text(b["file"], where), _text(b["key"], where), _sizes(b["start"], where), _sizes(b["shape"], where))
+        StoredSlice(
+            _text(b["file"], where),
+            _text(b["key"], where),
+            _sizes(b["start"], where),
+            _sizes(b["shape"], where),
+        )
         for b in boxes
     ]
     return TensorEntry(_sizes(body["shape"], where), _text(body["dtype"], where), tuple(slices))

@@ -16,7 +16,12 @@ from meshwright.engine.step.executor import Executor
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.run.checkpoint.consensus import RankConsensus
-from meshwright.run.checkpoint.directories import list_step_folders, mark_best, retire_later_checkpoints, step_folder
+from meshwright.run.checkpoint.directories import (
+    list_step_folders,
+    mark_best,
+    retire_later_checkpoints,
+    step_folder,
+)
 from meshwright.run.checkpoint.integrity import load_consensus, newest_valid_on_all_ranks, verify_checkpoint
 from meshwright.run.checkpoint.manifest import CheckpointError, Manifest
 from meshwright.run.checkpoint.save_load import open_tensors
@@ -24,7 +29,10 @@ from meshwright.run.checkpoint.shard_io import check_sizes, read_manifest
 from meshwright.run.data.eval_split import EvalHistory
 
 CHECKPOINTS_FOLDER = "checkpoints"
-MODEL_PREFIXES = ("model/", "buffer/")  # what makes a checkpoint one of this model; the rest may come and go with the plan
+MODEL_PREFIXES = (
+    "model/",
+    "buffer/",
+)  # what makes a checkpoint one of this model; the rest may come and go with the plan
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,9 @@ class ResumeResult:
     eval_history: EvalHistory = field(default_factory=EvalHistory)
 
 
-def resume(executor: Executor, plan: Plan, world: World, data_digest: str, step: int | None = None) -> ResumeResult:
+def resume(
+    executor: Executor, plan: Plan, world: World, data_digest: str, step: int | None = None
+) -> ResumeResult:
     """Take up the newest good checkpoint of the run's folder (or that of `step`) on every rank.
 
     Damaged checkpoints and those of another model are passed over. When the run goes back to `step` under a plan or with
@@ -48,7 +58,9 @@ def resume(executor: Executor, plan: Plan, world: World, data_digest: str, step:
     folder = Path(plan.run.folder) / CHECKPOINTS_FOLDER
     notes: list[str] = []
     ranks = load_consensus(world, "the run does not go on")
-    manifest = _newest(folder, executor, ranks, notes) if step is None else _asked_for(folder, executor, ranks, step)
+    manifest = (
+        _newest(folder, executor, ranks, notes) if step is None else _asked_for(folder, executor, ranks, step)
+    )
     if manifest is None:
         return ResumeResult(0, ("starting from step 0", *notes))
     meta = manifest.meta
@@ -57,10 +69,18 @@ def resume(executor: Executor, plan: Plan, world: World, data_digest: str, step:
     if world.rank == 0:
         if changes and step is not None:
             aside = retire_later_checkpoints(folder, step)
-            notes += [f"later checkpoints were set aside: {', '.join(path.name for path in aside)}"] if aside else []
+            notes += (
+                [f"later checkpoints were set aside: {', '.join(path.name for path in aside)}"]
+                if aside
+                else []
+            )
         mark_best(folder, so_far.best_step, so_far.best_loss)
-    executor.load_state_dict(open_tensors(step_folder(folder, manifest.step), manifest.entries), manifest.step)
-    return ResumeResult(executor.steps_done, (f"resumed from step {executor.steps_done}", *notes, *changes), so_far)
+    executor.load_state_dict(
+        open_tensors(step_folder(folder, manifest.step), manifest.entries), manifest.step
+    )
+    return ResumeResult(
+        executor.steps_done, (f"resumed from step {executor.steps_done}", *notes, *changes), so_far
+    )
 
 
 def check_checkpoints_usable(plan: Plan) -> None:
@@ -76,7 +96,9 @@ def check_checkpoints_usable(plan: Plan) -> None:
         try:
             manifest = read_manifest(path)
             check_sizes(path, manifest.files)
-            theirs = {name: entry.shape for name, entry in manifest.entries.items() if name.startswith("model/")}
+            theirs = {
+                name: entry.shape for name, entry in manifest.entries.items() if name.startswith("model/")
+            }
             if theirs == shapes:
                 return
             reasons.append(f"{path.name}: it is of another model")
@@ -91,7 +113,10 @@ def _newest(folder: Path, executor: Executor, ranks: RankConsensus, notes: list[
     path, manifest, rejected = newest_valid_on_all_ranks(
         folder, ranks, lambda manifest, place: check_model(manifest, executor, place)
     )
-    notes += [f"passed over {bad.name}: {why.replace(f'{bad}/', '').removeprefix(f'{bad}: ')}" for bad, why in rejected]
+    notes += [
+        f"passed over {bad.name}: {why.replace(f'{bad}/', '').removeprefix(f'{bad}: ')}"
+        for bad, why in rejected
+    ]
     finished = [bad for bad, _ in rejected if ".partial-" not in bad.name]
     if path is not None and finished:
         notes.append(f"{path.name} is the newest good checkpoint")
@@ -117,21 +142,34 @@ def _asked_for(folder: Path, executor: Executor, ranks: RankConsensus, step: int
         return b""
 
     ranks.gather_or_raise("looking for a checkpoint", there)
-    return verify_checkpoint(path, ranks, lambda manifest, place: check_model(manifest, executor, place), step)
+    return verify_checkpoint(
+        path, ranks, lambda manifest, place: check_model(manifest, executor, place), step
+    )
 
 
 def checkpoint_names(folder: Path) -> str:
     """The checkpoints in `folder` in words, oldest first."""
     return (
-        ", ".join(path.name for step, path in reversed(list_step_folders(folder)) if path == step_folder(folder, step)) or "none"
+        ", ".join(
+            path.name
+            for step, path in reversed(list_step_folders(folder))
+            if path == step_folder(folder, step)
+        )
+        or "none"
     )
 
 
 def check_model(manifest: Manifest, executor: Executor, path: Path) -> None:
     """Raise CheckpointError unless `manifest`, that of the checkpoint in `path`, is of the model that `player` plays."""
     mine = {f"model/{weight.name}": weight.shape for weight in executor.plan.model_spec.params}
-    mine |= {name: tuple(tensor.shape) for name, tensor in executor.state_dict().items() if name.startswith("buffer/")}
-    theirs = {name: entry.shape for name, entry in manifest.entries.items() if name.startswith(MODEL_PREFIXES)}
+    mine |= {
+        name: tuple(tensor.shape)
+        for name, tensor in executor.state_dict().items()
+        if name.startswith("buffer/")
+    }
+    theirs = {
+        name: entry.shape for name, entry in manifest.entries.items() if name.startswith(MODEL_PREFIXES)
+    }
     wrong = sorted(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
     if wrong:
         shown = "; ".join(f"{name}: {theirs.get(name)} saved, {mine.get(name)} here" for name in wrong[:3])
@@ -168,7 +206,9 @@ def reduction_transports(plan: Plan, world: World) -> dict[str, str]:
 
 def _other_sums(meta: Mapping[str, Any], now: Mapping[str, str]) -> list[str]:
     before = meta.get("summed_by", {})
-    changed = [(axes, before[axes], carrier) for axes, carrier in now.items() if before.get(axes, carrier) != carrier]
+    changed = [
+        (axes, before[axes], carrier) for axes, carrier in now.items() if before.get(axes, carrier) != carrier
+    ]
     return [
         f"sums over {axes} went through {old} and now go through {new}: from here on the last bits may differ"
         for axes, old, new in changed
@@ -189,7 +229,9 @@ def _named(plan: Mapping[str, Any]) -> dict[str, Any]:
 def _differing(old: Any, new: Any, path: str = "") -> list[str]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         return [
-            found for key in {**old, **new} for found in _differing(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+            found
+            for key in {**old, **new}
+            for found in _differing(old.get(key), new.get(key), f"{path}.{key}" if path else key)
         ]
     if isinstance(old, Mapping) or isinstance(new, Mapping):
         return [f"{path} is {'gone' if new is None else 'new'}"]

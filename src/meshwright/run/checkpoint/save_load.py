@@ -39,7 +39,15 @@ from meshwright.run.checkpoint.directories import (
     remove_checkpoint,
     step_folder,
 )
-from meshwright.run.checkpoint.manifest import MANIFEST_FILE, MAX_NBYTES, CheckpointError, Json, Manifest, ShardFile, TensorEntry
+from meshwright.run.checkpoint.manifest import (
+    MANIFEST_FILE,
+    MAX_NBYTES,
+    CheckpointError,
+    Json,
+    Manifest,
+    ShardFile,
+    TensorEntry,
+)
 from meshwright.run.checkpoint.shard_io import (
     SAFETENSORS_TAGS,
     check_checksums,
@@ -90,16 +98,22 @@ def save_tensors(
     fix = "hold the same tensors on every rank before saving"
     ranks.check_equal("the list of tensors", lambda: _state_digest(step, tensors, meta, keep), fix=fix)
     parts = WritePlan.from_ranks(tensors, ranks.gather("listing shares", lambda: list_shards(tensors)))
-    token = ranks.run("making the folder", lambda: _begin(place, step, parts.outline) if group.index == 0 else b"")[0][:4]
+    token = ranks.run(
+        "making the folder", lambda: _begin(place, step, parts.outline) if group.index == 0 else b""
+    )[0][:4]
     partial = partial_folder(place, token.hex())
     names = [_file_name(index) for index in range(group.size)]
     try:
-        records = ranks.run("writing", lambda: _write(partial / names[group.index], parts.local_tensors(tensors, group.index)))
+        records = ranks.run(
+            "writing", lambda: _write(partial / names[group.index], parts.local_tensors(tensors, group.index))
+        )
         files = {names[index]: _unpacked(records[index]) for index in parts.writer_indices()}
         ranks.run(
             "publishing",
             lambda: (
-                _publish(partial, place, Manifest(step, parts.entries(names), files, dict(meta))) if group.index == 0 else b""
+                _publish(partial, place, Manifest(step, parts.entries(names), files, dict(meta)))
+                if group.index == 0
+                else b""
             ),
         )
     except CheckpointError:
@@ -111,7 +125,9 @@ def save_tensors(
     return place
 
 
-def load_tensors(path: Path, expected: ExpectedTensors | None = None) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Json]]:
+def load_tensors(
+    path: Path, expected: ExpectedTensors | None = None
+) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Json]]:
     """The tensors of the checkpoint in folder `path`, on the CPU, and its `meta`.
 
     Checksums are looked at here, and each tensor is read when it is asked for, into memory of its own: who keeps none holds one
@@ -153,12 +169,16 @@ def first_valid(
     for step, path in candidates:
         try:
             if path != step_folder(folder, step):
-                raise CheckpointError("half-written: the save was stopped", fix="save again", location=str(path))
+                raise CheckpointError(
+                    "half-written: the save was stopped", fix="save again", location=str(path)
+                )
             return path, validate(path, step), rejected
         except ConsensusError:
             raise
         except CheckpointError as error:
-            rejected.append((path, "; ".join(f"{fault.location}: {fault.problem}" for fault in error.diagnostics)))
+            rejected.append(
+                (path, "; ".join(f"{fault.location}: {fault.problem}" for fault in error.diagnostics))
+            )
     return None, None, rejected
 
 
@@ -169,7 +189,9 @@ def checked_manifest(path: Path, step: int | None = None, check: ManifestCheck |
     """
     manifest = read_manifest(path)
     if step is not None and manifest.step != step:
-        raise CheckpointError(f"its manifest is of step {manifest.step}", fix="rename the folder to match", location=str(path))
+        raise CheckpointError(
+            f"its manifest is of step {manifest.step}", fix="rename the folder to match", location=str(path)
+        )
     if check is not None:
         check(manifest, path)
     return manifest
@@ -199,7 +221,9 @@ def compare_checkpoints(a: Path, b: Path) -> list[str]:
     left, right = _whole(a), _whole(b)
     both = sorted(set(left.entries) & set(right.entries))
     alike = [
-        n for n in both if (left.entries[n].shape, left.entries[n].dtype) == (right.entries[n].shape, right.entries[n].dtype)
+        n
+        for n in both
+        if (left.entries[n].shape, left.entries[n].dtype) == (right.entries[n].shape, right.entries[n].dtype)
     ]
     ours = read_entries(a, {name: left.entries[name] for name in alike})
     theirs = read_entries(b, {name: right.entries[name] for name in alike})
@@ -207,13 +231,19 @@ def compare_checkpoints(a: Path, b: Path) -> list[str]:
     return sorted({*left.entries, *right.entries} - same)
 
 
-def _state_digest(step: int, tensors: Mapping[str, SavedTensor], meta: Mapping[str, Json], keep: int) -> bytes:
+def _state_digest(
+    step: int, tensors: Mapping[str, SavedTensor], meta: Mapping[str, Json], keep: int
+) -> bytes:
     if not 0 <= step <= MAX_NBYTES or keep < 1:
         raise CheckpointError(
-            f"step {step}, keep = {keep}", fix="count steps from 0, and keep at least 1 checkpoint", location="checkpoint"
+            f"step {step}, keep = {keep}",
+            fix="count steps from 0, and keep at least 1 checkpoint",
+            location="checkpoint",
         )
     strange = [
-        f"{name} is {dtype_name(tensor.dtype)}" for name, tensor in tensors.items() if tensor.dtype not in SAFETENSORS_TAGS
+        f"{name} is {dtype_name(tensor.dtype)}"
+        for name, tensor in tensors.items()
+        if tensor.dtype not in SAFETENSORS_TAGS
     ]
     if strange:
         known = ", ".join(map(dtype_name, SAFETENSORS_TAGS))
@@ -256,7 +286,9 @@ def _unpacked(record: bytes) -> ShardFile:
 
 def _publish(partial: Path, place: Path, manifest: Manifest) -> bytes:
     if os.path.lexists(place) and _equals(place, manifest):
-        logger.info("step %d is saved already in '%s', equal to the last bit: left as it is", manifest.step, place)
+        logger.info(
+            "step %d is saved already in '%s', equal to the last bit: left as it is", manifest.step, place
+        )
         remove_checkpoint(partial)
         return b""
     with (partial / MANIFEST_FILE).open("xb", buffering=0) as file:
@@ -284,7 +316,9 @@ def _refuse(lines: list[str], path: Path) -> None:
         more = f" and {len(lines) - MAX_SHOWN_DIFFERENCES} more" if len(lines) > MAX_SHOWN_DIFFERENCES else ""
         what = f"it holds another model or optimizer: {'; '.join(lines[:MAX_SHOWN_DIFFERENCES])}{more}"
         raise CheckpointError(
-            what, fix="resume with the model and optimizer that wrote it, or start in an empty folder", location=str(path)
+            what,
+            fix="resume with the model and optimizer that wrote it, or start in an empty folder",
+            location=str(path),
         )
 
 

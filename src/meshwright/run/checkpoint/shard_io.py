@@ -71,7 +71,11 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> ShardFile:
     for name in order:
         tensor = tensors[name]
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": SAFETENSORS_TAGS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": SAFETENSORS_TAGS[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     digest, nbytes = sha256(), 0
@@ -105,11 +109,15 @@ def _pieces(data: bytes | torch.Tensor) -> Iterator[memoryview]:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of the checkpoint in `folder`. Raises CheckpointError when it has none that can be believed."""
     if not stat.S_ISDIR(_status(folder).st_mode):
-        raise CheckpointError("it is no folder, or a link to one; links are not followed", fix=DAMAGED_FIX, location=str(folder))
+        raise CheckpointError(
+            "it is no folder, or a link to one; links are not followed", fix=DAMAGED_FIX, location=str(folder)
+        )
     path = folder / MANIFEST_FILE
     nbytes = stat_regular_file(path).st_size
     if nbytes > MAX_MANIFEST_NBYTES:
-        raise CheckpointError(f"{nbytes} bytes are too many for a manifest", fix=DAMAGED_FIX, location=str(path))
+        raise CheckpointError(
+            f"{nbytes} bytes are too many for a manifest", fix=DAMAGED_FIX, location=str(path)
+        )
     try:
         return Manifest.parse(path.read_bytes().decode())
     except (OSError, UnicodeDecodeError) as error:
@@ -122,7 +130,9 @@ def check_sizes(folder: Path, files: Mapping[str, ShardFile]) -> None:
         nbytes = stat_regular_file(folder / name).st_size
         if nbytes != shard.nbytes:
             word = "truncated" if nbytes < shard.nbytes else "too long"
-            raise CheckpointError(f"{word}: {nbytes} bytes of {shard.nbytes}", fix=DAMAGED_FIX, location=str(folder / name))
+            raise CheckpointError(
+                f"{word}: {nbytes} bytes of {shard.nbytes}", fix=DAMAGED_FIX, location=str(folder / name)
+            )
 
 
 def check_checksums(folder: Path, files: Mapping[str, ShardFile]) -> None:
@@ -135,10 +145,14 @@ def check_checksums(folder: Path, files: Mapping[str, ShardFile]) -> None:
                 while piece := file.read(CHUNK_NBYTES):
                     digest.update(piece)
         except OSError as error:
-            raise CheckpointError(f"it cannot be read: {error}", fix=DAMAGED_FIX, location=str(folder / name)) from error
+            raise CheckpointError(
+                f"it cannot be read: {error}", fix=DAMAGED_FIX, location=str(folder / name)
+            ) from error
         if digest.hexdigest() != shard.sha256:
             raise CheckpointError(
-                "bit-flipped: its checksum differs from the manifest's", fix=DAMAGED_FIX, location=str(folder / name)
+                "bit-flipped: its checksum differs from the manifest's",
+                fix=DAMAGED_FIX,
+                location=str(folder / name),
             )
 
 
@@ -146,7 +160,9 @@ def stat_regular_file(path: Path) -> os.stat_result:
     """What the system says of the regular file `path`. Raises CheckpointError when it is missing, a link, or anything else."""
     status = _status(path)
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError("it is a link or no regular file; neither is followed", fix=DAMAGED_FIX, location=str(path))
+        raise CheckpointError(
+            "it is a link or no regular file; neither is followed", fix=DAMAGED_FIX, location=str(path)
+        )
     return status
 
 
@@ -154,7 +170,9 @@ def _status(path: Path) -> os.stat_result:
     try:
         return os.lstat(path)
     except OSError as error:
-        raise CheckpointError(f"missing or unreachable: {error.strerror}", fix=DAMAGED_FIX, location=str(path)) from error
+        raise CheckpointError(
+            f"missing or unreachable: {error.strerror}", fix=DAMAGED_FIX, location=str(path)
+        ) from error
 
 
 def read_entries(folder: Path, entries: Mapping[str, TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -182,7 +200,9 @@ def read_entry(folder: Path, name: str, entry: TensorEntry, rows: range | None =
             low, high = max(rows.start, box.start[0]), min(rows.stop, box.start[0] + box.shape[0])
             if low < high:
                 mine = range(low - box.start[0], high - box.start[0])
-                found = replace(box, start=(low - rows.start, *box.start[1:]), shape=(high - low, *box.shape[1:]))
+                found = replace(
+                    box, start=(low - rows.start, *box.start[1:]), shape=(high - low, *box.shape[1:])
+                )
                 _place(some, _slice(folder, box, files, stack, mine), found, where=str(folder / box.file))
     return some
 
@@ -207,7 +227,9 @@ def _place(whole: torch.Tensor, part: torch.Tensor, box: StoredSlice, where: str
     if tuple(part.shape) != box.shape or part.dtype != whole.dtype:
         needed = f"the manifest says {box.shape} {dtype_name(whole.dtype)}"
         raise CheckpointError(
-            f"{box.key!r} is {tuple(part.shape)} {dtype_name(part.dtype)}; {needed}", fix=DAMAGED_FIX, location=where
+            f"{box.key!r} is {tuple(part.shape)} {dtype_name(part.dtype)}; {needed}",
+            fix=DAMAGED_FIX,
+            location=where,
         )
     target = whole
     for dim, (start, size) in enumerate(zip(box.start, box.shape, strict=True)):

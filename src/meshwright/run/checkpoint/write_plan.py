@@ -84,17 +84,26 @@ class WritePlan:
         cut: list[tuple[ShardRange, ...]] = []
         for line in listings:
             rows = json.loads(line or b"[]")
-            mine = [ShardRange(name, tuple(shape), dtype, a, b, _spans(held)) for name, shape, dtype, held, a, b in rows]
+            mine = [
+                ShardRange(name, tuple(shape), dtype, a, b, _spans(held))
+                for name, shape, dtype, held, a, b in rows
+            ]
             cut.append(tuple(stretch for stretch in mine if stretch not in known))
             known.update(mine)
         outline: TensorOutline = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in whole.items()}
-        outline |= {each.name: (each.shape, DTYPES[each.dtype]) for each in sorted(known, key=lambda each: each.name)}
+        outline |= {
+            each.name: (each.shape, DTYPES[each.dtype]) for each in sorted(known, key=lambda each: each.name)
+        }
         shares = balance_by_size({name: tensor.nbytes for name, tensor in whole.items()}, len(listings))
         return cls(shares, tuple(cut), outline)
 
     def local_tensors(self, tensors: Mapping[str, SavedTensor], index: int) -> dict[str, torch.Tensor]:
         """The tensors that the rank at `index` writes, by their key in its file."""
-        found = {name: tensor for name in self.full_tensors[index] if isinstance(tensor := tensors[name], torch.Tensor)}
+        found = {
+            name: tensor
+            for name in self.full_tensors[index]
+            if isinstance(tensor := tensors[name], torch.Tensor)
+        }
         for stretch in self.shard_ranges[index]:
             share = tensors[stretch.name]
             if isinstance(share, TensorShard):
@@ -109,20 +118,34 @@ class WritePlan:
                 shape = self.outline[name][0]
                 slices[name].append(StoredSlice(file, name, (0,) * len(shape), shape))
             for stretch in cut:
-                slices[stretch.name] += [StoredSlice(file, part.key, part.start, part.size) for part in _keys(stretch)]
-        return {name: TensorEntry(shape, dtype_name(dtype), tuple(slices[name])) for name, (shape, dtype) in self.outline.items()}
+                slices[stretch.name] += [
+                    StoredSlice(file, part.key, part.start, part.size) for part in _keys(stretch)
+                ]
+        return {
+            name: TensorEntry(shape, dtype_name(dtype), tuple(slices[name]))
+            for name, (shape, dtype) in self.outline.items()
+        }
 
     def writer_indices(self) -> tuple[int, ...]:
         """The indices of the ranks that write anything."""
         return tuple(
-            index for index, (names, cut) in enumerate(zip(self.full_tensors, self.shard_ranges, strict=True)) if names or cut
+            index
+            for index, (names, cut) in enumerate(zip(self.full_tensors, self.shard_ranges, strict=True))
+            if names or cut
         )
 
 
 def list_shards(tensors: Mapping[str, SavedTensor]) -> bytes:
     """What this rank tells the others of its shares."""
     rows = [
-        [name, list(share.shape), dtype_name(share.dtype), _told(share.spans), share.start, share.start + share.values.numel()]
+        [
+            name,
+            list(share.shape),
+            dtype_name(share.dtype),
+            _told(share.spans),
+            share.start,
+            share.start + share.values.numel(),
+        ]
         for name, share in tensors.items()
         if isinstance(share, TensorShard)
     ]
@@ -156,9 +179,14 @@ def _keys(stretch: ShardRange) -> Iterator[_StoredBox]:
     spans, at = {span.dim: span for span in stretch.spans}, 0
     local = tuple(spans[dim].size if dim in spans else n for dim, n in enumerate(stretch.shape))
     for start, size in range_boxes(stretch.begin, stretch.end, local):
-        sides = [_windows(first, length, spans.get(dim)) for dim, (first, length) in enumerate(zip(start, size, strict=True))]
+        sides = [
+            _windows(first, length, spans.get(dim))
+            for dim, (first, length) in enumerate(zip(start, size, strict=True))
+        ]
         for side in product(*sides):
-            window, begin, length = (tuple(each) for each in zip(*side, strict=True)) if side else ((), (), ())
+            window, begin, length = (
+                (tuple(each) for each in zip(*side, strict=True)) if side else ((), (), ())
+            )
             where = "-".join(map(str, begin)) if spans else stretch.begin + at
             yield _StoredBox(f"{stretch.name}@{where}", begin, length, at, size, window)
         at += prod(size)

@@ -70,15 +70,25 @@ def _pairs(words: Sequence[str], diagnostics: list[Diagnostic]) -> Iterator[tupl
         word = rest.pop(0)
         if not word.startswith("--") or not all(word[2:].partition("=")[0].split(".")):
             diagnostics.append(
-                Diagnostic("this is not an override", "write --key.sub value, for example --train.batch 16", f"'{word}'")
+                Diagnostic(
+                    "this is not an override",
+                    "write --key.sub value, for example --train.batch 16",
+                    f"'{word}'",
+                )
             )
             continue
         key, equals, text = word[2:].partition("=")
         if not equals:
             text = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
-        if any("\ud800" <= letter <= "\udfff" for letter in key + text):  # how Python marks bytes that are not UTF-8
+        if any(
+            "\ud800" <= letter <= "\udfff" for letter in key + text
+        ):  # how Python marks bytes that are not UTF-8
             diagnostics.append(
-                Diagnostic(f"{key + '=' + text!a} is not a text in UTF-8", "write it in UTF-8, as the file is", "override")
+                Diagnostic(
+                    f"{key + '=' + text!a} is not a text in UTF-8",
+                    "write it in UTF-8, as the file is",
+                    "override",
+                )
             )
             continue
         yield key, text
@@ -95,7 +105,9 @@ def _value(text: str) -> Any:
     return read["value"]
 
 
-def _put(document: dict[str, Any], path: Sequence[str], value: Any, diagnostics: list[Diagnostic]) -> tuple[str, ...]:
+def _put(
+    document: dict[str, Any], path: Sequence[str], value: Any, diagnostics: list[Diagnostic]
+) -> tuple[str, ...]:
     """Set `path` in `document`; returns it with names in place of positions, or () when it could not be set."""
     node: Any = document
     said: list[str] = []
@@ -103,7 +115,9 @@ def _put(document: dict[str, Any], path: Sequence[str], value: Any, diagnostics:
         where = f"--{'.'.join(path)}"
         if not isinstance(node, (dict, list)):
             text = f"{'.'.join(path[:depth])} is {node!r}, which has no keys"
-            diagnostics.append(Diagnostic(text, f"set it as a whole: --{'.'.join(path[:depth])} VALUE", where))
+            diagnostics.append(
+                Diagnostic(text, f"set it as a whole: --{'.'.join(path[:depth])} VALUE", where)
+            )
             return ()
         key: Any = _place(node, part, where, diagnostics) if isinstance(node, list) else part
         if key is None:
@@ -128,7 +142,9 @@ def _place(items: list[Any], part: str, where: str, diagnostics: list[Diagnostic
     if named:
         text = f"{len(named)} tables of this list are named '{part}'"
         diagnostics.append(
-            Diagnostic(text, f"address one by its place: {' or '.join(map(str, named))} instead of '{part}'", where)
+            Diagnostic(
+                text, f"address one by its place: {' or '.join(map(str, named))} instead of '{part}'", where
+            )
         )
     else:
         diagnostics.append(Diagnostic(f"this list has no '{part}'", _repair(part, items), where))
@@ -166,7 +182,9 @@ class PlanRequest:
     cluster: str = ""
 
 
-def read_request(path: Path, overrides: Sequence[str], strategies: Mapping[str, type[Strategy]]) -> PlanRequest:
+def read_request(
+    path: Path, overrides: Sequence[str], strategies: Mapping[str, type[Strategy]]
+) -> PlanRequest:
     """The request in the TOML file at `path`, changed by `overrides` (run/overrides.py); `strategies` are known by name.
 
     Values are checked for their types only: whether they make sense together is for Plan.make to say.
@@ -175,14 +193,26 @@ def read_request(path: Path, overrides: Sequence[str], strategies: Mapping[str, 
     faults: list[Diagnostic] = []
     document, said = apply_overrides(_parse(path), overrides, faults)
     tables: dict[str, Any] = {**get_type_hints(Job), "run": RunConfig}
-    hints = {**tables, "mesh": dict[str, int], "micro_batch": int, "cluster": str, **dict.fromkeys(EXTRA_KEYS, str)}
+    hints = {
+        **tables,
+        "mesh": dict[str, int],
+        "micro_batch": int,
+        "cluster": str,
+        **dict.fromkeys(EXTRA_KEYS, str),
+    }
     check = SchemaCheck(str(path), said, tables, faults)
     chosen = _strategies(document.pop("strategies", None), strategies, check, path.parent)
     for key in (key for key in document if key not in hints):
         check.add_unknown_key(key, (*hints, "strategies"), (key,))
-    values = {key: check.convert(document[key], hint, (key,)) for key, hint in hints.items() if key in document}
+    values = {
+        key: check.convert(document[key], hint, (key,)) for key, hint in hints.items() if key in document
+    }
     for axis in (axis for axis in values.get("mesh") or () if axis not in AXES):
-        faults.append(Diagnostic(f"there is no axis '{axis}'", suggest_name(axis, AXES), check.describe_path(("mesh", axis))))
+        faults.append(
+            Diagnostic(
+                f"there is no axis '{axis}'", suggest_name(axis, AXES), check.describe_path(("mesh", axis))
+            )
+        )
     raise_diagnostics(faults)
     job = Job(**{item.name: values[item.name] for item in fields(Job) if item.name in values})
     return PlanRequest(
@@ -214,7 +244,9 @@ def write_request(request: PlanRequest, path: Path) -> None:
         with suppress(OSError):
             part.unlink()
         fix = "name a file in a folder that can be written to"
-        raise PlanError(f"the file cannot be written: {error.strerror}", fix=fix, location=str(path)) from error
+        raise PlanError(
+            f"the file cannot be written: {error.strerror}", fix=fix, location=str(path)
+        ) from error
 
 
 def request_as_dict(request: PlanRequest) -> dict[str, Any]:
@@ -223,7 +255,9 @@ def request_as_dict(request: PlanRequest) -> dict[str, Any]:
     document |= {"cluster": request.cluster} if request.cluster else {}
     document |= {"run": _plain(request.run), "mesh": dict(request.mesh)}
     if request.strategies is not None:
-        document["strategies"] = [{"name": strategy.name, **_plain(strategy)} for strategy in request.strategies]
+        document["strategies"] = [
+            {"name": strategy.name, **_plain(strategy)} for strategy in request.strategies
+        ]
     return document
 
 
@@ -235,7 +269,9 @@ def canonical_hash(document: Mapping[str, Any]) -> str:
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
         said = {item.name: (getattr(value, item.name), item.default) for item in fields(value) if item.init}
-        return {key: _plain(now) for key, (now, default) in said.items() if not (now is None and default is None)}
+        return {
+            key: _plain(now) for key, (now, default) in said.items() if not (now is None and default is None)
+        }
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
@@ -247,15 +283,23 @@ def _parse(path: Path) -> dict[str, Any]:
     where = str(path)
     if path.is_dir():
         names = ", ".join(sorted(found.name for found in path.glob("*.toml"))) or "there is none"
-        raise PlanError("this is a folder; needed is a TOML file", fix=f"name a file in it: {names}", location=where)
+        raise PlanError(
+            "this is a folder; needed is a TOML file", fix=f"name a file in it: {names}", location=where
+        )
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError as error:
         names = [found.name for found in path.parent.glob("*.toml")] if path.parent.is_dir() else []
-        fix = suggest_name(path.name, names) if names else "check the path; the file is looked for from the current folder"
+        fix = (
+            suggest_name(path.name, names)
+            if names
+            else "check the path; the file is looked for from the current folder"
+        )
         raise PlanError("there is no such file", fix=fix, location=where) from error
     except OSError as error:
-        raise PlanError(f"the file cannot be read: {error.strerror}", fix="check its permissions", location=where) from error
+        raise PlanError(
+            f"the file cannot be read: {error.strerror}", fix="check its permissions", location=where
+        ) from error
     except UnicodeDecodeError as error:
         fix = f"save it as UTF-8; the byte at position {error.start} is not"
         raise PlanError("the file is not a text in UTF-8", fix=fix, location=where) from error
@@ -276,7 +320,9 @@ def _syntax_error(path: Path, text: str, error: tomllib.TOMLDecodeError) -> Plan
     reason = str(error).split(" (at ")[0]
     fix = 'write key = value; texts stand in quotes ("text"), lists in brackets ([1, 2])'
     return PlanError(
-        f"not TOML: {reason}, in the line '{lines[min(line, len(lines)) - 1].strip()}'", fix=fix, location=f"{path}:{line}"
+        f"not TOML: {reason}, in the line '{lines[min(line, len(lines)) - 1].strip()}'",
+        fix=fix,
+        location=f"{path}:{line}",
     )
 
 
@@ -288,7 +334,9 @@ def _strategies(
     path = ("strategies",)
     if not isinstance(listed, list) or not all(isinstance(table, dict) for table in listed):
         fix = '[[strategies]] in double brackets, then name = "replicate"; one such table for each technique'
-        check.diagnostics.append(Diagnostic("strategies is not a list of tables", fix, check.describe_path(path)))
+        check.diagnostics.append(
+            Diagnostic("strategies is not a list of tables", fix, check.describe_path(path))
+        )
         return None
     chosen = []
     for i, table in enumerate(listed):
@@ -296,17 +344,25 @@ def _strategies(
         if not isinstance(name, str):
             text = "the strategy has no name" if name is None else f"{name!r} is not the name of a strategy"
             check.diagnostics.append(
-                Diagnostic(text, f'write name = "...": {suggest_name("", known)}', check.describe_path((*path, str(i), "name")))
+                Diagnostic(
+                    text,
+                    f'write name = "...": {suggest_name("", known)}',
+                    check.describe_path((*path, str(i), "name")),
+                )
             )
         elif name not in known:
             check.diagnostics.append(
                 Diagnostic(
-                    f"there is no strategy '{name}'", suggest_name(name, known), check.describe_path((*path, str(i), "name"))
+                    f"there is no strategy '{name}'",
+                    suggest_name(name, known),
+                    check.describe_path((*path, str(i), "name")),
                 )
             )
         else:
             places = (
-                (Path.cwd(), folder) if check.overridden & {("strategies", name, key) for key in table} else (folder, Path.cwd())
+                (Path.cwd(), folder)
+                if check.overridden & {("strategies", name, key) for key in table}
+                else (folder, Path.cwd())
             )
             values = {key: _file(value, places) for key, value in table.items() if key != "name"}
             chosen.append(check.convert(values, known[name], (*path, name)))
@@ -338,7 +394,10 @@ def _with_absolute_sources(job: Job, folder: Path, said: frozenset[tuple[str, ..
 
 def _with_absolute_files(run: RunConfig, folder: Path, said: frozenset[tuple[str, ...]]) -> RunConfig:
     """`run`, where what names a file of measurements does so from anywhere."""
-    places = {key: (Path.cwd(), folder) if ("run", key) in said else (folder, Path.cwd()) for key in ("hardware", "cluster")}
+    places = {
+        key: (Path.cwd(), folder) if ("run", key) in said else (folder, Path.cwd())
+        for key in ("hardware", "cluster")
+    }
     hardware, cluster = (_absolute(vars(run)[key], where) for key, where in places.items())
     return replace(run, hardware=hardware, cluster=cluster)
 
@@ -352,6 +411,8 @@ def _absolute(source: str, folders: Sequence[Path]) -> str:
     head, colon, factory = source.rpartition(":")
     for folder in folders:
         for name, tail in ((source, ""), (head, colon + factory)):
-            if name and os.path.exists(folder / name):  # not Path.exists, which raises for texts that cannot be paths
+            if name and os.path.exists(
+                folder / name
+            ):  # not Path.exists, which raises for texts that cannot be paths
                 return os.path.abspath(folder / name) + tail
     return source

@@ -82,7 +82,9 @@ class SchemaCheck:
         """`value` without unknown keys, which become faults, and with None where `{}` stands for it."""
         if isinstance(value, (date, time)):
             self.diagnostics.append(
-                Diagnostic(f"{value} is read as a date", f'put it in quotes: "{value}"', self.describe_path(path))
+                Diagnostic(
+                    f"{value} is read as a date", f'put it in quotes: "{value}"', self.describe_path(path)
+                )
             )
             return str(value)
         members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -105,7 +107,9 @@ class SchemaCheck:
         for key in value:
             if key not in hints:
                 self.add_unknown_key(key, hints, (*path, key))
-        return {key: self._known(item, hints[key], (*path, key)) for key, item in value.items() if key in hints}
+        return {
+            key: self._known(item, hints[key], (*path, key)) for key, item in value.items() if key in hints
+        }
 
     def _translate(self, errors: list[ErrorDetails], value: Any, path: KeyPath) -> None:
         groups: dict[KeyPath, list[ErrorDetails]] = {}

@@ -60,7 +60,11 @@ def get_chat_template(tokenizer: Tokenizer) -> str:
     """The chat template of `codec`. Raises PlanError when it has none, or cannot say where its tokens lie in a text."""
     fix = "choose the tokenizer of a chat model, or add chat_template to its tokenizer_config.json"
     if not isinstance(tokenizer, PretrainedTokenizer):
-        raise PlanError(f"conversations with {tokenizer.name} as tokens", fix="set data.tokenizer", location="data.tokenizer")
+        raise PlanError(
+            f"conversations with {tokenizer.name} as tokens",
+            fix="set data.tokenizer",
+            location="data.tokenizer",
+        )
     try:
         template = tokenizer.hf_tokenizer.get_chat_template()
     except (ValueError, KeyError) as error:
@@ -84,7 +88,9 @@ def encode_conversation(
         return fault or Diagnostic("no conversation", "write a list of messages", where)
     try:
         found = _marked(tokenizer, messages) if has_tag else _prefixed(tokenizer, messages, where)
-    except Exception as error:  # a template is a program: jinja, and its own raise_exception, say why it refuses
+    except (
+        Exception
+    ) as error:  # a template is a program: jinja, and its own raise_exception, say why it refuses
         reason = " ".join(str(error).split()) or type(error).__name__
         fix = "change the conversation to what the template takes, or remove it"
         return Diagnostic(f"the chat template refuses this conversation: {reason}", fix, where)
@@ -128,25 +134,31 @@ def _marked(tokenizer: PretrainedTokenizer, messages: list[Any]) -> EncodedDocum
     found = tokenizer.hf_tokenizer.apply_chat_template(
         messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    return EncodedDocument(np.asarray(found["input_ids"], np.int64), np.asarray(found["assistant_masks"], bool))
+    return EncodedDocument(
+        np.asarray(found["input_ids"], np.int64), np.asarray(found["assistant_masks"], bool)
+    )
 
 
-def _prefixed(tokenizer: PretrainedTokenizer, messages: list[Any], where: str) -> EncodedDocument | Diagnostic:
+def _prefixed(
+    tokenizer: PretrainedTokenizer, messages: list[Any], where: str
+) -> EncodedDocument | Diagnostic:
     def written(upto: int, *, cue: bool = False) -> str:
-        return tokenizer.hf_tokenizer.apply_chat_template(messages[:upto], tokenize=False, add_generation_prompt=cue)
+        return tokenizer.hf_tokenizer.apply_chat_template(
+            messages[:upto], tokenize=False, add_generation_prompt=cue
+        )
 
     whole, spans = written(len(messages)), []
     for i, message in enumerate(messages):
         if message["role"] == ASSISTANT:
             before, after = written(i, cue=True), written(i + 1)
             if not (after.startswith(before) and whole.startswith(after)):
-                text = (
-                    f"the template has no generation marks, and writes message {i} differently when there is more before or after"
-                )
+                text = f"the template has no generation marks, and writes message {i} differently when there is more before or after"
                 fix = "enclose answers in the template in {% generation %} and {% endgeneration %}, or choose another tokenizer"
                 return Diagnostic(text, fix, where)
             spans.append((len(before), len(after)))
-    found = tokenizer.hf_tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    found = tokenizer.hf_tokenizer(
+        whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+    )
     first, last = np.asarray(found["offset_mapping"], np.int64).reshape(-1, 2).T
     wanted = np.zeros(first.size, bool)
     for start, end in spans:
@@ -170,7 +182,9 @@ def make_encoder(source: DataConfig, tokenizer: Tokenizer) -> RowEncoder:
         return lambda rows: _encoded_texts(rows, tokenizer, source.column)
     marked = has_generation_tag(get_chat_template(tokenizer))
     if not isinstance(tokenizer, PretrainedTokenizer):
-        raise RuntimeError("a codec without a template was let through; this is a bug: report the config file")
+        raise RuntimeError(
+            "a codec without a template was let through; this is a bug: report the config file"
+        )
     return lambda rows: _encoded_chats(rows, tokenizer, source.chat, marked=marked)
 
 
@@ -210,7 +224,9 @@ class Conversations(TokenDataset):
         cut = np.flatnonzero(lengths > self.sequence + 1)
         mute = sum(not self._is_learnt(int(i)) for i in cut)
         if mute == len(lengths):
-            text = f"no answer begins within the first {self.sequence} tokens of any of the {mute} conversations"
+            text = (
+                f"no answer begins within the first {self.sequence} tokens of any of the {mute} conversations"
+            )
             fix = f"raise data.sequence; the longest has {lengths.max()} tokens"
             raise PlanError(text, fix=fix, location="data.sequence")
         if cut.size:
@@ -242,7 +258,11 @@ def _sound(encoded: Iterable[EncodedDocument | Diagnostic], source: DataConfig) 
             yield each
     if len(faults) == MAX_DIAGNOSTICS:
         faults.append(
-            Diagnostic(f"these are the first {MAX_DIAGNOSTICS} faults; reading ended here", "repair them first", source.source)
+            Diagnostic(
+                f"these are the first {MAX_DIAGNOSTICS} faults; reading ended here",
+                "repair them first",
+                source.source,
+            )
         )
     raise_diagnostics(faults)
     if not num:
@@ -251,7 +271,9 @@ def _sound(encoded: Iterable[EncodedDocument | Diagnostic], source: DataConfig) 
         raise PlanError(text, fix="point data.source at data that is not empty", location="data.source")
 
 
-def _encoded_texts(rows: Iterable[LocatedRow], tokenizer: Tokenizer, column: str) -> Iterator[EncodedDocument | Diagnostic]:
+def _encoded_texts(
+    rows: Iterable[LocatedRow], tokenizer: Tokenizer, column: str
+) -> Iterator[EncodedDocument | Diagnostic]:
     rows = iter(rows)
     while some := list(islice(rows, TEXTS_PER_CALL)):
         texts = [_text(row, where, column) for where, row in some]
@@ -272,10 +294,14 @@ def _text(row: Mapping[str, object] | Diagnostic, where: str, column: str) -> st
     if not isinstance(text, str):
         kind = "nothing (null)" if text is None else f"a value of type {type(text).__name__}"
         return Diagnostic(
-            f"the column '{column}' holds {kind}; needed is a text", "repair the row, or name another column", where
+            f"the column '{column}' holds {kind}; needed is a text",
+            "repair the row, or name another column",
+            where,
         )
     if "\0" in text:
-        return Diagnostic(f"the column '{column}' holds a zero byte: binary data?", "remove it from the text", where)
+        return Diagnostic(
+            f"the column '{column}' holds a zero byte: binary data?", "remove it from the text", where
+        )
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -49,7 +49,14 @@ def eval_source(job: Job) -> DataConfig | None:
     spec, data = job.evaluate, job.data
     if not spec.source and not spec.split:
         return None
-    return replace(data, source=spec.source or data.source, split=spec.split or data.split, mixture=(), streaming=False, epochs=0)
+    return replace(
+        data,
+        source=spec.source or data.source,
+        split=spec.split or data.split,
+        mixture=(),
+        streaming=False,
+        epochs=0,
+    )
 
 
 def split_held_out(data: Dataset, spec: EvalConfig) -> tuple[Dataset, Dataset | None]:
@@ -63,7 +70,9 @@ def split_held_out(data: Dataset, spec: EvalConfig) -> tuple[Dataset, Dataset | 
     where, fix = "evaluate.hold_out", "name other samples to evaluate on: evaluate.source"
     if isinstance(data, (Mixture, TokenStream)):
         kind = "a mixture" if isinstance(data, Mixture) else "a stream"
-        raise PlanError(f"the last {num} samples of {kind}, which has no end to hold out", fix=fix, location=where)
+        raise PlanError(
+            f"the last {num} samples of {kind}, which has no end to hold out", fix=fix, location=where
+        )
     if num >= len(data):
         text = f"{num} samples are held out of {len(data)}, and none is left to train on"
         raise PlanError(text, fix=f"hold out fewer than {len(data)}", location=where)
@@ -123,7 +132,10 @@ class EvalHistory:
         known = {"on": str, "best": float, "best_step": int, "mark": float, "waited": int}
         if not isinstance(saved, dict) or saved.keys() != known.keys():
             return cls()
-        fits = all(isinstance(saved[key], kind) or (saved[key] is None and kind is float) for key, kind in known.items())
+        fits = all(
+            isinstance(saved[key], kind) or (saved[key] is None and kind is float)
+            for key, kind in known.items()
+        )
         return cls(**saved) if fits else cls()
 
     def as_dict(self) -> dict[str, Any]:
@@ -138,7 +150,11 @@ class EvalHistory:
         """This, and an evaluation at `step` that gave `loss`; one that is not finite is no gain."""
         if not isfinite(loss):
             return replace(self, num_without_gain=self.num_without_gain + 1)
-        found = replace(self, best_loss=loss, best_step=step) if self.best_loss is None or loss < self.best_loss else self
+        found = (
+            replace(self, best_loss=loss, best_step=step)
+            if self.best_loss is None or loss < self.best_loss
+            else self
+        )
         if self.reference_loss is None or loss < self.reference_loss - min_delta:
             return replace(found, reference_loss=loss, num_without_gain=0)
         return replace(found, num_without_gain=self.num_without_gain + 1)
@@ -147,5 +163,9 @@ class EvalHistory:
         """Why the run ends early, in words; "" while it goes on."""
         if not spec.patience or self.num_without_gain < spec.patience:
             return ""
-        best = "none was finite" if self.best_loss is None else f"the best was {self.best_loss:.4f} at step {self.best_step}"
+        best = (
+            "none was finite"
+            if self.best_loss is None
+            else f"the best was {self.best_loss:.4f} at step {self.best_step}"
+        )
         return f"{self.num_without_gain} evaluations brought no gain above {spec.min_delta:g} ({best}); evaluate.patience = {spec.patience}"

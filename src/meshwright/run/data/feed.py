@@ -147,7 +147,9 @@ def open_dataset(
     return Mixture(parts, [part.weight for part in source.mixture]) if source.mixture else parts[0]
 
 
-def _tokens(source: DataConfig, tokenizer: Tokenizer, cache: Path | None, *, unfit: bool) -> list[TokenDataset]:
+def _tokens(
+    source: DataConfig, tokenizer: Tokenizer, cache: Path | None, *, unfit: bool
+) -> list[TokenDataset]:
     """The samples of one source; none when the codec is `unfit`, and then only what can be seen without it is looked at."""
     raise_diagnostics(unused_field_diagnostics(source))
     if source_format(source) == "text" and not source.tokenizer:
@@ -158,7 +160,9 @@ def _tokens(source: DataConfig, tokenizer: Tokenizer, cache: Path | None, *, unf
     if source.streaming:
         return [TokenStream(source, rows, tokenizer)]
     if cache is None:
-        raise ValueError(f"'{source.source}' has to be tokenised, and no folder was given for the tokens: pass cache=Path(...)")
+        raise ValueError(
+            f"'{source.source}' has to be tokenised, and no folder was given for the tokens: pass cache=Path(...)"
+        )
     return [open_documents(source, rows, tokenizer, cache)]
 
 
@@ -166,13 +170,21 @@ def _example(source: DataConfig, example: Mapping[str, torch.Tensor] | None) -> 
     fix = "remove it, or set data.source to a file, a folder or a data set"
     usual = DataConfig(source.source)
     raise_diagnostics(
-        Diagnostic(f"{name} = {vars(source)[name]!r} with the example batch, which is taken as it is", fix, f"data.{name}")
+        Diagnostic(
+            f"{name} = {vars(source)[name]!r} with the example batch, which is taken as it is",
+            fix,
+            f"data.{name}",
+        )
         for name in ("tokenizer", "chat", "streaming", "format", "column", "split")
         if vars(source)[name] != vars(usual)[name]
     )
     if example is None:
         fix = "set data.source to a text file or folder, or return meshwright.Model(module, example=...) from the factory"
-        raise PlanError('data.source is "example" and the model comes without an example batch', fix=fix, location="data.source")
+        raise PlanError(
+            'data.source is "example" and the model comes without an example batch',
+            fix=fix,
+            location="data.source",
+        )
     return ExampleDataset(example)
 
 

@@ -50,7 +50,9 @@ def interleave(shares: Sequence[int]) -> np.ndarray:
     """One period: for each of sum(shares) positions the source that it belongs to; source s has shares[s] of them."""
     period, counts, found = sum(shares), [0] * len(shares), []
     least = lcm(*shares)
-    behind = [least // share for share in shares]  # (count + 1) / share in whole numbers, each in units of 1 / least
+    behind = [
+        least // share for share in shares
+    ]  # (count + 1) / share in whole numbers, each in units of 1 / least
     for k in range(1, period + 1):
         s = min((behind[s], s) for s, share in enumerate(shares) if counts[s] * period < share * k)[1]
         counts[s] += 1
@@ -79,7 +81,9 @@ class MixedOrder:
 
     @cached_property
     def _orders(self) -> tuple[ShuffledOrder, ...]:
-        return tuple(ShuffledOrder(size, _seed(self.seed, s), self.epochs) for s, size in enumerate(self.sizes))
+        return tuple(
+            ShuffledOrder(size, _seed(self.seed, s), self.epochs) for s, size in enumerate(self.sizes)
+        )
 
     @cached_property
     def num_total(self) -> int | None:

@@ -21,7 +21,13 @@ from typing import Any, Literal
 
 from meshwright.plan.job.data_source import DataConfig
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
-from meshwright.run.data.text import DEFAULT_PATTERNS, list_files, missing_file_diagnostic, printable_path, read_text
+from meshwright.run.data.text import (
+    DEFAULT_PATTERNS,
+    list_files,
+    missing_file_diagnostic,
+    printable_path,
+    read_text,
+)
 from meshwright.run.data.tokenizer import is_path
 
 SourceFormat = Literal["text", "jsonl", "datasets"]
@@ -34,7 +40,11 @@ FORMAT_OF_SUFFIX = {
     ".jsonl": "json",
     ".arrow": "arrow",
 }  # the builders' names
-SAVED_DATASET_FILES = ("state.json", "dataset_info.json", "dataset_dict.json")  # what save_to_disk leaves in a folder
+SAVED_DATASET_FILES = (
+    "state.json",
+    "dataset_info.json",
+    "dataset_dict.json",
+)  # what save_to_disk leaves in a folder
 READ_NBYTES = 1 << 20
 
 
@@ -75,7 +85,11 @@ def missing_column_diagnostic(row: Mapping[str, Any], name: str, where: str, key
     if name in row:
         return None
     there = ", ".join(row) or "none"
-    return Diagnostic(f"there is no column '{name}'; the columns are: {there}", f"set {key}: {suggest_name(name, row)}", where)
+    return Diagnostic(
+        f"there is no column '{name}'; the columns are: {there}",
+        f"set {key}: {suggest_name(name, row)}",
+        where,
+    )
 
 
 def unused_field_diagnostics(source: DataConfig) -> Iterator[Diagnostic]:
@@ -87,11 +101,17 @@ def unused_field_diagnostics(source: DataConfig) -> Iterator[Diagnostic]:
     for name in idle[kind]:
         value = vars(source)[name]
         if value != fields[name]:
-            fix = 'remove it, or set data.format = "datasets"' if kind == "jsonl" else 'set data.format = "jsonl" or "datasets"'
+            fix = (
+                'remove it, or set data.format = "datasets"'
+                if kind == "jsonl"
+                else 'set data.format = "jsonl" or "datasets"'
+            )
             yield Diagnostic(f"{name} = {value!r}, which {words[kind]} not", fix, f"data.{name}")
     if kind == "datasets" and (source.include or source.exclude):
         fix = "remove data.include and data.exclude, or name the files themselves as data.source"
-        yield Diagnostic("include and exclude choose files of a folder, and a data set has none", fix, "data.include")
+        yield Diagnostic(
+            "include and exclude choose files of a folder, and a data set has none", fix, "data.include"
+        )
 
 
 def _content(files: Iterable[Path]) -> str:
@@ -104,7 +124,9 @@ def _content(files: Iterable[Path]) -> str:
                     one.update(piece)
         except OSError as error:
             fix = "allow reading it, or exclude it with data.exclude"
-            raise PlanError(f"it cannot be read: {error.strerror}", fix=fix, location=printable_path(path)) from error
+            raise PlanError(
+                f"it cannot be read: {error.strerror}", fix=fix, location=printable_path(path)
+            ) from error
         digest.update(one.digest())
     return digest.hexdigest()
 
@@ -120,10 +142,18 @@ def _jsonl_rows(files: Iterable[Path]) -> Iterator[LocatedRow]:
         try:
             for number, line in _lines(path):
                 yield f"{printable_path(path)}:{number}", _object(line, f"{printable_path(path)}:{number}")
-        except (OSError, EOFError, zlib.error) as error:  # also what gzip says of a file that is cut short or no gzip
+        except (
+            OSError,
+            EOFError,
+            zlib.error,
+        ) as error:  # also what gzip says of a file that is cut short or no gzip
             yield (
                 printable_path(path),
-                Diagnostic(f"it cannot be read to its end: {error}", "write or download it again", printable_path(path)),
+                Diagnostic(
+                    f"it cannot be read to its end: {error}",
+                    "write or download it again",
+                    printable_path(path),
+                ),
             )
 
 
@@ -143,7 +173,11 @@ def _object(line: bytes, where: str) -> Mapping[str, Any] | Diagnostic:
         return Diagnostic(f"not JSON: {error.msg} (column {error.colno})", fix, where)
     except RecursionError:
         return Diagnostic("not JSON that can be read: it nests too deep", fix, where)
-    return found if isinstance(found, dict) else Diagnostic(f"the line holds {_kind(found)}; needed is an object", fix, where)
+    return (
+        found
+        if isinstance(found, dict)
+        else Diagnostic(f"the line holds {_kind(found)}; needed is an object", fix, where)
+    )
 
 
 def _kind(value: object) -> str:
@@ -157,18 +191,30 @@ def _dataset_rows(source: DataConfig) -> RowReader:
     except ImportError as error:
         fix = "pip install 'meshwright[datasets]'"
         raise PlanError(
-            f"'{source.source}' is a data set, and the package 'datasets' is not installed", fix=fix, location="data.format"
+            f"'{source.source}' is a data set, and the package 'datasets' is not installed",
+            fix=fix,
+            location="data.format",
         ) from error
     found = _loaded(datasets, source)
-    if isinstance(found, datasets.DatasetDict | datasets.IterableDatasetDict):  # a folder of save_to_disk with several splits
+    if isinstance(
+        found, datasets.DatasetDict | datasets.IterableDatasetDict
+    ):  # a folder of save_to_disk with several splits
         if source.split not in found:
             text = f"there is no split '{source.split}'; the splits are: {', '.join(map(str, found))}"
-            raise PlanError(text, fix=f"set data.split: {suggest_name(source.split, map(str, found))}", location="data.split")
+            raise PlanError(
+                text,
+                fix=f"set data.split: {suggest_name(source.split, map(str, found))}",
+                location="data.split",
+            )
         found = found[source.split]
     if found.column_names is not None:
         name, key = (source.chat, "data.chat") if source.chat else (source.column, "data.column")
         raise_diagnostics(
-            fault for fault in [missing_column_diagnostic(dict.fromkeys(found.column_names), name, source.source, key)] if fault
+            fault
+            for fault in [
+                missing_column_diagnostic(dict.fromkeys(found.column_names), name, source.source, key)
+            ]
+            if fault
         )
     said = [source.source, source.split, str(found.info.version), sorted(map(str, found.column_names or ()))]
     digest = found._fingerprint if isinstance(found, datasets.Dataset) else json.dumps(said)
@@ -182,14 +228,23 @@ def _dataset_rows(source: DataConfig) -> RowReader:
 
 def _loaded(datasets: Any, source: DataConfig) -> Any:
     """What the package makes of `source`; every error of its own becomes a PlanError that repeats its words."""
-    path, fix = Path(source.source), "check data.source and data.split; a name on the hub needs a network, or a filled cache"
+    path, fix = (
+        Path(source.source),
+        "check data.source and data.split; a name on the hub needs a network, or a filled cache",
+    )
     if is_path(source.source):
-        raise_diagnostics(fault for fault in [None if path.is_dir() else missing_file_diagnostic(path)] if fault)
+        raise_diagnostics(
+            fault for fault in [None if path.is_dir() else missing_file_diagnostic(path)] if fault
+        )
     builder = FORMAT_OF_SUFFIX.get(Path(path.stem).suffix if path.suffix == ".gz" else path.suffix)
     try:
         if path.is_dir() and any((path / name).is_file() for name in SAVED_DATASET_FILES):
             found = datasets.load_from_disk(str(path))
-            return found.to_iterable_dataset() if source.streaming and isinstance(found, datasets.Dataset) else found
+            return (
+                found.to_iterable_dataset()
+                if source.streaming and isinstance(found, datasets.Dataset)
+                else found
+            )
         if path.is_file() and builder:
             where: dict[str, Any] = {"path": builder, "data_files": {source.split.split("[")[0]: str(path)}}
         else:
@@ -198,4 +253,6 @@ def _loaded(datasets: Any, source: DataConfig) -> Any:
         return datasets.load_dataset(**where, split=source.split, streaming=source.streaming)
     except Exception as error:  # the package and its hub client raise a dozen kinds
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise PlanError(f"the data set '{source.source}' cannot be loaded: {reason}", fix=fix, location="data.source") from error
+        raise PlanError(
+            f"the data set '{source.source}' cannot be loaded: {reason}", fix=fix, location="data.source"
+        ) from error

@@ -39,9 +39,17 @@ class ShuffledOrder:
 
     def _faults(self) -> Iterator[Diagnostic]:
         if not 1 <= self.num_samples <= MAX_SAMPLES:
-            yield Diagnostic(f"{self.num_samples} samples; needed are 1 to 2^60", "point data.source at more text", "data.source")
+            yield Diagnostic(
+                f"{self.num_samples} samples; needed are 1 to 2^60",
+                "point data.source at more text",
+                "data.source",
+            )
         if self.epochs < 0:
-            yield Diagnostic(f"{self.epochs} epochs", "0 repeats without end; 1, 2, 3... stop after that many", "data.epochs")
+            yield Diagnostic(
+                f"{self.epochs} epochs",
+                "0 repeats without end; 1, 2, 3... stop after that many",
+                "data.epochs",
+            )
 
     def ids(self, step: int, batch: int) -> list[int]:
         """The `batch` global sample ids of global step `step`, from 0; steps run on over the borders of epochs.
@@ -82,7 +90,9 @@ class ShuffledOrder:
         return index.tolist()
 
 
-def rank_sample_ids(ids: Sequence[int], microbatch: int, num_microbatches: int, data_rank: int, num_data_ranks: int) -> list[int]:
+def rank_sample_ids(
+    ids: Sequence[int], microbatch: int, num_microbatches: int, data_rank: int, num_data_ranks: int
+) -> list[int]:
     """The ids that data rank `index` of `count` plays in micro-batch `micro` of `num_micro`: a contiguous slice of `ids`.
 
     With k = len(ids) / (num_micro x count), rounded up, micro m of rank r takes ids[(m x count + r) x k :][:k]. Every share

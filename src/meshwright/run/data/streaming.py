@@ -53,10 +53,14 @@ class TokenStream(TokenDataset):
         said = f"stream {reader.digest} {tokenizer.digest} {source.sequence} {source.column} {source.chat}"
         self.digest = sha256(said.encode() + first.ids.astype("<i8").tobytes()).hexdigest()
         how = "passing over" if source.chat else "tokenising"
-        self.notes = (f"a stream: every rank reads all of it, and a resumed run reads from its beginning, {how} what was played",)
+        self.notes = (
+            f"a stream: every rank reads all of it, and a resumed run reads from its beginning, {how} what was played",
+        )
 
     def __len__(self) -> int:
-        raise TypeError("the samples of a stream cannot be counted; read it until `has` says that it has ended")
+        raise TypeError(
+            "the samples of a stream cannot be counted; read it until `has` says that it has ended"
+        )
 
     def reopen(self) -> "TokenStream":
         """The same stream from its beginning, for another reader."""

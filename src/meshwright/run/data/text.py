@@ -29,8 +29,14 @@ from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 from meshwright.run.data.tokenizer import ByteTokenizer, TokenDataset, cut_windows, num_windows
 
 SEPARATOR = 0
-DEFAULT_PATTERNS = ("*.txt", "*.md", "*.py")  # of the files of a folder that are read when data.include names none
-MAX_UNDECODABLE = 0.1  # share of a file's bytes; Latin-1 prose stays below 0.05, compressed data lies near 0.4
+DEFAULT_PATTERNS = (
+    "*.txt",
+    "*.md",
+    "*.py",
+)  # of the files of a folder that are read when data.include names none
+MAX_UNDECODABLE = (
+    0.1  # share of a file's bytes; Latin-1 prose stays below 0.05, compressed data lies near 0.4
+)
 DECODE_NBYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
@@ -51,10 +57,10 @@ class TextDataset(TokenDataset):
         self.files = list_files(source, DEFAULT_PATTERNS)
         content = _joined(self.files)
         if len(content) < 2:
-            what = (
-                f"'{printable_path(root)}' holds {len(content)} bytes in all; needed are at least 2, a token and the one after it"
+            what = f"'{printable_path(root)}' holds {len(content)} bytes in all; needed are at least 2, a token and the one after it"
+            raise_diagnostics(
+                [Diagnostic(what, "point data.source at a text that is not empty", "data.source")]
             )
-            raise_diagnostics([Diagnostic(what, "point data.source at a text that is not empty", "data.source")])
         self.tokens = np.frombuffer(content, dtype=np.uint8)
         self.tokens.flags.writeable = False
         self.digest = sha256(b"bytes, sequence %d\n" % self.sequence + sha256(content).digest()).hexdigest()
@@ -83,7 +89,13 @@ def list_files(source: DataConfig, patterns: Sequence[str]) -> tuple[Path, ...]:
         what = f"no file in '{printable_path(root)}' matches include = {list(include)}, exclude = {list(source.exclude)}"
         names = sorted({path.suffix for path in root.iterdir() if path.suffix and path.is_file()})[:6]
         there = f"; it holds {', '.join(f'*{name}' for name in names)}" if names else ""
-        raise_diagnostics([Diagnostic(what + there, "change data.include or data.exclude, or set data.format", "data.include")])
+        raise_diagnostics(
+            [
+                Diagnostic(
+                    what + there, "change data.include or data.exclude, or set data.format", "data.include"
+                )
+            ]
+        )
     return files
 
 
@@ -95,10 +107,14 @@ def read_text(path: Path) -> tuple[bytes, Diagnostic | None]:
         return b"", fault
     fix = "save it as UTF-8 text, or exclude it with data.exclude"
     if zeros := text.count(0):
-        return b"", Diagnostic(f"{zeros} of its {len(text)} bytes are zero: binary data or UTF-16; needed is text", fix, where)
+        return b"", Diagnostic(
+            f"{zeros} of its {len(text)} bytes are zero: binary data or UTF-16; needed is text", fix, where
+        )
     odd = _undecodable(text)
     if odd > MAX_UNDECODABLE * len(text):
-        return b"", Diagnostic(f"{odd} of its {len(text)} bytes are not UTF-8: binary data or another encoding", fix, where)
+        return b"", Diagnostic(
+            f"{odd} of its {len(text)} bytes are not UTF-8: binary data or another encoding", fix, where
+        )
     return text, None
 
 
@@ -134,19 +150,25 @@ def _files(folder: Path, include: Sequence[str], exclude: Sequence[str]) -> Iter
     inside = folder.resolve()
     found: dict[str, Path] = {}
     denied: list[OSError] = []
-    for here, folders, names in os.walk(folder, onerror=denied.append):  # does not enter linked folders, so loops cannot trap it
+    for here, folders, names in os.walk(
+        folder, onerror=denied.append
+    ):  # does not enter linked folders, so loops cannot trap it
         for name in (*names, *(name for name in folders if Path(here, name).is_symlink())):
             path = Path(here, name)
             relative = path.relative_to(folder)
             if not _matches(relative, include) or _matches(relative, exclude):
                 continue
             if not path.resolve().is_relative_to(inside):
-                logger.warning("not read: '%s' is a link out of the folder; name its target as data.source", printable_path(path))
+                logger.warning(
+                    "not read: '%s' is a link out of the folder; name its target as data.source",
+                    printable_path(path),
+                )
             elif name in names:
                 found[relative.as_posix()] = path
     fix = "allow reading it, or point data.source elsewhere"
     raise_diagnostics(
-        Diagnostic(f"the folder cannot be read: {error.strerror}", fix, printable_path(Path(error.filename))) for error in denied
+        Diagnostic(f"the folder cannot be read: {error.strerror}", fix, printable_path(Path(error.filename)))
+        for error in denied
     )
     return (found[key] for key in sorted(found))
 

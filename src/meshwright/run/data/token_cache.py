@@ -56,7 +56,9 @@ class TokenCache:
         return EncodedDocument(self.tokens[here], None if self.label_mask is None else self.label_mask[here])
 
 
-def open_token_cache(cache: Path, key: str, vocab_size: int, documents: Callable[[], Iterable[EncodedDocument]]) -> TokenCache:
+def open_token_cache(
+    cache: Path, key: str, vocab_size: int, documents: Callable[[], Iterable[EncodedDocument]]
+) -> TokenCache:
     """The documents of `key` from `cache`; when they are not there, made from `documents()` and kept.
 
     `size` is that of the vocabulary. What `documents()` raises is raised, and then nothing is kept. Raises PlanError when
@@ -70,7 +72,9 @@ def open_token_cache(cache: Path, key: str, vocab_size: int, documents: Callable
                 _build(place, vocab_size, documents())
     except OSError as error:
         text = f"the tokens cannot be kept in '{cache}': {error.strerror or error}"
-        raise PlanError(text, fix="make room there, or name another folder: run.cache", location="run.cache") from error
+        raise PlanError(
+            text, fix="make room there, or name another folder: run.cache", location="run.cache"
+        ) from error
     return _opened(place)
 
 
@@ -86,7 +90,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _build(place: Path, size: int, documents: Iterable[EncodedDocument]) -> None:
-    for left in place.parent.glob(f"{place.name}.partial-*"):  # of processes that were killed: the lock is ours
+    for left in place.parent.glob(
+        f"{place.name}.partial-*"
+    ):  # of processes that were killed: the lock is ours
         shutil.rmtree(left, ignore_errors=True)
     partial = place.with_name(f"{place.name}.partial-{secrets.token_hex(4)}")
     partial.mkdir()
@@ -95,13 +101,17 @@ def _build(place: Path, size: int, documents: Iterable[EncodedDocument]) -> None
         (partial / META_FILE).write_text(json.dumps(meta), encoding="ascii")
         if place.exists():  # of another version of the files, or damaged
             shutil.rmtree(place)
-        with suppress(OSError):  # another process, on a file system without locks, was first: its files are as good
+        with suppress(
+            OSError
+        ):  # another process, on a file system without locks, was first: its files are as good
             os.rename(partial, place)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write(folder: Path, width: np.dtype, documents: Iterable[EncodedDocument]) -> dict[str, str | int | bool]:
+def _write(
+    folder: Path, width: np.dtype, documents: Iterable[EncodedDocument]
+) -> dict[str, str | int | bool]:
     digest, total, starts, chosen = sha256(), 0, [0], False
     with ExitStack() as stack:
         files: dict[str, BinaryIO] = {}
@@ -121,14 +131,22 @@ def _write(folder: Path, width: np.dtype, documents: Iterable[EncodedDocument]) 
             total += document.ids.size
             starts.append(total)
         put("starts", np.asarray(starts, dtype=ARRAY_DTYPES["starts"]))
-    return {"tokens": total, "starts": len(starts), "wanted": total * chosen, "width": width.str, "digest": digest.hexdigest()}
+    return {
+        "tokens": total,
+        "starts": len(starts),
+        "wanted": total * chosen,
+        "width": width.str,
+        "digest": digest.hexdigest(),
+    }
 
 
 def _whole(place: Path) -> bool:
     """Whether the files at `place` are there, in the sizes that they should have."""
     try:
         meta = json.loads((place / META_FILE).read_text(encoding="ascii"))
-        sizes = {name: meta[name] * np.dtype(kind or meta["width"]).itemsize for name, kind in ARRAY_DTYPES.items()}
+        sizes = {
+            name: meta[name] * np.dtype(kind or meta["width"]).itemsize for name, kind in ARRAY_DTYPES.items()
+        }
         return all((place / f"{name}.bin").stat().st_size == size for name, size in sizes.items() if size)
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -139,6 +157,12 @@ def _opened(place: Path) -> TokenCache:
 
     def mapped(name: str) -> np.ndarray:
         kind = np.dtype(ARRAY_DTYPES[name] or meta["width"])
-        return np.memmap(place / f"{name}.bin", kind, mode="r", shape=(meta[name],)) if meta[name] else np.empty(0, kind)
+        return (
+            np.memmap(place / f"{name}.bin", kind, mode="r", shape=(meta[name],))
+            if meta[name]
+            else np.empty(0, kind)
+        )
 
-    return TokenCache(mapped("tokens"), mapped("starts"), mapped("wanted") if meta["wanted"] else None, meta["digest"])
+    return TokenCache(
+        mapped("tokens"), mapped("starts"), mapped("wanted") if meta["wanted"] else None, meta["digest"]
+    )

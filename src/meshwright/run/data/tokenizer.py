@@ -68,25 +68,43 @@ class PretrainedTokenizer(Tokenizer):
         self.name = name
         if is_path(name) and not Path(name).is_dir():  # not to be asked of the hub, which is slow to say no
             text = f"no tokenizer: there is no folder '{name}'"
-            raise PlanError(text, fix="name a folder with tokenizer.json, or a model on the hub: owner/name", location=WHERE)
+            raise PlanError(
+                text,
+                fix="name a folder with tokenizer.json, or a model on the hub: owner/name",
+                location=WHERE,
+            )
         try:
             loaded: Any = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except Exception as error:  # transformers, its hub client and tokenizers raise a dozen kinds for what they cannot load
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            there = "holds none that can be read" if Path(name).is_dir() else "is no folder, and the hub gave none"
+            there = (
+                "holds none that can be read"
+                if Path(name).is_dir()
+                else "is no folder, and the hub gave none"
+            )
             fix = "name a folder with tokenizer.json, or a model on the hub (which needs a network, or a filled cache)"
             raise PlanError(f"no tokenizer: '{name}' {there}: {reason}", fix=fix, location=WHERE) from error
         known: dict[str, int] = loaded.get_vocab()
-        self.hf_tokenizer, self.vocab_size, self.eos_token_id = loaded, max(known.values(), default=-1) + 1, loaded.eos_token_id
+        self.hf_tokenizer, self.vocab_size, self.eos_token_id = (
+            loaded,
+            max(known.values(), default=-1) + 1,
+            loaded.eos_token_id,
+        )
         if self.vocab_size < 1:
             text = f"the tokenizer '{name}' knows no token"
-            raise PlanError(text, fix="name a folder with tokenizer.json, or another model on the hub", location=WHERE)
+            raise PlanError(
+                text, fix="name a folder with tokenizer.json, or another model on the hub", location=WHERE
+            )
         said = sha256(json.dumps([sorted(known.items()), self.eos_token_id, loaded.chat_template]).encode())
         said.update(loaded.backend_tokenizer.to_str().encode() if loaded.is_fast else b"slow")
         self.digest = said.hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        found = self.hf_tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        found = (
+            self.hf_tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+            if texts
+            else []
+        )
         return [np.asarray(ids, dtype=np.int64) for ids in found]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -108,7 +126,9 @@ def tokenizer_diagnostics(tokenizer: Tokenizer, *, is_packed: bool) -> Iterator[
     if is_packed and tokenizer.eos_token_id is None:
         fix = 'set "eos_token" in its tokenizer_config.json, or choose another tokenizer'
         yield Diagnostic(
-            f"the tokenizer '{tokenizer.name}' has no end-of-text token; needed is one between documents", fix, WHERE
+            f"the tokenizer '{tokenizer.name}' has no end-of-text token; needed is one between documents",
+            fix,
+            WHERE,
         )
 
 
@@ -137,7 +157,9 @@ class EncodedDocument:
     label_mask: np.ndarray | None = None
 
 
-def cut_windows(tokens: np.ndarray, ids: Sequence[int], sequence: int, pad_id: int) -> dict[str, torch.Tensor]:
+def cut_windows(
+    tokens: np.ndarray, ids: Sequence[int], sequence: int, pad_id: int
+) -> dict[str, torch.Tensor]:
     """The windows `ids` of one row of `tokens`, window i being tokens[i T : i T + T + 1], as inputs and labels of (n, T).
 
     Where no token is, inputs hold `filler` and labels -100. Raises IndexError for a window that does not exist.
@@ -151,14 +173,20 @@ def cut_windows(tokens: np.ndarray, ids: Sequence[int], sequence: int, pad_id: i
     return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
 
 
-def pad_documents(documents: Sequence[EncodedDocument | None], sequence: int, pad_id: int) -> dict[str, torch.Tensor]:
+def pad_documents(
+    documents: Sequence[EncodedDocument | None], sequence: int, pad_id: int
+) -> dict[str, torch.Tensor]:
     """One row per document, cut or filled up to T inputs and labels: (n, T) each; None is an absent sample."""
     inputs = np.full((len(documents), sequence), pad_id, dtype=np.int64)
     labels = np.full((len(documents), sequence), IGNORE_INDEX, dtype=np.int64)
     for r, row in enumerate(documents):
         if row is not None:
             ids = row.ids[: sequence + 1].astype(np.int64)
-            wanted = np.ones(ids.size, bool) if row.label_mask is None else row.label_mask[: sequence + 1].astype(bool)
+            wanted = (
+                np.ones(ids.size, bool)
+                if row.label_mask is None
+                else row.label_mask[: sequence + 1].astype(bool)
+            )
             inputs[r, : min(ids.size, sequence)] = ids[:sequence]
             labels[r, : max(ids.size - 1, 0)] = np.where(wanted[1:], ids[1:], IGNORE_INDEX)
     return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}

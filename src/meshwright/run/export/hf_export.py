@@ -41,8 +41,21 @@ from meshwright.run.export.roundtrip_check import RoundTripResult, check_import,
 SAFETENSORS_TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
 MAX_SHARD_NBYTES = 5_000_000_000
 COMPANION_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt"),
-    *("merges.txt", "chat_template.jinja", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "vocab.txt",
+    ),
+    *(
+        "merges.txt",
+        "chat_template.jinja",
+        "generation_config.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+    ),
 )
 
 
@@ -60,10 +73,15 @@ class ExportableModel:
     adapter_base: str = ""
 
     @classmethod
-    def from_checkpoint(cls, deferred_init: DeferredInit, tensors: Mapping[str, torch.Tensor]) -> "ExportableModel":
+    def from_checkpoint(
+        cls, deferred_init: DeferredInit, tensors: Mapping[str, torch.Tensor]
+    ) -> "ExportableModel":
         """The model whose values are `tensors`, by the names of a checkpoint: "model/...", "buffer/..."."""
         return cls(
-            deferred_init, lambda name: tensors[f"model/{name}" if name in deferred_init.logical_params else f"buffer/{name}"]
+            deferred_init,
+            lambda name: tensors[
+                f"model/{name}" if name in deferred_init.logical_params else f"buffer/{name}"
+            ],
         )
 
 
@@ -99,7 +117,9 @@ def export_model(
     `round_trip.passed`. Raises PlanError for a folder that is not empty or cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise PlanError(f"{folder} exists and is not an empty folder", fix="name another folder", location="export")
+        raise PlanError(
+            f"{folder} exists and is not an empty folder", fix="name another folder", location="export"
+        )
     partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
     if merge:
         blueprint, value = merge_adapter(trained.deferred_init, _first_named(trained))
@@ -121,7 +141,11 @@ def initial_model(deferred_init: DeferredInit) -> ExportableModel:
     module = deferred_init.instantiate()
     return ExportableModel(
         deferred_init,
-        lambda name: deferred_init.initial_value(name) if name in deferred_init.logical_params else module.get_buffer(name),
+        lambda name: (
+            deferred_init.initial_value(name)
+            if name in deferred_init.logical_params
+            else module.get_buffer(name)
+        ),
     )
 
 
@@ -148,13 +172,20 @@ def _exported(
         return _ended(folder, partial, *write_adapter(trained.deferred_init, value, partial, dtype, base))
     state = _state(trained.deferred_init, module, value, dtype)
     conversions = save_conversions(module, state)
-    slots = _slots([made for each in conversions for made in each.apply(module, state.__getitem__).items()], max_shard_nbytes)
+    slots = _slots(
+        [made for each in conversions for made in each.apply(module, state.__getitem__).items()],
+        max_shard_nbytes,
+    )
     begins = _write_headers(partial, slots)
-    _write_tensors(partial, slots, begins, conversions, module, lambda name: value(name).to(state[name].dtype))
+    _write_tensors(
+        partial, slots, begins, conversions, module, lambda name: value(name).to(state[name].dtype)
+    )
     if len(begins) > 1:
         _write_index(partial, slots)
     if is_transformers_model(module):
-        written = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
+        written = next(
+            (tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32
+        )
         _write_config(module, partial, written, trained.source_folder)
         verdict = compare_logits(trained.deferred_init, value, partial, dtype)
     else:
@@ -170,12 +201,17 @@ def _ended(folder: Path, partial: Path, nbytes: int, verdict: RoundTripResult) -
 
 
 def _first_named(trained: ExportableModel) -> Callable[[str], torch.Tensor]:
-    first = {alias: name for name, entry in trained.deferred_init.logical_params.items() for alias in entry.aliases}
+    first = {
+        alias: name for name, entry in trained.deferred_init.logical_params.items() for alias in entry.aliases
+    }
     return lambda name: trained.read_value(first.get(name, name)).detach()
 
 
 def _state(
-    deferred_init: DeferredInit, module: nn.Module, value: Callable[[str], torch.Tensor], dtype: torch.dtype | None
+    deferred_init: DeferredInit,
+    module: nn.Module,
+    value: Callable[[str], torch.Tensor],
+    dtype: torch.dtype | None,
 ) -> dict[str, torch.Tensor]:
     """The tensors to store by name, without values, in the dtype that they will have; a tie is stored once.
 
@@ -184,18 +220,34 @@ def _state(
     named = dict(module.state_dict())
     if is_transformers_model(module):
         pretrained: Any = module
-        named = {name: tensor for name, tensor in named.items() if name not in (pretrained._keys_to_ignore_on_save or ())}
+        named = {
+            name: tensor
+            for name, tensor in named.items()
+            if name not in (pretrained._keys_to_ignore_on_save or ())
+        }
         named = dict(transformers.modeling_utils.remove_tied_weights_from_state_dict(named, pretrained))
     else:
         known: dict[int, str] = {}
-        live = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
-        named = {name: tensor for name, tensor in named.items() if known.setdefault(id(live[name]), name) == name}
-    parameters = {name for name, p in module.named_parameters(remove_duplicate=False) if p.is_floating_point()}
-    sample = next((value(name).dtype for name in named if name in parameters and not deferred_init.keeps_dtype(name)), None)
+        live = {
+            **dict(module.named_parameters(remove_duplicate=False)),
+            **dict(module.named_buffers(remove_duplicate=False)),
+        }
+        named = {
+            name: tensor for name, tensor in named.items() if known.setdefault(id(live[name]), name) == name
+        }
+    parameters = {
+        name for name, p in module.named_parameters(remove_duplicate=False) if p.is_floating_point()
+    }
+    sample = next(
+        (value(name).dtype for name in named if name in parameters and not deferred_init.keeps_dtype(name)),
+        None,
+    )
     state = {}
     for name, tensor in named.items():
         cast = name in parameters and sample is not None
-        kept = dtype or deferred_init.init_dtype(name, sample) if cast and sample is not None else tensor.dtype
+        kept = (
+            dtype or deferred_init.init_dtype(name, sample) if cast and sample is not None else tensor.dtype
+        )
         state[name] = torch.empty(tensor.shape, dtype=kept, device="meta")
     return state
 
@@ -227,7 +279,11 @@ def _write_headers(folder: Path, slots: Mapping[str, _Slot]) -> dict[str, int]:
     for name, slot in slots.items():
         header = headers.setdefault(slot.file, {"__metadata__": {"format": "pt"}})
         offsets = [slot.start, slot.start + slot.tensor.nbytes]
-        header[name] = {"dtype": SAFETENSORS_TAGS[slot.tensor.dtype], "shape": list(slot.tensor.shape), "data_offsets": offsets}
+        header[name] = {
+            "dtype": SAFETENSORS_TAGS[slot.tensor.dtype],
+            "shape": list(slot.tensor.shape),
+            "data_offsets": offsets,
+        }
     begins = {}
     for file, header in headers.items():
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -260,7 +316,10 @@ def _write_tensors(
 
 def _write_index(folder: Path, slots: Mapping[str, _Slot]) -> None:
     tensors = [slot.tensor for slot in slots.values()]
-    totals = {"total_parameters": sum(map(torch.numel, tensors)), "total_size": sum(tensor.nbytes for tensor in tensors)}
+    totals = {
+        "total_parameters": sum(map(torch.numel, tensors)),
+        "total_size": sum(tensor.nbytes for tensor in tensors),
+    }
     index = {"metadata": totals, "weight_map": {name: slot.file for name, slot in sorted(slots.items())}}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
@@ -276,7 +335,9 @@ def _write_config(module: nn.Module, folder: Path, dtype: torch.dtype, beside: P
     config.dtype, config.architectures = str(dtype).removeprefix("torch."), [type(module).__name__]
     config.save_pretrained(folder)
     if pretrained.can_generate():
-        with suppress(ValueError):  # a generation config that contradicts itself is refused by transformers; it is optional
+        with suppress(
+            ValueError
+        ):  # a generation config that contradicts itself is refused by transformers; it is optional
             pretrained.generation_config.save_pretrained(folder)
     for path in _beside(beside, remote=config.to_dict().get("auto_map") is not None):
         shutil.copyfile(path, folder / path.name)

@@ -87,7 +87,9 @@ def merge_adapter(deferred_init: DeferredInit, read_value: ReadValue) -> tuple[D
     held = {**dict(base.named_parameters()), **dict(base.named_buffers())}
     entries = {name: base.get_parameter(name) for name in logical_names(bare)}
     logical = {
-        name: LogicalParam(tuple(entries[name].shape), entries[name].dtype, entries[name].requires_grad, aliases)
+        name: LogicalParam(
+            tuple(entries[name].shape), entries[name].dtype, entries[name].requires_grad, aliases
+        )
         for name, aliases in logical_names(bare).items()
     }
     return DeferredInit(bare, logical, {}, InitTape(), 0), lambda name: held[name].detach()
@@ -104,7 +106,11 @@ def _found(base: str) -> str:
     """`base`, if it can be taken for the place of a base model."""
     if base and (is_hub_id(base) or Path(base).exists()):
         return base
-    text = f"its base is not there any more: {base}" if base else "its base has values from the seed, which are stored nowhere"
+    text = (
+        f"its base is not there any more: {base}"
+        if base
+        else "its base has values from the seed, which are stored nowhere"
+    )
     fix = f"start from a base that is stored (model.weights, read(..., weights=...)), or {MERGE_FIX}"
     raise PlanError(f"an adapter is of use only with its base, and {text}", fix=fix, location=WHERE)
 
@@ -119,7 +125,9 @@ def _check(model: nn.Module, names: Mapping[str, str], tensors: Mapping[str, tor
     for stored, name in names.items():
         if tuple(tensors[stored].shape) != shapes[name]:
             text = f"{name} is {list(tensors[stored].shape)} here and {list(shapes[name])} in the model"
-            raise PlanError(text, fix="export with engine.export, which brings shards together", location=WHERE)
+            raise PlanError(
+                text, fix="export with engine.export, which brings shards together", location=WHERE
+            )
 
 
 def _write_config(model: Any, config: Any, folder: Path) -> None:

@@ -27,7 +27,9 @@ from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import PlanError
 
 NUM_SAMPLES, NUM_TOKENS = 2, 8
-TOLERANCE = 1e-6  # of float32 logits whose largest is at most 1; larger ones carry their rounding in proportion
+TOLERANCE = (
+    1e-6  # of float32 logits whose largest is at most 1; larger ones carry their rounding in proportion
+)
 
 ReadValue = Callable[[str], torch.Tensor]
 
@@ -47,7 +49,11 @@ class RoundTripResult:
         return self.max_difference <= self.tolerance
 
     def __str__(self) -> str:
-        rounded = "" if self.rounding_difference is None else f"; rounding changed them by {self.rounding_difference:.2g}"
+        rounded = (
+            ""
+            if self.rounding_difference is None
+            else f"; rounding changed them by {self.rounding_difference:.2g}"
+        )
         return f"{self.description} differ by {self.max_difference:.2g} at most (allowed: {self.tolerance:.2g}){rounded}"
 
 
@@ -64,7 +70,9 @@ def compare_logits(
         theirs = dict(_theirs(type(module), folder).state_dict())
         rounded = {name: read_value(name) for name in deferred_init.logical_params}
         pairs = ((_rounded(mine, dtype).float(), theirs[name].float()) for name, mine in rounded.items())
-        return RoundTripResult("all parameters", max((_distance(mine, other) for mine, other in pairs), default=0.0), 0.0)
+        return RoundTripResult(
+            "all parameters", max((_distance(mine, other) for mine, other in pairs), default=0.0), 0.0
+        )
     load_values(module, deferred_init, read_value)
     exact = _outputs(module, inputs)
     mine, rounding = exact, None
@@ -79,11 +87,17 @@ def compare_logits(
     other = _outputs(_theirs(kind, folder), inputs)
     scale = max(1.0, mine.abs().max().item()) if mine.numel() else 1.0
     bound = TOLERANCE * scale if isfinite(scale) else 0.0
-    return RoundTripResult(f"the outputs for {NUM_SAMPLES} x {NUM_TOKENS} tokens", _distance(mine, other), bound, rounding)
+    return RoundTripResult(
+        f"the outputs for {NUM_SAMPLES} x {NUM_TOKENS} tokens", _distance(mine, other), bound, rounding
+    )
 
 
 def compare_adapter(
-    deferred_init: DeferredInit, read_value: ReadValue, folder: Path, dtype: torch.dtype | None, names: Mapping[str, str]
+    deferred_init: DeferredInit,
+    read_value: ReadValue,
+    folder: Path,
+    dtype: torch.dtype | None,
+    names: Mapping[str, str],
 ) -> RoundTripResult:
     """The adapted model of `blueprint` with the values `value(name)` beside its base with the adapter that peft loads.
 
@@ -97,22 +111,32 @@ def compare_adapter(
     if inputs is not None:
         load_values(module, deferred_init, read_value)
         exact = _outputs(module, inputs)
-        load_values(module, deferred_init, lambda name: _rounded(read_value(name), dtype if name in brought else None))
+        load_values(
+            module, deferred_init, lambda name: _rounded(read_value(name), dtype if name in brought else None)
+        )
         mine = _outputs(module, inputs)
         rounding = None if dtype is None or dtype.itemsize >= 4 else _distance(exact, mine)
     del module
     bare: Any = deferred_init.instantiate()
-    load_values(bare, deferred_init, lambda name: torch.zeros_like(read_value(name)) if name in brought else read_value(name))
+    load_values(
+        bare,
+        deferred_init,
+        lambda name: torch.zeros_like(read_value(name)) if name in brought else read_value(name),
+    )
     adapter = next(iter(bare.peft_config))
     theirs = import_peft().PeftModel.from_pretrained(bare.unload(), str(folder), adapter, torch_device="cpu")
     if mine is None or inputs is None:
         state = theirs.state_dict()
         pairs = ((_rounded(read_value(name), dtype).float(), state[name].float()) for name in brought)
-        return RoundTripResult("the tensors of the adapter", max((_distance(*pair) for pair in pairs), default=0.0), 0.0)
+        return RoundTripResult(
+            "the tensors of the adapter", max((_distance(*pair) for pair in pairs), default=0.0), 0.0
+        )
     other = _outputs(theirs, inputs)
     scale = max(1.0, mine.abs().max().item()) if mine.numel() else 1.0
     bound = TOLERANCE * scale if isfinite(scale) else 0.0
-    return RoundTripResult(f"the outputs for {NUM_SAMPLES} x {NUM_TOKENS} tokens", _distance(mine, other), bound, rounding)
+    return RoundTripResult(
+        f"the outputs for {NUM_SAMPLES} x {NUM_TOKENS} tokens", _distance(mine, other), bound, rounding
+    )
 
 
 def compare_files(folder: Path, dtypes: Mapping[str, torch.dtype], read_value: ReadValue) -> RoundTripResult:
@@ -139,13 +163,19 @@ def check_import(source: ModelConfig) -> tuple[RoundTripResult, int]:
     module = loaded.deferred_init.instantiate()
     if not is_transformers_model(module):
         text = f"'{source.source}' builds a {type(module).__name__}, which is no model of transformers"
-        raise PlanError(text, fix="compare with your own loading; model.weights takes it as it is", location="model.source")
+        raise PlanError(
+            text,
+            fix="compare with your own loading; model.weights takes it as it is",
+            location="model.source",
+        )
     folder = resolve_path(source.weights, source, "model.weights")
     numel = sum(torch.Size(entry.shape).numel() for entry in loaded.deferred_init.logical_params.values())
 
     def initial(name: str) -> torch.Tensor:
         return (
-            loaded.deferred_init.initial_value(name) if name in loaded.deferred_init.logical_params else module.get_buffer(name)
+            loaded.deferred_init.initial_value(name)
+            if name in loaded.deferred_init.logical_params
+            else module.get_buffer(name)
         )
 
     return compare_logits(loaded.deferred_init, initial, folder), numel
@@ -158,12 +188,22 @@ def probe_inputs(module: nn.Module) -> dict[str, torch.Tensor] | None:
     said, text = config.to_dict(), config.get_text_config()
     vocabulary = text.to_dict().get(text.attribute_map.get("vocab_size", "vocab_size"))
     if model.main_input_name == "input_ids" and isinstance(vocabulary, int) and config is text:
-        tokens = torch.arange(NUM_SAMPLES * NUM_TOKENS).mul(7).add(3).remainder(vocabulary).view(NUM_SAMPLES, NUM_TOKENS)
-        return {"input_ids": tokens} | ({"decoder_input_ids": tokens.flip(1)} if said.get("is_encoder_decoder") else {})
+        tokens = (
+            torch.arange(NUM_SAMPLES * NUM_TOKENS)
+            .mul(7)
+            .add(3)
+            .remainder(vocabulary)
+            .view(NUM_SAMPLES, NUM_TOKENS)
+        )
+        return {"input_ids": tokens} | (
+            {"decoder_input_ids": tokens.flip(1)} if said.get("is_encoder_decoder") else {}
+        )
     size, channels = said.get("image_size"), said.get("num_channels", 3)
     if model.main_input_name == "pixel_values" and isinstance(size, int) and isinstance(channels, int):
         return {
-            "pixel_values": torch.linspace(-1, 1, NUM_SAMPLES * channels * size * size).view(NUM_SAMPLES, channels, size, size)
+            "pixel_values": torch.linspace(-1, 1, NUM_SAMPLES * channels * size * size).view(
+                NUM_SAMPLES, channels, size, size
+            )
         }
     return None
 
@@ -172,7 +212,9 @@ def load_values(module: nn.Module, deferred_init: DeferredInit, read_value: Read
     """Give `module` (an instance) the values, in float32."""
     for first, entry in deferred_init.logical_params.items():
         mine = read_value(first)
-        parameter = nn.Parameter(mine.to("cpu", torch.float32 if mine.is_floating_point() else mine.dtype), requires_grad=False)
+        parameter = nn.Parameter(
+            mine.to("cpu", torch.float32 if mine.is_floating_point() else mine.dtype), requires_grad=False
+        )
         for name in (first, *entry.aliases):
             path, _, leaf = name.rpartition(".")
             module.get_submodule(path)._parameters[leaf] = parameter

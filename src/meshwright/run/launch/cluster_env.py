@@ -48,11 +48,15 @@ def first_host(nodes: str) -> str:
 def tasks_per_host(counts: str) -> list[int]:
     """The counts per host of a list such as `4(x2),3`; [] where it is anything else."""
     found = [TASK_COUNT.fullmatch(part) for part in counts.split(",")]
-    return [int(match[1]) for match in found if match for _ in range(int(match[2] or 1))] if all(found) else []
+    return (
+        [int(match[1]) for match in found if match for _ in range(int(match[2] or 1))] if all(found) else []
+    )
 
 
 DEFAULT_PORT = 29500  # where nothing else is said; what torchrun's users expect
-FIRST_SPECIAL_STEP = 0xFFFF_FFF0  # from here on SLURM numbers steps that are not srun's: batch script, interactive, extern
+FIRST_SPECIAL_STEP = (
+    0xFFFF_FFF0  # from here on SLURM numbers steps that are not srun's: batch script, interactive, extern
+)
 LOOPBACK = "127.0.0.1"
 WHERE = "environment"
 
@@ -80,7 +84,9 @@ class LauncherEnv:
     @property
     def is_single_host(self) -> bool:
         """Whether all ranks are on this host, so that nothing needs to leave it."""
-        return self.local_world >= self.world or (self.master_addr is not None and is_loopback(self.master_addr))
+        return self.local_world >= self.world or (
+            self.master_addr is not None and is_loopback(self.master_addr)
+        )
 
     def __str__(self) -> str:
         text = f"rank {self.rank} of {self.world} ({self.launcher} on host {self.host}, {self.local_world} per host)"
@@ -139,9 +145,23 @@ def find_launcher_env(env: Mapping[str, str], host: str, *, has_terminal: bool =
     job = _job(env, first.launcher)
     master, port = _master(env, first, local_world, job)
     served = first.launcher == "torchrun" and env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    counted = env.get("TORCHELASTIC_RESTART_COUNT" if first.launcher == "torchrun" else "SLURM_RESTART_COUNT", "0")
+    counted = env.get(
+        "TORCHELASTIC_RESTART_COUNT" if first.launcher == "torchrun" else "SLURM_RESTART_COUNT", "0"
+    )
     restart = int(counted) if counted.isdecimal() else 0
-    return LauncherEnv(first.launcher, first.rank, first.world, local_rank, local_world, host, master, port, served, job, restart)
+    return LauncherEnv(
+        first.launcher,
+        first.rank,
+        first.world,
+        local_rank,
+        local_world,
+        host,
+        master,
+        port,
+        served,
+        job,
+        restart,
+    )
 
 
 def is_loopback(address: str) -> bool:
@@ -171,7 +191,9 @@ def _claims(env: Mapping[str, str], terminal: bool) -> Iterator[LauncherClaim]:
         world = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
         claim = _claim(env, "SLURM", "SLURM_PROCID", world, "SLURM_LOCALID")
         if claim.world > 1:  # a step of one task is a place to start ranks from, like any shell
-            yield LauncherClaim(claim.launcher, claim.rank_key, claim.rank, claim.world, claim.local_rank, _tasks_here(env))
+            yield LauncherClaim(
+                claim.launcher, claim.rank_key, claim.rank, claim.world, claim.local_rank, _tasks_here(env)
+            )
 
 
 def _claim(
@@ -183,19 +205,29 @@ def _claim(
     fix = f"let {'the launcher' if launcher == WHERE else launcher} set them all"
     fix += f", or unset {rank} to let meshwright start the local ranks itself"
     if odd:
-        raise PlanError(f"{rank} is set in the environment, and {' and '.join(odd)}: needed are numbers", fix=fix, location=WHERE)
+        raise PlanError(
+            f"{rank} is set in the environment, and {' and '.join(odd)}: needed are numbers",
+            fix=fix,
+            location=WHERE,
+        )
     said = {key: int(value) for key, value in {**needed, **given}.items()}
     if said[rank] >= said[world]:
         text = f"{rank}={said[rank]} and {world}={said[world]}: ranks are counted from 0 to {said[world] - 1}"
         raise PlanError(text, fix=fix, location=WHERE)
-    return LauncherClaim(launcher, rank, said[rank], said[world], said.get(local_rank), said.get(local_world) or None)
+    return LauncherClaim(
+        launcher, rank, said[rank], said[world], said.get(local_rank), said.get(local_world) or None
+    )
 
 
 def _kubeflow(env: Mapping[str, str]) -> LauncherClaim:
     per_pod = env.get("PET_NPROC_PER_NODE", "1")
     if per_pod != "1":
         text = f"this pod shall run PET_NPROC_PER_NODE={per_pod} ranks, and this process is one"
-        raise PlanError(text, fix="start them with torchrun, which reads PET_*: torchrun -m meshwright ...", location=WHERE)
+        raise PlanError(
+            text,
+            fix="start them with torchrun, which reads PET_*: torchrun -m meshwright ...",
+            location=WHERE,
+        )
     claim = _claim(env, "Kubeflow", "PET_NODE_RANK", "PET_NNODES")
     return LauncherClaim(claim.launcher, claim.rank_key, claim.rank, claim.world, 0, 1)
 
@@ -244,7 +276,9 @@ def _job(env: Mapping[str, str], launcher: str) -> str:
     return env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", ""))
 
 
-def _master(env: Mapping[str, str], claim: LauncherClaim, local_world: int, job: str) -> tuple[str | None, int]:
+def _master(
+    env: Mapping[str, str], claim: LauncherClaim, local_world: int, job: str
+) -> tuple[str | None, int]:
     if claim.world == 1 and "MASTER_ADDR" not in env:
         return None, DEFAULT_PORT
     kubeflow = claim.launcher == "Kubeflow"
@@ -252,10 +286,18 @@ def _master(env: Mapping[str, str], claim: LauncherClaim, local_world: int, job:
     said = env.get("PET_MASTER_PORT" if kubeflow and "PET_MASTER_PORT" in env else "MASTER_PORT", "")
     if said and not (said.isdecimal() and 0 < int(said) < 1 << 16):
         raise PlanError(
-            f"MASTER_PORT={said!r}; needed is a number from 1 to 65535", fix=f"export MASTER_PORT={DEFAULT_PORT}", location=WHERE
+            f"MASTER_PORT={said!r}; needed is a number from 1 to 65535",
+            fix=f"export MASTER_PORT={DEFAULT_PORT}",
+            location=WHERE,
         )
     # between the ports of the system and those that it hands out to clients (from 32768 on)
-    port = int(said) if said else 10_000 + crc32(job.encode()) % 20_000 if job and claim.launcher != "torchrun" else DEFAULT_PORT
+    port = (
+        int(said)
+        if said
+        else 10_000 + crc32(job.encode()) % 20_000
+        if job and claim.launcher != "torchrun"
+        else DEFAULT_PORT
+    )
     nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", env.get("SLURM_NODELIST", "")))
     if not address and claim.local_world is not None and local_world >= claim.world:
         address = LOOPBACK
@@ -263,5 +305,7 @@ def _master(env: Mapping[str, str], claim: LauncherClaim, local_world: int, job:
     if not address:
         fix = "export MASTER_ADDR=<the address of the host of rank 0> on every host"
         fix += "; with mpirun: -x MASTER_ADDR" if claim.launcher == "Open MPI" else ""
-        raise PlanError(f"{claim}, and MASTER_ADDR is not set: nobody knows where the ranks meet", fix=fix, location=WHERE)
+        raise PlanError(
+            f"{claim}, and MASTER_ADDR is not set: nobody knows where the ranks meet", fix=fix, location=WHERE
+        )
     return address, port

@@ -73,7 +73,10 @@ def failure_path(folder: Path, rank: int) -> Path:
 
 def read_failures(folder: Path) -> dict[int, FailureRecord]:
     """The records that ranks have written to `folder`/failures, by rank."""
-    found = (FailureRecord(**json.loads(path.read_text(encoding="ascii"))) for path in (folder / "failures").glob("rank-*.json"))
+    found = (
+        FailureRecord(**json.loads(path.read_text(encoding="ascii")))
+        for path in (folder / "failures").glob("rank-*.json")
+    )
     return {record.rank: record for record in found}
 
 
@@ -91,7 +94,9 @@ def record_failure(
         faulthandler.enable(sys.__stderr__)  # a crash in native code leaves the Python line in the log
     if lifeline_fd is not None:
         os.set_inheritable(lifeline_fd, False)
-        threading.Thread(target=_end_without_parent, args=(lifeline_fd,), daemon=True, name="lifeline").start()
+        threading.Thread(
+            target=_end_without_parent, args=(lifeline_fd,), daemon=True, name="lifeline"
+        ).start()
     progress = RankProgress()
     try:
         yield progress
@@ -107,7 +112,11 @@ def record_failure(
         if show is not None:
             whole = record.kind == "own" or (record.kind == "report" and _speaks(error))
             why = "it waited in vain" if record.kind == "report" else "it lost a peer"
-            show(describe_failure(record) if whole else f"{_headline(record)}: {why}; see {failure_path(folder, rank)}")
+            show(
+                describe_failure(record)
+                if whole
+                else f"{_headline(record)}: {why}; see {failure_path(folder, rank)}"
+            )
         # Not sys.exit: threads and communicators that wait for a lost peer would keep the process from ending.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -148,15 +157,26 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 def _speaks(error: BaseException) -> bool:
     """Whether this rank is the one, of those that have the same report, to show it."""
-    return any(isinstance(cause, CollectiveError) and cause.report and cause.is_reporter for cause in _causes(error))
+    return any(
+        isinstance(cause, CollectiveError) and cause.report and cause.is_reporter for cause in _causes(error)
+    )
 
 
 def _record(rank: int, error: Exception, progress: RankProgress) -> FailureRecord:
     here = error.__traceback__
-    trace = here.tb_next if here is not None and here.tb_next is not None else here  # leave out the line of guard itself
+    trace = (
+        here.tb_next if here is not None and here.tb_next is not None else here
+    )  # leave out the line of guard itself
     text = "".join(traceback.format_exception(type(error), error, trace))
     return FailureRecord(
-        rank, time.time(), failure_kind(error), type(error).__name__, str(error), text, progress.step, progress.phase
+        rank,
+        time.time(),
+        failure_kind(error),
+        type(error).__name__,
+        str(error),
+        text,
+        progress.step,
+        progress.phase,
     )
 
 

@@ -28,7 +28,12 @@ def gpu_findings() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         if Path("/dev/nvidia0").exists():
             text = f"there is a GPU, and torch {torch.__version__} cannot use it"
-            yield Finding("GPUs", "warning", text, "install a CUDA build of torch that fits the driver (nvidia-smi shows it)")
+            yield Finding(
+                "GPUs",
+                "warning",
+                text,
+                "install a CUDA build of torch that fits the driver (nvidia-smi shows it)",
+            )
         else:
             yield Finding("GPUs", "ok", "none; ranks train on the CPU, over gloo")
         return
@@ -75,7 +80,10 @@ def gather_findings(world: World, host: str, findings: Sequence[Finding]) -> dic
     letters = mine.new_empty(group.size * MAX_MESSAGE_NBYTES)
     group.all_gather(letters, mine).wait()
     told = bytes(letters.tolist())
-    read = (json.loads(told[start : start + MAX_MESSAGE_NBYTES]) for start in range(0, len(told), MAX_MESSAGE_NBYTES))
+    read = (
+        json.loads(told[start : start + MAX_MESSAGE_NBYTES])
+        for start in range(0, len(told), MAX_MESSAGE_NBYTES)
+    )
     return {name: tuple(Finding(**each) for each in found) for name, found in read}
 
 

@@ -73,7 +73,9 @@ def _python() -> Finding:
     low, high = (".".join(map(str, each)) for each in SUPPORTED_PYTHONS)
     if SUPPORTED_PYTHONS[0] <= here <= SUPPORTED_PYTHONS[1]:
         return Finding("Python", "ok", platform.python_version())
-    return Finding("Python", "failure", f"{platform.python_version()}; needed is {low} to {high}", f"use Python {high}")
+    return Finding(
+        "Python", "failure", f"{platform.python_version()}; needed is {low} to {high}", f"use Python {high}"
+    )
 
 
 def _package(name: str, least: tuple[int, ...]) -> Finding:
@@ -81,11 +83,15 @@ def _package(name: str, least: tuple[int, ...]) -> Finding:
     try:
         found = version(name)
     except PackageNotFoundError:
-        return Finding(name, "failure", f"not installed; needed is {needed} or later", f"pip install '{name}>={needed}'")
+        return Finding(
+            name, "failure", f"not installed; needed is {needed} or later", f"pip install '{name}>={needed}'"
+        )
     parts = found.split("+")[0].split(".")
     numbers = tuple(int(part) for part in parts[: len(least)] if part.isdecimal())
     if numbers < least:
-        return Finding(name, "failure", f"{found}; needed is {needed} or later", f"pip install '{name}>={needed}'")
+        return Finding(
+            name, "failure", f"{found}; needed is {needed} or later", f"pip install '{name}>={needed}'"
+        )
     return Finding(name, "ok", found)
 
 
@@ -94,7 +100,9 @@ def _cores() -> Finding:
     load = os.getloadavg()[0]
     text = f"{own} of {every} for this process, load {load:.1f}"
     if load > 1.5 * every:
-        return Finding("cores", "warning", text, "end what else runs here: ranks wait for the slowest of them")
+        return Finding(
+            "cores", "warning", text, "end what else runs here: ranks wait for the slowest of them"
+        )
     return Finding("cores", "ok", text)
 
 
@@ -108,12 +116,17 @@ def _memory() -> Finding:
 
 def _shared_memory(place: Path) -> Finding:
     if not place.is_dir():
-        return Finding("shared memory", "warning", f"there is no {place}", "mount it: NCCL and data workers use it")
+        return Finding(
+            "shared memory", "warning", f"there is no {place}", "mount it: NCCL and data workers use it"
+        )
     usage = shutil.disk_usage(place)
     text = f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free in {place}"
     if usage.free < MIN_SHM_NBYTES:
         return Finding(
-            "shared memory", "warning", text, "give the container more: --shm-size=8g, or an emptyDir of medium Memory"
+            "shared memory",
+            "warning",
+            text,
+            "give the container more: --shm-size=8g, or an emptyDir of medium Memory",
         )
     return Finding("shared memory", "ok", text)
 
@@ -124,7 +137,9 @@ def disk_finding(name: str, folder: Path) -> Finding:
     usage = shutil.disk_usage(place)
     text = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free in {place}"
     if not os.access(place, os.W_OK):
-        return Finding(name, "failure", f"{place} cannot be written to", "name another folder, or change its owner")
+        return Finding(
+            name, "failure", f"{place} cannot be written to", "name another folder, or change its owner"
+        )
     if usage.free < LOW_DISK_NBYTES:
         fix = "free space: a checkpoint takes 12 bytes per parameter with Adam in float32, and run.keep of them stay"
         return Finding(name, "failure" if usage.free < MIN_DISK_NBYTES else "warning", text, fix)
@@ -137,7 +152,9 @@ def _file_clock(folder: Path) -> Finding:
         with tempfile.NamedTemporaryFile(dir=_existing(folder)) as file:
             behind = time.time() - os.stat(file.name).st_mtime
     except OSError as error:
-        return Finding("clock", "warning", f"no file can be made in {folder}: {error.strerror}", "name another folder")
+        return Finding(
+            "clock", "warning", f"no file can be made in {folder}: {error.strerror}", "name another folder"
+        )
     text = f"{abs(behind):.2f} s from the time of files in {_existing(folder)}"
     if abs(behind) > MAX_CLOCK_SKEW_S:
         return Finding("clock", "warning", text, "set the clocks of this host and of the file server by NTP")
@@ -150,7 +167,9 @@ def _host_name() -> Finding:
     if address is None:
         fix = f"add '{name}' to /etc/hosts or the DNS; until then gloo needs GLOO_SOCKET_IFNAME (meshwright sets it)"
         return Finding("host name", "warning", f"'{name}' does not resolve", fix)
-    only_here = ", which only this host can reach; meshwright tells gloo the interface" if address.is_loopback else ""
+    only_here = (
+        ", which only this host can reach; meshwright tells gloo the interface" if address.is_loopback else ""
+    )
     return Finding("host name", "ok", f"{name} is {address}{only_here}")
 
 
@@ -164,9 +183,14 @@ def _interfaces(run: str | None) -> Finding:
     if out is None or out == loopback_interface():
         text = f"{names}; none leads out: this host can only train alone"
         return Finding(
-            "interfaces", "ok" if run else "warning", text, "" if run else "connect it, if there shall be several hosts"
+            "interfaces",
+            "ok" if run else "warning",
+            text,
+            "" if run else "connect it, if there shall be several hosts",
         )
-    return Finding("interfaces", "ok", f"{names}; gloo takes {out} between hosts, {loopback_interface()} on one")
+    return Finding(
+        "interfaces", "ok", f"{names}; gloo takes {out} between hosts, {loopback_interface()} on one"
+    )
 
 
 def _exposure() -> Finding:

@@ -53,9 +53,7 @@ def distribute_ranks(world: int, num_hosts: int | None, ranks_per_host: int | No
     if num_hosts * ranks_per_host != world:
         options = [f"--hosts {n} --per-host {world // n}" for n in range(1, world + 1) if world % n == 0]
         shown = ", ".join([*options[:3], *(["..."] if len(options) > 4 else []), *options[3:][-1:]])
-        text = (
-            f"{num_hosts} hosts x {ranks_per_host} ranks are {num_hosts * ranks_per_host}, and the mesh of the plan has {world}"
-        )
+        text = f"{num_hosts} hosts x {ranks_per_host} ranks are {num_hosts * ranks_per_host}, and the mesh of the plan has {world}"
         raise_diagnostics([Diagnostic(text, f"choose from {shown}; or change the mesh", "--hosts")])
     return num_hosts, ranks_per_host
 
@@ -106,7 +104,9 @@ def kubernetes_manifest(job: JobFile) -> str:
     """A manifest for `kubectl apply`. Raises PlanError without an image, or on several hosts without a volume."""
     claim, _, path = job.volume.partition(":")
     raise_diagnostics(_pod_faults(job, claim, path))
-    limits = f"resources: {{limits: {{nvidia.com/gpu: {job.ranks_per_host}}}}}" if job.gpus else "resources: {}"
+    limits = (
+        f"resources: {{limits: {{nvidia.com/gpu: {job.ranks_per_host}}}}}" if job.gpus else "resources: {}"
+    )
     mounts, volumes = "- {name: shm, mountPath: /dev/shm}", "- {name: shm, emptyDir: {medium: Memory}}"
     if claim:
         mounts += f"\n- {{name: run, mountPath: {_quoted(path)}}}"
@@ -124,8 +124,17 @@ def kubernetes_manifest(job: JobFile) -> str:
           {limits}
           volumeMounts:
         """
-    spec = indent(dedent(container), "      ") + indent(mounts, "        ") + "\n      volumes:\n" + indent(volumes, "      ")
-    return dedent(_SERVICE).format(name=job.name, hosts=job.num_hosts, backoff=MAX_RESTARTS * job.num_hosts) + spec + "\n"
+    spec = (
+        indent(dedent(container), "      ")
+        + indent(mounts, "        ")
+        + "\n      volumes:\n"
+        + indent(volumes, "      ")
+    )
+    return (
+        dedent(_SERVICE).format(name=job.name, hosts=job.num_hosts, backoff=MAX_RESTARTS * job.num_hosts)
+        + spec
+        + "\n"
+    )
 
 
 _SERVICE = """\
@@ -167,7 +176,11 @@ def _pod_command(job: JobFile) -> list[str]:
     train = ["meshwright", "train", *job.train_args]
     if job.ranks_per_host == 1:
         return train
-    meeting = [f"--master-addr={_master(job)}", f"--master-port={DEFAULT_PORT}"] if job.num_hosts > 1 else ["--standalone"]
+    meeting = (
+        [f"--master-addr={_master(job)}", f"--master-port={DEFAULT_PORT}"]
+        if job.num_hosts > 1
+        else ["--standalone"]
+    )
     hosts = [f"--nnodes={job.num_hosts}", "--node-rank=$(POD_INDEX)"] if job.num_hosts > 1 else []
     return ["torchrun", *hosts, *meeting, f"--nproc-per-node={job.ranks_per_host}", "-m", *train]
 
@@ -175,7 +188,13 @@ def _pod_command(job: JobFile) -> list[str]:
 def _pod_variables(job: JobFile) -> str:
     if job.ranks_per_host > 1 or job.world == 1:
         return "- {name: PYTHONUNBUFFERED, value: '1'}"
-    said = {"RANK": "$(POD_INDEX)", "WORLD_SIZE": job.world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": _master(job)}
+    said = {
+        "RANK": "$(POD_INDEX)",
+        "WORLD_SIZE": job.world,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+        "MASTER_ADDR": _master(job),
+    }
     said |= {"MASTER_PORT": DEFAULT_PORT, "PYTHONUNBUFFERED": 1}
     return "\n          ".join(f"- {{name: {key}, value: '{value}'}}" for key, value in said.items())
 
@@ -191,11 +210,17 @@ def _pod_faults(job: JobFile, claim: str, path: str) -> list[Diagnostic]:
         faults.append(Diagnostic(text, "name it: --image registry.example/team/meshwright:0.1", "--image"))
     if job.volume and not (claim and path.startswith("/")):
         faults.append(
-            Diagnostic(f"'{job.volume}' is no volume", "write CLAIM:PATH, as in --volume shared-claim:/work", "--volume")
+            Diagnostic(
+                f"'{job.volume}' is no volume",
+                "write CLAIM:PATH, as in --volume shared-claim:/work",
+                "--volume",
+            )
         )
     if job.num_hosts > 1 and not job.volume:
         text = f"{job.num_hosts} pods write one checkpoint together, into a folder that they all see"
-        fix = "name a claim that all of them can mount (ReadWriteMany), and where: --volume shared-claim:/work"
+        fix = (
+            "name a claim that all of them can mount (ReadWriteMany), and where: --volume shared-claim:/work"
+        )
         faults.append(Diagnostic(text, fix, "--volume"))
     return faults
 

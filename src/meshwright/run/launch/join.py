@@ -42,7 +42,11 @@ def join_world(
         yield alone(torch.device("cuda" if cuda else "cpu"))
         return
     own = rank_env.store_path is not None
-    device = _gpu(rank_env.local_rank, torch.cuda.device_count(), every_visible=own) if cuda else torch.device("cpu")
+    device = (
+        _gpu(rank_env.local_rank, torch.cuda.device_count(), every_visible=own)
+        if cuda
+        else torch.device("cpu")
+    )
     if cuda:
         torch.cuda.set_device(device)
     meeting = None if own else _meeting(rank_env.launcher_env)
@@ -82,9 +86,17 @@ def _gpu(local_rank: int, visible: int, *, every_visible: bool) -> torch.device:
 def _meeting(place: LauncherEnv | None) -> Meeting:
     if place is None or place.master_addr is None:
         raise PlanError(
-            "nothing says where the ranks meet", fix="export MASTER_ADDR=<the host of rank 0>", location="environment"
+            "nothing says where the ranks meet",
+            fix="export MASTER_ADDR=<the host of rank 0>",
+            location="environment",
         )
-    return Meeting(place.master_addr, place.master_port, served=place.has_store, one_host=place.is_single_host, job=place.job_id)
+    return Meeting(
+        place.master_addr,
+        place.master_port,
+        served=place.has_store,
+        one_host=place.is_single_host,
+        job=place.job_id,
+    )
 
 
 def check_same_plan(world: World, plan: Plan) -> None:
@@ -101,4 +113,6 @@ def check_same_plan(world: World, plan: Plan) -> None:
     ]
     if others:
         text = f"rank {', '.join(map(str, others))} was started with another plan or [run] than rank 0"
-        raise PlanError(text, fix="start every rank with the same file and the same keys behind it", location="plan")
+        raise PlanError(
+            text, fix="start every rank with the same file and the same keys behind it", location="plan"
+        )

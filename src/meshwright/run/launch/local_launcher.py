@@ -125,7 +125,11 @@ class _Rank:
 
 
 def launch_ranks(
-    child_argv: Sequence[str], world: int, folder: Path, env: Mapping[str, str], timeouts: LaunchTimeouts | None = None
+    child_argv: Sequence[str],
+    world: int,
+    folder: Path,
+    env: Mapping[str, str],
+    timeouts: LaunchTimeouts | None = None,
 ) -> LaunchResult:
     """How `world` processes of `python child_argv...` ended; none of them, nor what they started, is left.
 
@@ -155,7 +159,9 @@ def launch_ranks(
     return _outcome(ranks, killed, received, folder)
 
 
-def _environment(env: Mapping[str, str], rank: int, world: int, store: Path, lifeline_fd: int) -> dict[str, str]:
+def _environment(
+    env: Mapping[str, str], rank: int, world: int, store: Path, lifeline_fd: int
+) -> dict[str, str]:
     defaults = {
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         "OMP_NUM_THREADS": str(max(1, available_cores() // world)),
@@ -197,26 +203,42 @@ def _watch(ranks: Sequence[_Rank], received: Sequence[int], limits: LaunchTimeou
             for each in alive:
                 each.process.send_signal(signal.SIGTERM)
         stopping = told_s is not None
-        deadlines = [each.ended_s + limits.failure_s for each in ranks if each.ended_s is not None and each.failed(stopping)]
+        deadlines = [
+            each.ended_s + limits.failure_s
+            for each in ranks
+            if each.ended_s is not None and each.failed(stopping)
+        ]
         if told_s is not None:
-            deadlines.append(told_s + (limits.interrupt_s if received[0] == signal.SIGINT else limits.terminate_s))
+            deadlines.append(
+                told_s + (limits.interrupt_s if received[0] == signal.SIGINT else limits.terminate_s)
+            )
         if signal.SIGINT in received[1:] or now > min(deadlines, default=now):
             return tuple(each.rank for each in alive)
         time.sleep(POLL_S)
     return ()
 
 
-def _outcome(ranks: Sequence[_Rank], killed: tuple[int, ...], received: Sequence[int], folder: Path) -> LaunchResult:
+def _outcome(
+    ranks: Sequence[_Rank], killed: tuple[int, ...], received: Sequence[int], folder: Path
+) -> LaunchResult:
     records = read_failures(folder)
     stopping = bool(received)
-    silent = [each for each in ranks if each.rank not in records and each.rank not in killed and each.failed(stopping)]
-    found = [(record.time, record.rank) for record in records.values() if record.kind not in ("peer", "report")]
+    silent = [
+        each
+        for each in ranks
+        if each.rank not in records and each.rank not in killed and each.failed(stopping)
+    ]
+    found = [
+        (record.time, record.rank) for record in records.values() if record.kind not in ("peer", "report")
+    ]
     found += [(each.ended_at, each.rank) for each in silent]
     if not found and not stopping:
         found = [(record.time, record.rank) for record in records.values()]
     if not found:
         agreed = any(each.process.returncode == SIGTERM_EXIT_CODE for each in ranks)
-        return LaunchResult(128 + received[0] if stopping else SIGTERM_EXIT_CODE if agreed else 0, None, killed)
+        return LaunchResult(
+            128 + received[0] if stopping else SIGTERM_EXIT_CODE if agreed else 0, None, killed
+        )
     reports = sorted((record.time, record.rank) for record in records.values() if record.kind == "report")
     if reports and not stopping and not any(record.kind in ("own", "request") for record in records.values()):
         return LaunchResult(1, _reported(records[reports[0][1]], silent, records, folder), killed)
@@ -233,7 +255,9 @@ def _outcome(ranks: Sequence[_Rank], killed: tuple[int, ...], received: Sequence
     return LaunchResult(1, FirstFailure(rank, text), killed)
 
 
-def _reported(record: FailureRecord, silent: Sequence[_Rank], records: Mapping[int, FailureRecord], folder: Path) -> FirstFailure:
+def _reported(
+    record: FailureRecord, silent: Sequence[_Rank], records: Mapping[int, FailureRecord], folder: Path
+) -> FirstFailure:
     """What a rank found out that waited in vain, and how those ended that wrote nothing."""
     said, guesses = describe_failure(record), [_guessed(each) for each in silent]
     # a backend aborts the rank that gets a message of another size than it expects: it is a victim, and the report knows more
@@ -294,7 +318,9 @@ def _signals() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         received.append(signal.SIGTERM if number == signal.SIGUSR1 else number)
 
-    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    previous = {
+        number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    }
     try:
         yield received
     finally:

@@ -116,7 +116,10 @@ def _kept(strategy: Strategy, mesh: Mesh, folder: Path) -> str | None:
 def _rule(tables: Iterable[dict[str, Any]], mine: dict[str, Any]) -> str | None:
     for table in tables:
         text = table.get("algorithm")
-        if isinstance(text, str) and {key: value for key, value in table.items() if key != "algorithm"} == mine:
+        if (
+            isinstance(text, str)
+            and {key: value for key, value in table.items() if key != "algorithm"} == mine
+        ):
             try:
                 return str(Rule.parse(text))
             except PlanError:

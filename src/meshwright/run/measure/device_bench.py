@@ -27,7 +27,12 @@ from torch.nn import functional
 
 from meshwright.comm.tuning.allreduce_bench import spread_of
 from meshwright.engine.runtime.cpu_allocator import MAX_MMAP_THRESHOLD
-from meshwright.plan.hardware.device_profile import AttentionTiming, ElementwiseTiming, MatmulTiming, MemoryOpTiming
+from meshwright.plan.hardware.device_profile import (
+    AttentionTiming,
+    ElementwiseTiming,
+    MatmulTiming,
+    MemoryOpTiming,
+)
 from meshwright.run.measure.timing import (
     UNCACHED_NBYTES,
     DeviceTimer,
@@ -45,7 +50,12 @@ def compute_heavy_operations(device: torch.device) -> tuple[int, dict[str, Calla
     """How many numbers each operation makes, and the operations by their names."""
     rows = (NUM_ROWS_CUDA if device.type == "cuda" else NUM_ROWS_CPU, WIDTH)
     x, g = (torch.randn(rows, device=device) for _ in range(2))
-    aten, norm, above, weight = torch.ops.aten, torch.native_layer_norm, x.abs(), torch.ones(WIDTH, device=device)
+    aten, norm, above, weight = (
+        torch.ops.aten,
+        torch.native_layer_norm,
+        x.abs(),
+        torch.ones(WIDTH, device=device),
+    )
     _, mean, scale = norm(x, weight.shape, weight, weight, 1e-5)
     soft, spread, into = torch.softmax(x, -1), torch.log_softmax(x, -1), torch.empty_like(x)
     return x.numel(), {
@@ -83,7 +93,9 @@ NUM_QUICK_SWEEPS, QUICK_SLOT_S, QUICK_MAX_MULTIPLICATIONS = 3, 0.008, 1 << 28  #
 MatmulSize = tuple[int, int, int, int]  # m, n, k, batch
 AttentionSize = tuple[int, int, int, int, int]  # rows, heads, queries, keys, width
 
-SQUARE_MATMULS: tuple[MatmulSize, ...] = tuple((size, size, size, 1) for size in (32, 64, 128, 256, 512, 1024))
+SQUARE_MATMULS: tuple[MatmulSize, ...] = tuple(
+    (size, size, size, 1) for size in (32, 64, 128, 256, 512, 1024)
+)
 LAYER_MATMULS: tuple[MatmulSize, ...] = (
     (128, 256, 256, 1),
     (128, 1024, 256, 1),
@@ -98,7 +110,12 @@ THIN_MATMULS: tuple[MatmulSize, ...] = (
     (1024, 1024, 16, 1),
     (64, 512, 4096, 1),
 )
-LONG_MATMULS: tuple[MatmulSize, ...] = ((512, 8192, 256, 1), (4096, 128, 128, 1), (128, 128, 4096, 1), (4096, 512, 512, 1))
+LONG_MATMULS: tuple[MatmulSize, ...] = (
+    (512, 8192, 256, 1),
+    (4096, 128, 128, 1),
+    (128, 128, 4096, 1),
+    (4096, 512, 512, 1),
+)
 BATCHED_MATMULS: tuple[MatmulSize, ...] = ((64, 64, 32, 16), (128, 128, 64, 8), (256, 64, 256, 16))
 LARGE_MATMULS: tuple[MatmulSize, ...] = ((2048, 2048, 2048, 1), (4096, 2048, 1024, 1))
 LARGEST_MATMULS: tuple[MatmulSize, ...] = (
@@ -118,7 +135,11 @@ ATTENTION_SIZES: tuple[AttentionSize, ...] = (
     (2, 4, 512, 512, 128),
     (1, 2, 1024, 1024, 64),
 )
-LARGE_ATTENTION_SIZES: tuple[AttentionSize, ...] = ((1, 16, 2048, 2048, 128), (1, 16, 8192, 8192, 128), (8, 32, 2048, 2048, 64))
+LARGE_ATTENTION_SIZES: tuple[AttentionSize, ...] = (
+    (1, 16, 2048, 2048, 128),
+    (1, 16, 8192, 8192, 128),
+    (8, 32, 2048, 2048, 64),
+)
 MEMORY_NBYTES = tuple(
     4096 << shift for shift in (0, 2, 4, 6, 8, 10, 12, 13, 14, 16)
 )  # 4 KiB to 256 MiB, read and written together
@@ -169,7 +190,11 @@ def bench_sizes(kind: str, *, quick: bool = False) -> BenchSizes:
 
 
 def time_device(
-    device: torch.device, sizes: BenchSizes, *, quick: bool = False, barrier: Callable[[], None] = lambda: None
+    device: torch.device,
+    sizes: BenchSizes,
+    *,
+    quick: bool = False,
+    barrier: Callable[[], None] = lambda: None,
 ) -> DeviceTimings:
     """What `device` does at `sizes`, measured with as many threads as torch is set to.
 
@@ -179,9 +204,12 @@ def time_device(
     products: list[MatmulTiming] = []
     attention: list[AttentionTiming] = []
     for dtype in (torch.float32, torch.bfloat16):
-        products += matmul_points(dtype, time_operations(watch, matmul_operations(device, dtype, sizes.products)))
+        products += matmul_points(
+            dtype, time_operations(watch, matmul_operations(device, dtype, sizes.products))
+        )
         forward, both = (
-            time_operations(watch, attention_operations(device, dtype, sizes.attention, backward=back)) for back in (False, True)
+            time_operations(watch, attention_operations(device, dtype, sizes.attention, backward=back))
+            for back in (False, True)
         )
         attention += attention_points(dtype, forward, both)
     moved = memory_points(time_operations(watch, memory_operations(device, sizes.memory)))
@@ -189,10 +217,14 @@ def time_device(
     numel, operations = compute_heavy_operations(device)
     computed = compute_heavy_points(time_operations(watch, operations), numel, median(forwards))
     found = tuple(products), tuple(attention), tuple(moved), tuple(computed)
-    return DeviceTimings(*found, time_slices(device, barrier, quick=quick), median(forwards), median(backwards))
+    return DeviceTimings(
+        *found, time_slices(device, barrier, quick=quick), median(forwards), median(backwards)
+    )
 
 
-def matmul_operations(device: torch.device, dtype: torch.dtype, sizes: Sequence[MatmulSize]) -> dict[MatmulSize, Operation]:
+def matmul_operations(
+    device: torch.device, dtype: torch.dtype, sizes: Sequence[MatmulSize]
+) -> dict[MatmulSize, Operation]:
     """The products of linear layers of these sizes."""
     most = max(batch * k * (m + n) for m, n, k, batch in sizes)
     far = UncachedMemory(device, dtype, max(UNCACHED_NBYTES // dtype.itemsize, most))
@@ -208,7 +240,10 @@ def matmul_points(dtype: torch.dtype, samples: Mapping[MatmulSize, Sequence[floa
 def _linear(far: UncachedMemory, m: int, n: int, k: int, batch: int) -> Operation:
     """The products of a linear layer from k to n numbers on m tokens; of many at once, as within attention."""
     lead = () if batch == 1 else (batch,)
-    g, places = random_tensor(far.memory.device, far.memory.dtype, *lead, m, n), far.operands((*lead, m, k), (*lead, n, k))
+    g, places = (
+        random_tensor(far.memory.device, far.memory.dtype, *lead, m, n),
+        far.operands((*lead, m, k), (*lead, n, k)),
+    )
 
     def three() -> object:
         x, w = next(places)
@@ -225,7 +260,9 @@ def attention_operations(
 
 
 def attention_points(
-    dtype: torch.dtype, forward: Mapping[AttentionSize, Sequence[float]], both: Mapping[AttentionSize, Sequence[float]]
+    dtype: torch.dtype,
+    forward: Mapping[AttentionSize, Sequence[float]],
+    both: Mapping[AttentionSize, Sequence[float]],
 ) -> list[AttentionTiming]:
     """What the samples of forwards say, and of forwards with their backward."""
     found = []
@@ -259,7 +296,9 @@ def memory_operations(device: torch.device, sizes: Sequence[int]) -> dict[int, O
 
 def memory_points(samples: Mapping[int, Sequence[float]]) -> list[MemoryOpTiming]:
     """What the samples say, of which each is of two sums."""
-    return [MemoryOpTiming(nbytes, 2 * nbytes / median(seen), spread_of(seen)) for nbytes, seen in samples.items()]
+    return [
+        MemoryOpTiming(nbytes, 2 * nbytes / median(seen), spread_of(seen)) for nbytes, seen in samples.items()
+    ]
 
 
 def _added(far: UncachedMemory, numel: int) -> Operation:
@@ -276,7 +315,9 @@ def _added(far: UncachedMemory, numel: int) -> Operation:
     return two
 
 
-def compute_heavy_points(samples: Mapping[str, Sequence[float]], numel: int, call_s: float) -> list[ElementwiseTiming]:
+def compute_heavy_points(
+    samples: Mapping[str, Sequence[float]], numel: int, call_s: float
+) -> list[ElementwiseTiming]:
     """What the samples say of operations that make `numel` numbers."""
     return [
         ElementwiseTiming(name, max(median(seen) - call_s, MIN_SECONDS) / numel, spread_of(seen))

@@ -39,8 +39,19 @@ from meshwright.run.measure.measured_files import parse_measurements, read_profi
 
 DEFAULT_NUM_UNITS = 100
 LINKS_FIX = "measure links: meshwright bench comm, then --cluster cluster.toml; or say it in a [device] table beside `measured`"
-DEVICE_FIX = "write a [device] table (docs/planning.md), or measure: meshwright bench device --out device.toml"
-FRACTION_RATES = ("product", "product_float8", "product_blocks", "product_float4", "attention", "memory", "link", "nic")
+DEVICE_FIX = (
+    "write a [device] table (docs/planning.md), or measure: meshwright bench device --out device.toml"
+)
+FRACTION_RATES = (
+    "product",
+    "product_float8",
+    "product_blocks",
+    "product_float4",
+    "attention",
+    "memory",
+    "link",
+    "nic",
+)
 FRACTION_RATES += ("tail", "tensor_hidden", "sums_hidden")  # of which none is more than 1
 MAX_FACTOR = 1000.0  # times, at most, of a rate that is no share
 RATE_RANGES = {  # of rates that are neither shares nor times, or of which less is known to be wrong
@@ -62,7 +73,12 @@ MAX_VALUES = {  # beyond which a figure is in another unit
     "units": (1e7, "multiprocessors, compute units or cores: 132 for an H100"),
 }
 UNIT_SCALES = {"memory_gb": 2**30, "memory_gb_s": 1e9, "link_gb_s": 1e9, "nic_gb_s": 1e9}
-DEVICE_FIELDS = {"memory_gb": "memory", "memory_gb_s": "memory_rate", "link_gb_s": "link_rate", "nic_gb_s": "nic_rate"}
+DEVICE_FIELDS = {
+    "memory_gb": "memory",
+    "memory_gb_s": "memory_rate",
+    "link_gb_s": "link_rate",
+    "nic_gb_s": "nic_rate",
+}
 
 
 @dataclass(frozen=True)
@@ -108,9 +124,15 @@ def read_machine(hardware: str, count: int) -> Machine:
         device = measured_device(profile)
         return Machine(device, count, measured_rates(profile, device))
     if "device" not in document:
-        raise PlanError("this file has no [device] table, nor did `bench device` write it", fix=DEVICE_FIX, location=hardware)
+        raise PlanError(
+            "this file has no [device] table, nor did `bench device` write it",
+            fix=DEVICE_FIX,
+            location=hardware,
+        )
     faults: list[Diagnostic] = []
-    said = SchemaCheck(str(path), tables={"device": DeviceTable}, diagnostics=faults).convert(document, _File, ())
+    said = SchemaCheck(str(path), tables={"device": DeviceTable}, diagnostics=faults).convert(
+        document, _File, ()
+    )
     if said is None:  # what fits may have faults of its own, which are told with these
         document = _fitting(document)
         said = SchemaCheck(str(path)).convert(document, _File, ())
@@ -125,13 +147,21 @@ def with_host_links(machine: Machine, hardware: str) -> Machine:
     faults = []
     for key, known in (("link_gb_s", device.link_rate), ("per_host", host)):
         if not known:
-            faults.append(Diagnostic(f"{machine.count} devices, and nothing is known of {key}", LINKS_FIX, hardware))
+            faults.append(
+                Diagnostic(f"{machine.count} devices, and nothing is known of {key}", LINKS_FIX, hardware)
+            )
     if host and machine.count > host and not device.nic_rate:
         faults.append(
-            Diagnostic(f"{machine.count} devices on hosts of {host}, and nothing is known of nic_gb_s", LINKS_FIX, hardware)
+            Diagnostic(
+                f"{machine.count} devices on hosts of {host}, and nothing is known of nic_gb_s",
+                LINKS_FIX,
+                hardware,
+            )
         )
     raise_diagnostics(faults)
-    return replace(machine, device=replace(device, devices_per_host=device.devices_per_host or host), per_host=host)
+    return replace(
+        machine, device=replace(device, devices_per_host=device.devices_per_host or host), per_host=host
+    )
 
 
 def find_profile(hardware: str) -> DeviceProfile | None:
@@ -158,13 +188,17 @@ def _fitting(document: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _described(said: _File, keys: Iterable[str], path: Path, count: int, before: Iterable[Diagnostic]) -> Machine:
+def _described(
+    said: _File, keys: Iterable[str], path: Path, count: int, before: Iterable[Diagnostic]
+) -> Machine:
     """The machine of a [device] table in which these `keys` are written. Of what has a fault `before`, no other one is told."""
     table, faults = said.device, list(before)
     places = [fault.location for fault in faults]
     for fault in _faults(said, keys):
         where = f"{path}: {fault.location}"
-        if not any(f"{where}.".startswith(f"{each}.") or f"{each}.".startswith(f"{where}.") for each in places):
+        if not any(
+            f"{where}.".startswith(f"{each}.") or f"{each}.".startswith(f"{where}.") for each in places
+        ):
             faults.append(replace(fault, location=where))
     profile, base = None, None
     if table.measured:
@@ -178,7 +212,9 @@ def _described(said: _File, keys: Iterable[str], path: Path, count: int, before:
             text = f"'{table.like}' is no device that is known here"
             faults.append(
                 Diagnostic(
-                    text, suggest_name(table.like.upper(), [each.name for each in known_devices()]), f"{path}: device.like"
+                    text,
+                    suggest_name(table.like.upper(), [each.name for each in known_devices()]),
+                    f"{path}: device.like",
                 )
             )
     if base is not None and profile is not None and find_device(profile.device) is not base:
@@ -193,15 +229,21 @@ def _described(said: _File, keys: Iterable[str], path: Path, count: int, before:
 
 
 def _device(table: DeviceTable, base: DeviceSpec, path: Path) -> DeviceSpec:
-    figures = {name: vars(table)[key] * UNIT_SCALES[key] for key, name in DEVICE_FIELDS.items() if vars(table)[key]}
+    figures = {
+        name: vars(table)[key] * UNIT_SCALES[key] for key, name in DEVICE_FIELDS.items() if vars(table)[key]
+    }
     flops = {**base.flops, **{dtype: 1e12 * value for dtype, value in table.tflops.items()}}
     if "float32" in flops and not {"bfloat16", "float16"} & set(flops):
         flops["bfloat16"] = flops["float32"]  # without units for 16 bits they are computed as 32
     name = table.name or (f"{base.name} of {path.name}" if table.like else base.name or path.stem)
-    pattern = base.pattern or re.escape(name)  # a name of one's own changes nothing of what a driver calls the device
+    pattern = base.pattern or re.escape(
+        name
+    )  # a name of one's own changes nothing of what a driver calls the device
     given = replace(base, name=name, pattern=pattern, flops=flops, source=str(path), **figures)
     return replace(
-        given, devices_per_host=table.per_host or given.devices_per_host, num_compute_units=table.units or given.num_compute_units
+        given,
+        devices_per_host=table.per_host or given.devices_per_host,
+        num_compute_units=table.units or given.num_compute_units,
     )
 
 
@@ -213,22 +255,30 @@ def _faults(said: _File, keys: Iterable[str]) -> Iterator[Diagnostic]:
     """All that is wrong with the figures of a [device] table in which these `keys` are written, and what is missing."""
     table = said.device
     if not table.like and not table.measured:
-        lacking = [each.name for each in fields(DeviceTable) if each.name not in ("like", "measured", "units")]
+        lacking = [
+            each.name for each in fields(DeviceTable) if each.name not in ("like", "measured", "units")
+        ]
         for key in lacking:
             if not vars(table)[key] and (key not in keys or key in ("name", "tflops")):
                 yield Diagnostic(
-                    "this key is missing", 'write it, or a kind that is most like yours: like = "h100"', f"device.{key}"
+                    "this key is missing",
+                    'write it, or a kind that is most like yours: like = "h100"',
+                    f"device.{key}",
                 )
     for key, (most, unit) in MAX_VALUES.items():
         value = vars(table)[key]
         if key in keys and not 0 < value < inf:  # a 0 that is written is no word for "not said"
-            fix = "write a number above 0" + (", or leave the key out" if table.like or table.measured else "")
+            fix = "write a number above 0" + (
+                ", or leave the key out" if table.like or table.measured else ""
+            )
             yield Diagnostic(f"{key} = {value}", fix, f"device.{key}")
         elif value > most:
             yield Diagnostic(f"{key} = {value:g}, more than {most:g}", f"write {unit}", f"device.{key}")
     yield from _peak_faults(table)
     for name, value in said.rates.items():
-        least, most, unit = RATE_RANGES.get(name, (0.0, 1.0 if name in FRACTION_RATES else MAX_FACTOR, "a number of times"))
+        least, most, unit = RATE_RANGES.get(
+            name, (0.0, 1.0 if name in FRACTION_RATES else MAX_FACTOR, "a number of times")
+        )
         if name not in NAMES:
             yield Diagnostic(f"there is no rate '{name}'", suggest_name(name, NAMES), f"rates.{name}")
         elif not 0 < value < inf:
@@ -236,21 +286,38 @@ def _faults(said: _File, keys: Iterable[str]) -> Iterator[Diagnostic]:
         elif value > most and name in FRACTION_RATES:
             yield Diagnostic(f"{name} = {value}, more than all", "write a share, 1 at most", f"rates.{name}")
         elif not least <= value <= most:
-            yield Diagnostic(f"{name} = {value:g}; needed is {unit}", f"write {least:g} to {most:g}", f"rates.{name}")
+            yield Diagnostic(
+                f"{name} = {value:g}; needed is {unit}", f"write {least:g} to {most:g}", f"rates.{name}"
+            )
 
 
 def _peak_faults(table: DeviceTable) -> Iterator[Diagnostic]:
     """What is wrong with the peaks of products."""
     for dtype, value in table.tflops.items():
         if dtype not in DTYPES:
-            bits = re.sub(r"^(float|bfloat|fp|bf|tf)(?=\d)", "", dtype)  # float64 is no float4 misspelt, nor int8 float8
+            bits = re.sub(
+                r"^(float|bfloat|fp|bf|tf)(?=\d)", "", dtype
+            )  # float64 is no float4 misspelt, nor int8 float8
             alike = [each for each in DTYPES if bits.isdecimal() and each.endswith(bits)]
-            fix = suggest_name(dtype, alike) if alike else f"leave it out, or choose one of: {', '.join(DTYPES)}"
+            fix = (
+                suggest_name(dtype, alike)
+                if alike
+                else f"leave it out, or choose one of: {', '.join(DTYPES)}"
+            )
             yield Diagnostic(f"there is no dtype '{dtype}' in plans", fix, f"device.tflops.{dtype}")
         elif not 0 < value < inf:
             yield Diagnostic(f"{value} TFLOP/s", "write a number above 0", f"device.tflops.{dtype}")
         elif value > 1e6:
-            yield Diagnostic(f"{value:g} TFLOP/s, more than 1e6", "write TFLOP/s: 989 for an H100", f"device.tflops.{dtype}")
-    if table.tflops and not table.like and not table.measured and not {"bfloat16", "float16", "float32"} & set(table.tflops):
+            yield Diagnostic(
+                f"{value:g} TFLOP/s, more than 1e6",
+                "write TFLOP/s: 989 for an H100",
+                f"device.tflops.{dtype}",
+            )
+    if (
+        table.tflops
+        and not table.like
+        and not table.measured
+        and not {"bfloat16", "float16", "float32"} & set(table.tflops)
+    ):
         text = f"tflops of {', '.join(table.tflops)} alone, and plans are chosen in 16 bits"
         yield Diagnostic(text, "add those of bfloat16: tflops = {bfloat16 = 500}", "device.tflops")

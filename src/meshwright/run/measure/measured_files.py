@@ -56,7 +56,10 @@ def parse_measurements(
     faults: list[Diagnostic] = []
     found = SchemaCheck(str(path), diagnostics=faults).convert(document, kind, ())
     if found is not None and not faults:
-        faults += [replace(fault, location=f"{path}: {fault.location}") for fault in (*found.faults(), *extra_diagnostics(found))]
+        faults += [
+            replace(fault, location=f"{path}: {fault.location}")
+            for fault in (*found.faults(), *extra_diagnostics(found))
+        ]
     raise_diagnostics(faults)
     return found
 
@@ -67,7 +70,9 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
         replace_file(path, "\n".join([*lines, ""]))
     except OSError as error:
         fix = "name a file in a folder that can be written to: --out"
-        raise PlanError(f"the file cannot be written: {error.strerror}", fix=fix, location=str(path)) from error
+        raise PlanError(
+            f"the file cannot be written: {error.strerror}", fix=fix, location=str(path)
+        ) from error
 
 
 PROFILE_HEADER = """\
@@ -86,7 +91,9 @@ TABLE_COMMENTS = {
 def read_profile(path: Path) -> DeviceProfile:
     """The profile in the file at `path`. Raises PlanError with every fault of it."""
     return parse_measurements(
-        read_toml(path, "measure the device first: meshwright bench device --out device.toml"), DeviceProfile, path
+        read_toml(path, "measure the device first: meshwright bench device --out device.toml"),
+        DeviceProfile,
+        path,
     )
 
 

@@ -40,7 +40,11 @@ def read_cluster(path: Path) -> Cluster:
     fix = "measure the links first: meshwright bench comm --out cluster.toml"
     document = read_toml(path, fix)
     if "device" in document:
-        raise PlanError("this file describes a device, not links", fix="name it behind --hardware; " + fix, location=str(path))
+        raise PlanError(
+            "this file describes a device, not links",
+            fix="name it behind --hardware; " + fix,
+            location=str(path),
+        )
     return parse_measurements(document, Cluster, path, _names)
 
 
@@ -68,7 +72,8 @@ def _lines(cluster: Cluster) -> Iterator[str]:
     yield f"model = {cluster.fit_error.model:.4g}\ncorrected = {cluster.fit_error.corrected:.4g}"
     yield "\n[network]"
     crowds = [
-        f"    {{receiving = {crowd.num_receivers}, seconds = {crowd.seconds:.4g}}}," for crowd in cluster.network.round_overheads
+        f"    {{receiving = {crowd.num_receivers}, seconds = {crowd.seconds:.4g}}},"
+        for crowd in cluster.network.round_overheads
     ]
     yield "\n".join(["crowds = [", *crowds, "]"])
     network = cluster.network

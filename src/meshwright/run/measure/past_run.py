@@ -35,10 +35,12 @@ STEP_KEYS: Mapping[str, type | UnionType] = {
     "data_s": int | float,
     "skipped": bool,
 }  # of a line of a step
-TRANSFER_KEYS: Mapping[str, type | UnionType] = {"step": int, "axes": str, "bytes": int}  # of an event of a message
-RETRACE_FIX = (
-    "trace steps again: --run.trace_steps 3; or remove the folder trace: then one factor stands for computing and sending"
-)
+TRANSFER_KEYS: Mapping[str, type | UnionType] = {
+    "step": int,
+    "axes": str,
+    "bytes": int,
+}  # of an event of a message
+RETRACE_FIX = "trace steps again: --run.trace_steps 3; or remove the folder trace: then one factor stands for computing and sending"
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,11 @@ def read_previous_run(folder: Path) -> PreviousRun:
     """What the run in `folder` tells. Raises PlanError when it is no run or has too few steps, or with all that is damaged."""
     where = str(folder)
     if not folder.is_dir():
-        raise PlanError("there is no such folder", fix="name the folder of a run: run.folder in its config", location=where)
+        raise PlanError(
+            "there is no such folder",
+            fix="name the folder of a run: run.folder in its config",
+            location=where,
+        )
     faults: list[Diagnostic] = []
     device = _device(folder / ABOUT, faults)
     seconds = _steps(folder / METRICS_FILE, faults)
@@ -98,7 +104,9 @@ def _text(path: Path, reason: str, diagnostics: list[Diagnostic]) -> str:
     except FileNotFoundError:
         text = f"there is no {path.name} in it: {reason}"
         diagnostics.append(
-            Diagnostic(text, "name the folder of a run that has trained: run.folder in its config", str(path.parent))
+            Diagnostic(
+                text, "name the folder of a run that has trained: run.folder in its config", str(path.parent)
+            )
         )
     except (OSError, ValueError) as error:
         diagnostics.append(Diagnostic(f"the file cannot be read: {error}", "name another run", str(path)))
@@ -130,11 +138,15 @@ def _device(path: Path, diagnostics: list[Diagnostic]) -> str:
     about = _json(text, path, "name another run", diagnostics) if text else None
     if about is None:
         return ""
-    lacking = _lacking(about, {"machine": dict}) or _lacking(about["machine"], {"device": str, "processor": str})
+    lacking = _lacking(about, {"machine": dict}) or _lacking(
+        about["machine"], {"device": str, "processor": str}
+    )
     if lacking:
         text = f"it does not say which device computed: {lacking}"
         diagnostics.append(
-            Diagnostic(text, "name a run of this version of meshwright; its first steps write the file", str(path))
+            Diagnostic(
+                text, "name a run of this version of meshwright; its first steps write the file", str(path)
+            )
         )
         return ""
     machine = about["machine"]
@@ -157,7 +169,9 @@ def _steps(path: Path, diagnostics: list[Diagnostic]) -> list[float]:
             lacking = f"{took:g} seconds without the wait for data, and needed is a number above 0"
         if lacking:
             fix = "remove the line, or name another run"
-            diagnostics.append(Diagnostic(f"line {number} is no step as `train` writes it: {lacking}", fix, str(path)))
+            diagnostics.append(
+                Diagnostic(f"line {number} is no step as `train` writes it: {lacking}", fix, str(path))
+            )
         elif not said["skipped"]:
             found.append(took)
     return found[1:]
@@ -176,7 +190,11 @@ def _traced(folder: Path, diagnostics: list[Diagnostic]) -> tuple[float | None, 
         if wrong:
             diagnostics.append(Diagnostic(f"no trace as `train` writes it: {wrong}", RETRACE_FIX, str(path)))
             continue
-        computed.append(median(sum(parts[name] for name in COMPUTE_PARTS) for parts in said["otherData"]["seconds"].values()))
+        computed.append(
+            median(
+                sum(parts[name] for name in COMPUTE_PARTS) for parts in said["otherData"]["seconds"].values()
+            )
+        )
         seen: Counter[tuple[int, str, str, int]] = Counter()
         for event in said["traceEvents"]:
             move = event.get("args", {})
@@ -187,14 +205,17 @@ def _traced(folder: Path, diagnostics: list[Diagnostic]) -> tuple[float | None, 
                 sent = CollectiveKey(*what, number)
                 shortest[sent] = min(shortest.get(sent, inf), event["dur"] / 1e6)
     messages = tuple(
-        TimedCollective(each.collective, tuple(each.axes.split(" x ")), each.nbytes, took) for each, took in shortest.items()
+        TimedCollective(each.collective, tuple(each.axes.split(" x ")), each.nbytes, took)
+        for each, took in shortest.items()
     )
     return (max(computed), messages) if computed else (None, ())
 
 
 def _untraced(said: Any) -> str:
     """What keeps a document from being a trace, in words; "": nothing."""
-    lacking = _lacking(said, {"otherData": dict, "traceEvents": list}) or _lacking(said["otherData"], {"seconds": dict})
+    lacking = _lacking(said, {"otherData": dict, "traceEvents": list}) or _lacking(
+        said["otherData"], {"seconds": dict}
+    )
     if lacking:
         return lacking
     if not said["otherData"]["seconds"]:

@@ -112,7 +112,9 @@ SLICES_PER_BATCH, NUM_BATCHES, NUM_QUICK_BATCHES = 64, 40, 3
 WINDOW_GROWTH, MIN_WINDOWS = 4, 12  # of a length there are so many stretches at least
 
 
-def time_slices(device: torch.device, barrier: Callable[[], None] = lambda: None, *, quick: bool = False) -> tuple[float, ...]:
+def time_slices(
+    device: torch.device, barrier: Callable[[], None] = lambda: None, *, quick: bool = False
+) -> tuple[float, ...]:
     """Seconds of each of many slices in a row on `device`, with as many threads as torch is set to; ranks `meet` on the way.
 
     None on a GPU: there a slice would time the host, which asks ahead; nobody has looked yet how evenly one goes.
@@ -151,7 +153,9 @@ def timing_windows(ranks: Sequence[Sequence[float]]) -> tuple[LagSample, ...]:
     while count <= SLICES_PER_BATCH and shortest // count >= MIN_WINDOWS:
         whole = np.asarray([each[:shortest] for each in ranks]).reshape(len(ranks), -1, count).sum(axis=2)
         mean = float(whole.mean())
-        apart = _apart(whole[0]) if len(ranks) == 1 else float(np.mean([_apart(moment) for moment in whole.T]))
+        apart = (
+            _apart(whole[0]) if len(ranks) == 1 else float(np.mean([_apart(moment) for moment in whole.T]))
+        )
         found.append(LagSample(mean, apart / 2 / mean))
         count *= WINDOW_GROWTH
     return tuple(found)

@@ -78,10 +78,13 @@ def unshown_warnings(folder: Path, sizes_before: Mapping[Path, int]) -> list[str
             ranks.setdefault(match[3], set()).add(int(match[1]))
     alone = [text for text, who in ranks.items() if 0 not in who]
     said = [
-        f"rank {', '.join(map(str, sorted(ranks[text])))} warned: {text}  ({first[text]})" for text in alone[:MAX_SHOWN_WARNINGS]
+        f"rank {', '.join(map(str, sorted(ranks[text])))} warned: {text}  ({first[text]})"
+        for text in alone[:MAX_SHOWN_WARNINGS]
     ]
     more = (
-        [f"and {len(alone) - MAX_SHOWN_WARNINGS} more warnings, in {folder / 'logs'}"] if len(alone) > MAX_SHOWN_WARNINGS else []
+        [f"and {len(alone) - MAX_SHOWN_WARNINGS} more warnings, in {folder / 'logs'}"]
+        if len(alone) > MAX_SHOWN_WARNINGS
+        else []
     )
     return said + more
 
@@ -90,7 +93,9 @@ class _Shown(logging.Handler):
     def __init__(self, rank: int, show: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
         self._show = show
-        self.setFormatter(logging.Formatter("warning: %(message)s" if rank == 0 else "warning (rank %(rank)d): %(message)s"))
+        self.setFormatter(
+            logging.Formatter("warning: %(message)s" if rank == 0 else "warning (rank %(rank)d): %(message)s")
+        )
 
     def emit(self, record: logging.LogRecord) -> None:
         self._show(self.format(record))

@@ -22,7 +22,11 @@ from typing import Any
 from meshwright.plan.job.errors import PlanError
 
 STEP, EVALUATION, SPIKE = "", "evaluation", "spike"
-EXACT_KEYS = {STEP: ("loss", "grad_norm", "tokens"), EVALUATION: ("loss", "tokens"), SPIKE: ("loss", "grad_norm")}
+EXACT_KEYS = {
+    STEP: ("loss", "grad_norm", "tokens"),
+    EVALUATION: ("loss", "tokens"),
+    SPIKE: ("loss", "grad_norm"),
+}
 
 
 @dataclass
@@ -84,7 +88,10 @@ class MetricsLog:
         end = raw.rfind(b"\n") + 1
         if end < len(raw):  # the kill came in the middle of a line
             os.truncate(self.path, end)
-        lines = (_line(text, f"{self.path}:{number}") for number, text in enumerate(raw[:end].splitlines(), start=1))
+        lines = (
+            _line(text, f"{self.path}:{number}")
+            for number, text in enumerate(raw[:end].splitlines(), start=1)
+        )
         return {_key(line): line for line in lines}
 
 
@@ -104,5 +111,7 @@ def _line(text: bytes, where: str) -> dict[str, Any]:
     kind = str(line.get("kind", STEP)) if isinstance(line, dict) else ""
     if not isinstance(line, dict) or kind not in EXACT_KEYS or not {"step", *EXACT_KEYS[kind]} <= line.keys():
         what = f"this line is not one of metrics: {text[:60].decode(errors='replace')!r}"
-        raise PlanError(what, fix="remove the line, or move the file away: the steps are written anew", location=where)
+        raise PlanError(
+            what, fix="remove the line, or move the file away: the steps are written anew", location=where
+        )
     return line

@@ -31,7 +31,16 @@ import torch
 from meshwright.engine.runtime.step_profiler import GLUE, WAIT, ProfilerSpan, StepProfiler
 
 TRACE_FOLDER = "trace"
-STEP_PARTS = ("data", "forward", "backward", "exposed communication", "optimizer", "evaluate", "save", "other")
+STEP_PARTS = (
+    "data",
+    "forward",
+    "backward",
+    "exposed communication",
+    "optimizer",
+    "evaluate",
+    "save",
+    "other",
+)
 PART_OF_KIND = {
     "F": "forward",
     "F_CHECKPOINTED": "forward",
@@ -70,7 +79,9 @@ def trace_path(folder: Path, rank: int) -> Path:
 class StepTracer:
     """Watches `num_traced` of the steps after `first` up to `last` on one rank, and writes them when all are seen."""
 
-    def __init__(self, folder: Path, rank: int, device: torch.device, num_traced: int, first: int, last: int) -> None:
+    def __init__(
+        self, folder: Path, rank: int, device: torch.device, num_traced: int, first: int, last: int
+    ) -> None:
         self._path, self._rank, self._device = trace_path(folder, rank), rank, device
         begin = first + 1 if last == first + 1 else first + 2
         self._steps = range(begin, min(begin + num_traced, last + 1))
@@ -118,17 +129,35 @@ class StepTracer:
     def _names(self, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         names = {RUN_ROW: "run", COMPUTE_ROW: "compute", COMM_ROW: "wire"}
         rows = sorted({event["tid"] for event in events})
-        said = [{"name": "process_name", "ph": "M", "pid": self._rank, "args": {"name": f"rank {self._rank}"}}]
+        said = [
+            {"name": "process_name", "ph": "M", "pid": self._rank, "args": {"name": f"rank {self._rank}"}}
+        ]
         for row in rows:
             name = names.get(row, f"wire ({row - COMM_ROW + 1})")
-            said.append({"name": "thread_name", "ph": "M", "pid": self._rank, "tid": row, "args": {"name": name}})
-            said.append({"name": "thread_sort_index", "ph": "M", "pid": self._rank, "tid": row, "args": {"sort_index": row}})
+            said.append(
+                {"name": "thread_name", "ph": "M", "pid": self._rank, "tid": row, "args": {"name": name}}
+            )
+            said.append(
+                {
+                    "name": "thread_sort_index",
+                    "ph": "M",
+                    "pid": self._rank,
+                    "tid": row,
+                    "args": {"sort_index": row},
+                }
+            )
         return said
 
     def _events(self, step: int) -> list[dict[str, Any]]:
         spans, phases = self._seen[step]
         events = [
-            self._event(f"step {step}" if phase.name == "step" else phase.name, phase.name, RUN_ROW, phase, {"step": step})
+            self._event(
+                f"step {step}" if phase.name == "step" else phase.name,
+                phase.name,
+                RUN_ROW,
+                phase,
+                {"step": step},
+            )
             for phase in phases
         ]
         ends: list[float] = []  # per row of the wire, when it is free again
@@ -181,11 +210,25 @@ def _said(span: ProfilerSpan) -> dict[str, Any]:
     action = span.action
     if action is None:
         return {}
-    said: dict[str, Any] = {"action": action.name, "subject": action.subject, "micro": action.microbatch, "flops": action.flops}
+    said: dict[str, Any] = {
+        "action": action.name,
+        "subject": action.subject,
+        "micro": action.microbatch,
+        "flops": action.flops,
+    }
     if action.transfer is not None:
         move = action.transfer
-        said |= {"bytes": move.nbytes, "collective": move.collective, "axes": " x ".join(move.axes), "dtype": move.dtype}
-    return {key: value for key, value in said.items() if value not in ("", None) and not (key == "flops" and value == 0)}
+        said |= {
+            "bytes": move.nbytes,
+            "collective": move.collective,
+            "axes": " x ".join(move.axes),
+            "dtype": move.dtype,
+        }
+    return {
+        key: value
+        for key, value in said.items()
+        if value not in ("", None) and not (key == "flops" and value == 0)
+    }
 
 
 def replace_file(path: Path, text: str) -> None:

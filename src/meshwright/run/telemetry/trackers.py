@@ -69,7 +69,9 @@ StartTracker = Callable[[TrackerRun], Tracker]
 
 
 @contextmanager
-def open_trackers(names: Sequence[str], run: TrackerRun, starters: Mapping[str, StartTracker]) -> Iterator[tuple[Callback, ...]]:
+def open_trackers(
+    names: Sequence[str], run: TrackerRun, starters: Mapping[str, StartTracker]
+) -> Iterator[tuple[Callback, ...]]:
     """Callbacks that tell the trackers `names`, each started by its function in `known`; on leaving, they are closed."""
     desks = [TrackerQueue(name, starters[name], run) for name in dict.fromkeys(names)]
     try:
@@ -141,7 +143,9 @@ class TrackerQueue:
             while (line := self._next()) is not None:
                 tracker.log(*line)
             tracker.close()
-        except BaseException as error:  # SystemExit too: some trackers leave that way; a failure of theirs is never the run's
+        except (
+            BaseException
+        ) as error:  # SystemExit too: some trackers leave that way; a failure of theirs is never the run's
             self.failed.set()
             text = "the tracker %s is off: %s: %s. The run goes on, and its metrics are in metrics.jsonl"
             logger.warning(text, self.name, type(error).__name__, " ".join(str(error).split())[:300])
@@ -160,7 +164,11 @@ class TrackerQueue:
 
 def metrics_by_name(line: StepRecord) -> dict[str, float]:
     """The metrics of a step by name; those that are not known are left out."""
-    said = {key: value for key, value in asdict(line).items() if key not in ("step", "skipped", "overflow") and value is not None}
+    said = {
+        key: value
+        for key, value in asdict(line).items()
+        if key not in ("step", "skipped", "overflow") and value is not None
+    }
     return {f"train/{key}": float(value) for key, value in said.items()}
 
 
@@ -174,7 +182,9 @@ class TensorBoardTracker(Tracker):
             str(run.folder / "tensorboard"), purge_step=run.first_step + 1 if run.first_step else None
         )
         flat = dict(flatten_config(run.config))
-        lines = [f"    {key} = {value}" for key, value in flat.items()]  # four spaces: code, in the text tab's Markdown
+        lines = [
+            f"    {key} = {value}" for key, value in flat.items()
+        ]  # four spaces: code, in the text tab's Markdown
         self._writer.add_text("config", "\n".join(lines), run.first_step)
         summary = import_module("torch.utils.tensorboard.summary")
         # not add_hparams, which makes a run of its own beside this one
@@ -220,7 +230,9 @@ class TrackioTracker(Tracker):
 
     def __init__(self, run: TrackerRun) -> None:
         trackio = _package("trackio", "trackio")
-        self._run = trackio.init(project=run.project, name=run.name, config=dict(flatten_config(run.config)), resume="allow")
+        self._run = trackio.init(
+            project=run.project, name=run.name, config=dict(flatten_config(run.config)), resume="allow"
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -244,13 +256,19 @@ class MLflowTracker(Tracker):
         experiment = self._client.create_experiment(run.project) if found is None else found.experiment_id
         self._run = self._client.create_run(experiment, run_name=run.name).info.run_id
         _keep(kept, self._run)
-        params = [self._mlflow.entities.Param(key, str(value)[:500]) for key, value in flatten_config(run.config)]
+        params = [
+            self._mlflow.entities.Param(key, str(value)[:500]) for key, value in flatten_config(run.config)
+        ]
         for first in range(0, len(params), 100):  # the most that a server takes at once
             self._client.log_batch(self._run, params=params[first : first + 100])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time() * 1000)
-        metrics = [self._mlflow.entities.Metric(name, value, now, step) for name, value in values.items() if isfinite(value)]
+        metrics = [
+            self._mlflow.entities.Metric(name, value, now, step)
+            for name, value in values.items()
+            if isfinite(value)
+        ]
         self._client.log_batch(self._run, metrics=metrics)
 
     def close(self) -> None:
@@ -265,7 +283,9 @@ TRACKERS: Mapping[str, StartTracker] = {
 }
 
 
-def flatten_config(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float | bool | str]]:
+def flatten_config(
+    config: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, int | float | bool | str]]:
     """The values of nested tables by dotted key; lists as text."""
     for key, value in config.items():
         if isinstance(value, Mapping):
@@ -278,7 +298,9 @@ def _package(name: str, extra: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        text = f"the package {name} cannot be imported ({error}); install it: pip install 'meshwright[{extra}]'"
+        text = (
+            f"the package {name} cannot be imported ({error}); install it: pip install 'meshwright[{extra}]'"
+        )
         raise RuntimeError(text) from error
 
 

@@ -32,9 +32,20 @@ class Trainer:
     """
 
     def __init__(
-        self, plan: Plan, executor: Executor, world: World, analyzed: AnalyzedModel, oom_advisor: AbstractContextManager[object]
+        self,
+        plan: Plan,
+        executor: Executor,
+        world: World,
+        analyzed: AnalyzedModel,
+        oom_advisor: AbstractContextManager[object],
     ) -> None:
-        self.plan, self.executor, self.world, self.analyzed, self.oom_advisor = plan, executor, world, analyzed, oom_advisor
+        self.plan, self.executor, self.world, self.analyzed, self.oom_advisor = (
+            plan,
+            executor,
+            world,
+            analyzed,
+            oom_advisor,
+        )
 
     @property
     def module(self) -> nn.Module:
@@ -85,7 +96,9 @@ class Trainer:
         meta = {"plan_hash": self.plan.hash, "torch": torch.__version__}
         return save_checkpoint(Path(folder), self.executor, meta, self.world)
 
-    def export(self, folder: Path | str, dtype: torch.dtype | None = None, *, merge: bool = False) -> ExportResult | None:
+    def export(
+        self, folder: Path | str, dtype: torch.dtype | None = None, *, merge: bool = False
+    ) -> ExportResult | None:
         """Write the model as a folder that transformers loads and compare it; nothing stays unless `round_trip.passed`.
 
         Rank 0 does, all ranks call it, and the others return None. Floating weights are stored in `dtype`, or as they are.
@@ -98,7 +111,12 @@ class Trainer:
             return None
         saved = {f"model/{name}": value for name, value in parameters.items()}
         saved |= {f"buffer/{name}": buffer for name, buffer in buffers.items()}
-        return export_model(ExportableModel.from_checkpoint(self.analyzed.deferred_init, saved), Path(folder), dtype, merge=merge)
+        return export_model(
+            ExportableModel.from_checkpoint(self.analyzed.deferred_init, saved),
+            Path(folder),
+            dtype,
+            merge=merge,
+        )
 
     def load(self, checkpoint: Path | str) -> int:
         """Take up the checkpoint in the folder that `save` returned, saved under this or another plan; returns its step.
@@ -108,7 +126,9 @@ class Trainer:
         """
         path = Path(checkpoint)
         ranks = load_consensus(self.world, f"'{path}' was not taken up")
-        manifest = verify_checkpoint(path, ranks, lambda manifest, place: check_model(manifest, self.executor, place))
+        manifest = verify_checkpoint(
+            path, ranks, lambda manifest, place: check_model(manifest, self.executor, place)
+        )
         self.executor.load_state_dict(open_tensors(path, manifest.entries), manifest.step)
         return self.steps_done
 
@@ -131,7 +151,9 @@ def select_local_batch(batch: Batch, plan: Plan, rank: int) -> dict[str, torch.T
     num_rows = len(next(iter(batch.values())))
     if num_rows > plan.job.train.batch:
         text = f"a batch of {num_rows} rows; the plan's global batch is {plan.job.train.batch}"
-        raise PlanError(text, fix="pass at most that many rows, or make a plan with this train.batch", location="batch")
+        raise PlanError(
+            text, fix="pass at most that many rows, or make a plan with this train.batch", location="batch"
+        )
     rows = [row for row in plan.samples_read(rank) if row < num_rows]
     if len(rows) == num_rows:
         return dict(batch)

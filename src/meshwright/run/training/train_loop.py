@@ -33,7 +33,14 @@ from meshwright.run.data.prefetch import PrefetchedFeed
 from meshwright.run.data.streaming import TokenStream
 from meshwright.run.launch.failure_record import RankProgress
 from meshwright.run.telemetry.accounting import RankAccounting
-from meshwright.run.telemetry.callbacks import Callback, CallbackEvent, CallbackFunction, StepRecord, StopRequest, call_callbacks
+from meshwright.run.telemetry.callbacks import (
+    Callback,
+    CallbackEvent,
+    CallbackFunction,
+    StepRecord,
+    StopRequest,
+    call_callbacks,
+)
 from meshwright.run.telemetry.metrics_log import EVALUATION, SPIKE, MetricsLog, ReplayCheck
 
 logger = logging.getLogger(__name__)
@@ -84,13 +91,23 @@ def train_loop(
     steps = plan.job.train.steps if feed.num_steps is None else min(plan.job.train.steps, feed.num_steps)
     account = RankAccounting(executor, plan, world, steps)
     course = _TrainLoop(
-        executor, plan, feed, world, callbacks, progress or RankProgress(), account, eval_samples, eval_history or EvalHistory()
+        executor,
+        plan,
+        feed,
+        world,
+        callbacks,
+        progress or RankProgress(),
+        account,
+        eval_samples,
+        eval_history or EvalHistory(),
     )
     process = psutil.Process()
     try:
         course.call_back(lambda callback: callback.on_train_begin, CallbackEvent(first))
         while executor.steps_done < steps and not course.is_over and not feed.has_ended(executor.steps_done):
-            course.enter_phase("first_step" if executor.steps_done == first else "step", executor.steps_done + 1)
+            course.enter_phase(
+                "first_step" if executor.steps_done == first else "step", executor.steps_done + 1
+            )
             watch = account.begin_step(executor.steps_done + 1)
             with account.timed_phase("data"):
                 batch = feed.batch(executor.steps_done)
@@ -106,7 +123,10 @@ def train_loop(
             account.end_step()
         account.close()
         course.enter_phase("init", executor.steps_done)
-        course.call_back(lambda callback: callback.on_train_end, CallbackEvent(executor.steps_done, checkpoint=course.checkpoint))
+        course.call_back(
+            lambda callback: callback.on_train_end,
+            CallbackEvent(executor.steps_done, checkpoint=course.checkpoint),
+        )
     finally:
         course.close()
     return course.result()
@@ -116,7 +136,12 @@ def save_run_checkpoint(
     executor: Executor, plan: Plan, world: World, data_digest: str, eval_history: EvalHistory | None = None
 ) -> Path:
     """Save the player's state, and what evaluations showed, as a checkpoint of the run; returns its folder."""
-    meta: dict[str, Any] = {"plan": plan.as_dict(), "plan_hash": plan.hash, "data": data_digest, "torch": torch.__version__}
+    meta: dict[str, Any] = {
+        "plan": plan.as_dict(),
+        "plan_hash": plan.hash,
+        "data": data_digest,
+        "torch": torch.__version__,
+    }
     meta["so_far"] = (eval_history or EvalHistory()).as_dict()
     meta["summed_by"] = reduction_transports(plan, world)
     return save_checkpoint(Path(plan.run.folder) / CHECKPOINTS_FOLDER, executor, meta, world)
@@ -131,7 +156,9 @@ def save_checkpoint(folder: Path, executor: Executor, meta: Mapping[str, Any], w
     path = step_folder(folder, executor.steps_done)
     if plan.is_primary_rank(world.rank):
         group = world.group(()) if plan.sharding.primary_rank_axes else everyone
-        path = save_tensors(folder, executor.steps_done, executor.state_dict(), meta, group, plan.run.keep, world.device)
+        path = save_tensors(
+            folder, executor.steps_done, executor.state_dict(), meta, group, plan.run.keep, world.device
+        )
     if plan.sharding.primary_rank_axes:
         everyone.barrier(action="save")
     return path
@@ -162,7 +189,9 @@ class _TrainLoop:
         self._idle = 0  # steps in a row in which nothing counted
         self._num_samples = None if isinstance(feed.dataset, TokenStream) else len(feed.dataset)
         self.checkpoint = (
-            step_folder(Path(plan.run.folder) / CHECKPOINTS_FOLDER, executor.steps_done) if executor.steps_done else None
+            step_folder(Path(plan.run.folder) / CHECKPOINTS_FOLDER, executor.steps_done)
+            if executor.steps_done
+            else None
         )
         self._callbacks = callbacks if world.rank == 0 else ()
         self._journal = MetricsLog(Path(plan.run.folder)) if world.rank == 0 else None
@@ -182,11 +211,16 @@ class _TrainLoop:
         self.stop_request = call_callbacks(map(which, self._callbacks), event) or self.stop_request
 
     def run_step(
-        self, batch: Mapping[str, torch.Tensor] | None, should_stop: Callable[[], bool], watch: StepProfiler | None
+        self,
+        batch: Mapping[str, torch.Tensor] | None,
+        should_stop: Callable[[], bool],
+        watch: StepProfiler | None,
     ) -> Metrics:
         """Play one step. Raises Spiked, with the ids of the samples, for a harmful step that ends the run."""
         try:
-            return self.executor.step(batch, stop=should_stop() or self.stop_request is not None, profiler=watch)
+            return self.executor.step(
+                batch, stop=should_stop() or self.stop_request is not None, profiler=watch
+            )
         except LossSpikeError as error:
             raise LossSpikeError(error.spike, error.stop_reason, self._note_spike(error.spike)) from None
 
@@ -195,10 +229,14 @@ class _TrainLoop:
         self.loss, self.stopped = metrics.loss, metrics.stop_requested
         self._write(asdict(line))
         self.num_overflows += metrics.overflow
-        self._idle = self._idle + 1 if metrics.is_skipped and metrics.spike is None and not metrics.overflow else 0
+        self._idle = (
+            self._idle + 1 if metrics.is_skipped and metrics.spike is None and not metrics.overflow else 0
+        )
         batch, num = self.plan.job.train.batch, self._num_samples
         first = (line.step - self._idle) * batch  # the place in the data from which on nothing counted
-        if num is not None and self._idle and (-(-first // num) + 1) * num <= line.step * batch:  # a whole epoch lies behind it
+        if (
+            num is not None and self._idle and (-(-first // num) + 1) * num <= line.step * batch
+        ):  # a whole epoch lies behind it
             raise empty_loss_error(f"of the {num} samples, all played up to step {line.step}")
         if metrics.spike is not None:
             self.num_skipped += 1
@@ -227,7 +265,9 @@ class _TrainLoop:
         told = result.as_dict()
         self._write({"kind": EVALUATION, "step": line.step, **told})
         gained = self.eval_history.best_step == line.step
-        self.call_back(lambda callback: callback.on_evaluate, CallbackEvent(line.step, line, told, is_best=gained))
+        self.call_back(
+            lambda callback: callback.on_evaluate, CallbackEvent(line.step, line, told, is_best=gained)
+        )
         return gained
 
     def save(self, line: StepRecord, *, best: bool) -> None:
@@ -239,7 +279,9 @@ class _TrainLoop:
             )
         if best and self.plan.run.keep_best and self.world.rank == 0:
             mark_best(self.checkpoint.parent, self.eval_history.best_step, self.eval_history.best_loss)
-        self.call_back(lambda callback: callback.on_save, CallbackEvent(line.step, line, checkpoint=self.checkpoint))
+        self.call_back(
+            lambda callback: callback.on_save, CallbackEvent(line.step, line, checkpoint=self.checkpoint)
+        )
 
     def result(self) -> TrainResult:
         """How it ended."""

@@ -22,7 +22,12 @@ def unlike(draw: st.DrawFn, parts: int) -> StageCosts:
     times = st.lists(st.integers(1, 9), min_size=parts, max_size=parts)
     held = draw(times)
     return StageCosts(
-        draw(times), draw(times), draw(times), draw(st.integers(0, 4)), held, [draw(st.integers(0, h)) for h in held]
+        draw(times),
+        draw(times),
+        draw(times),
+        draw(st.integers(0, 4)),
+        held,
+        [draw(st.integers(0, h)) for h in held],
     )
 
 
@@ -82,5 +87,7 @@ def noticed(order: Schedule, costs: StageCosts, right: ScheduleTimeline) -> bool
 def theirs(pipeline_order: list[object]) -> list[tuple[str, int, int]]:
     """A rank's list as torch writes it, without pauses and what follows from it: (kind, stage, micro-batch)."""
     actions = [action for action in pipeline_order if action is not None]
-    found = [(action.computation_type.value, action.stage_index, action.microbatch_index) for action in actions]
+    found = [
+        (action.computation_type.value, action.stage_index, action.microbatch_index) for action in actions
+    ]
     return [slot for slot in found if slot[0] in "FBIW"]

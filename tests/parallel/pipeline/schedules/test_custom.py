@@ -28,7 +28,9 @@ def faults_of(source: str, ranks: int, micros: int) -> list[tuple[str, str]]:
     with pytest.raises(PlanError) as refused:
         load_schedule(source, ranks, micros)
     assert all(fault.fix for fault in refused.value.diagnostics)
-    return [(fault.location.removeprefix(f"{source}, "), fault.problem) for fault in refused.value.diagnostics]
+    return [
+        (fault.location.removeprefix(f"{source}, "), fault.problem) for fault in refused.value.diagnostics
+    ]
 
 
 def test_pauses_and_what_follows_from_the_order_are_passed_over(write):
@@ -78,7 +80,9 @@ def test_everything_that_cannot_be_read_is_said_at_once_with_row_and_column(writ
 
 
 def test_of_a_table_in_another_spelling_the_first_cells_are_said_and_how_many_more_there_are(write):
-    rows = "\n".join(",".join(f"{stage}{kind}{micro}" for kind in "fb" for micro in range(20)) for stage in range(2))
+    rows = "\n".join(
+        ",".join(f"{stage}{kind}{micro}" for kind in "fb" for micro in range(20)) for stage in range(2)
+    )
     with pytest.raises(PlanError) as refused:
         load_schedule(write(rows), 2, 20)
     assert len(refused.value.diagnostics) == 13
@@ -99,7 +103,9 @@ def test_what_is_missing_and_the_wrong_counts_are_said_together(write):
 
 
 def test_a_gap_in_the_stages_is_refused(write):
-    assert faults_of(write("0F0,0B0\n7F0,7B0\n"), 2, 1) == [("strategies.pipeline.schedule", "the stages are 0, 7")]
+    assert faults_of(write("0F0,0B0\n7F0,7B0\n"), 2, 1) == [
+        ("strategies.pipeline.schedule", "the stages are 0, 7")
+    ]
 
 
 def test_a_deadlock_is_shown_with_its_arrow_and_its_cell(write):
@@ -109,7 +115,10 @@ def test_a_deadlock_is_shown_with_its_arrow_and_its_cell(write):
         """)
     ((where, what),) = faults_of(source, 2, 2)
     assert where == "row 2, column 2"
-    assert "rank 1: slot 0 of 4, B0 of stage 1, waits for F0 of part 1  <-- waits for ever: it does that itself" in what
+    assert (
+        "rank 1: slot 0 of 4, B0 of stage 1, waits for F0 of part 1  <-- waits for ever: it does that itself"
+        in what
+    )
     assert what.count("<--") == 1
 
 
@@ -142,7 +151,9 @@ def test_a_function_gives_cells_or_an_order_for_any_counts(write):
         "micro-batch 0 has FFBB in part 0: needed is one F, and one B or one I and one W",
         "micro-batch 0 has nothing in part 1: needed is one F, and one B or one I and one W",
     ]
-    assert [what for _, what in faults_of(f"{source}:odd", 1, 1)] == ["odd(1, 1) returned a value of type str"]
+    assert [what for _, what in faults_of(f"{source}:odd", 1, 1)] == [
+        "odd(1, 1) returned a value of type str"
+    ]
     assert [what for _, what in faults_of(f"{source}:broken", 1, 1)] == [
         f"broken(1, 1) raised ZeroDivisionError: integer division or modulo by zero ({source}, line 14)"
     ]
@@ -159,12 +170,17 @@ def test_a_file_that_is_not_there_or_cannot_run_is_refused(write, tmp_path):
 
 def test_a_file_or_a_function_that_leaves_is_refused_in_words(write):
     source = write("import sys\n\ndef leaves(ranks, micros):\n    sys.exit(3)\n", "leaving.py")
-    with pytest.raises(PlanError, match=r"leaves\(2, 3\) raised SystemExit: 3 \(.*leaving\.py, line 4\)\n  repair: repair the f"):
+    with pytest.raises(
+        PlanError,
+        match=r"leaves\(2, 3\) raised SystemExit: 3 \(.*leaving\.py, line 4\)\n  repair: repair the f",
+    ):
         load_schedule(f"{source}:leaves", 2, 3)
     with pytest.raises(PlanError, match=r"running .*gone\.py raised SystemExit: 4"):
         load_schedule(f"{write('raise SystemExit(4)', 'gone.py')}:f", 2, 3)
 
 
 def test_a_function_may_be_one_of_ours(write):
-    source = write("from meshwright.parallel.pipeline.schedules.one_f_one_b import one_f_one_b_schedule\n", "ours.py")
+    source = write(
+        "from meshwright.parallel.pipeline.schedules.one_f_one_b import one_f_one_b_schedule\n", "ours.py"
+    )
     assert load_schedule(f"{source}:order", 4, 6) == one_f_one_b.one_f_one_b_schedule(4, 6)

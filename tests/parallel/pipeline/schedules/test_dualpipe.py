@@ -7,7 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
-from meshwright.parallel.pipeline.schedules.dualpipe import check_dualpipe, dualpipe_schedule, dualpipev_schedule
+from meshwright.parallel.pipeline.schedules.dualpipe import (
+    check_dualpipe,
+    dualpipe_schedule,
+    dualpipev_schedule,
+)
 from meshwright.parallel.pipeline.schedules.list_scheduler import longest_rank_time
 from meshwright.parallel.pipeline.schedules.schedule import Schedule, ScheduleAction, StageCosts, simulate
 from meshwright.plan.job.errors import PlanError
@@ -24,16 +28,24 @@ def idle(order: Schedule, costs: StageCosts) -> float:
 
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (2, 8), (4, 8), (4, 18), (6, 24), (8, 40)])
-def test_idle_time_of_dualpipe_is_half_of_p_minus_1_times_f_plus_i_minus_w(p: int, m: int, times: tuple[int, int, int]):
+def test_idle_time_of_dualpipe_is_half_of_p_minus_1_times_f_plus_i_minus_w(
+    p: int, m: int, times: tuple[int, int, int]
+):
     forward, inputs, weights = times
-    assert idle(dualpipe_schedule(p, m), StageCosts.uniform(p, *times)) == (p // 2 - 1) * (forward + inputs - weights)
+    assert idle(dualpipe_schedule(p, m), StageCosts.uniform(p, *times)) == (p // 2 - 1) * (
+        forward + inputs - weights
+    )
 
 
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 4), (3, 9), (4, 12), (5, 10), (8, 24)])
-def test_idle_time_of_dualpipev_is_p_minus_1_times_that_of_a_part(p: int, m: int, times: tuple[int, int, int]):
+def test_idle_time_of_dualpipev_is_p_minus_1_times_that_of_a_part(
+    p: int, m: int, times: tuple[int, int, int]
+):
     forward, inputs, weights = times
-    assert idle(dualpipev_schedule(p, m), StageCosts.uniform(2 * p, *times)) == (p - 1) * (forward + inputs - weights)
+    assert idle(dualpipev_schedule(p, m), StageCosts.uniform(2 * p, *times)) == (p - 1) * (
+        forward + inputs - weights
+    )
 
 
 @pytest.mark.parametrize("times", [(1, 1, 1), (2, 2, 1), (2, 3, 1), (4, 5, 3)])
@@ -73,7 +85,11 @@ def paired(slots: tuple[ScheduleAction, ...]):
     at = 0
     while at < len(slots):
         two = slots[at : at + 2]
-        pair = len(two) == 2 and (two[0].kind, two[1].kind) == ("F", "B") and two[0].microbatch != two[1].microbatch
+        pair = (
+            len(two) == 2
+            and (two[0].kind, two[1].kind) == ("F", "B")
+            and two[0].microbatch != two[1].microbatch
+        )
         yield two if pair else two[:1]
         at += 1 + pair
 
@@ -90,7 +106,16 @@ def test_every_rank_of_dualpipev_holds_2p_plus_1_halves(p: int):
 
 def test_both_directions_have_a_copy_of_every_part():
     order = dualpipe_schedule(4, 9)
-    assert [tuple(stage) for stage in order.virtual_stages] == [(0, 0), (1, 1), (2, 2), (3, 3), (0, 3), (1, 2), (2, 1), (3, 0)]
+    assert [tuple(stage) for stage in order.virtual_stages] == [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+        (3, 3),
+        (0, 3),
+        (1, 2),
+        (2, 1),
+        (3, 0),
+    ]
     up = {slot.microbatch for slots in order.actions for slot in slots if slot.virtual_stage < 4}
     down = {slot.microbatch for slots in order.actions for slot in slots if slot.virtual_stage >= 4}
     assert (sorted(up), sorted(down)) == ([0, 1, 2, 3, 4], [5, 6, 7, 8])

@@ -23,7 +23,9 @@ def test_bubble_is_p_minus_1_of_m_plus_p_minus_1_and_all_micro_batches_are_held(
 @pytest.mark.parametrize(("p", "m"), [(2, 3), (3, 3), (4, 9)])
 def test_the_lists_are_those_of_torch(p: int, m: int):
     lists = ScheduleGPipe._get_pipeline_order(SimpleNamespace(_num_stages=p, _n_microbatches=m))
-    assert [theirs(lists[rank]) for rank in range(p)] == [list(slots) for slots in gpipe_schedule(p, m).actions]
+    assert [theirs(lists[rank]) for rank in range(p)] == [
+        list(slots) for slots in gpipe_schedule(p, m).actions
+    ]
 
 
 @settings(deadline=None)
@@ -35,7 +37,9 @@ def test_it_plays_to_its_end_whatever_parts_cost(data: st.DataObject, ranks: int
 def test_two_swapped_slots_are_noticed():
     costs = StageCosts.uniform(3)
     right = gpipe_schedule(3, 4)
-    assert noticed(swapped(right, 1, 3, 4), costs, simulate(right, costs)), "a backward before the last forward"
+    assert noticed(swapped(right, 1, 3, 4), costs, simulate(right, costs)), (
+        "a backward before the last forward"
+    )
 
 
 def test_no_micro_batch_is_refused():

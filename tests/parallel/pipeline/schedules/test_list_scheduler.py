@@ -5,7 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.parallel.pipeline.schedules import interleaved, one_f_one_b
-from meshwright.parallel.pipeline.schedules.list_scheduler import fill_bubbles, fits_memory, longest_rank_time, split_backwards
+from meshwright.parallel.pipeline.schedules.list_scheduler import (
+    fill_bubbles,
+    fits_memory,
+    longest_rank_time,
+    split_backwards,
+)
 from meshwright.parallel.pipeline.schedules.schedule import Schedule, StageCosts, simulate
 from meshwright.parallel.pipeline.schedules.zero_bubble import zb_h1_schedule, zb_h2_schedule
 from tests.parallel.pipeline.schedules.schedule_laws import hold, unlike
@@ -16,8 +21,15 @@ def without_w(order: Schedule) -> list[list[tuple[str, int, int]]]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(data=st.data(), ranks=st.integers(1, 5), micros=st.integers(1, 9), patience=st.sampled_from([0.0, 0.5, 1.0]))
-def test_the_rest_of_the_lists_stays_and_no_rank_holds_more(data: st.DataObject, ranks: int, micros: int, patience: float):
+@given(
+    data=st.data(),
+    ranks=st.integers(1, 5),
+    micros=st.integers(1, 9),
+    patience=st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_the_rest_of_the_lists_stays_and_no_rank_holds_more(
+    data: st.DataObject, ranks: int, micros: int, patience: float
+):
     order = data.draw(
         st.sampled_from(
             [
@@ -45,4 +57,6 @@ def test_split_backwards_send_gradients_earlier():
 def test_1f1b_in_halves_with_w_in_its_gaps_is_as_short_as_h1(p: int):
     costs = StageCosts.uniform(p)
     found = fill_bubbles(split_backwards(one_f_one_b.one_f_one_b_schedule(p, 3 * p)), costs, [p] * p)
-    assert longest_rank_time(simulate(found, costs)) <= longest_rank_time(simulate(zb_h1_schedule(p, 3 * p), costs))
+    assert longest_rank_time(simulate(found, costs)) <= longest_rank_time(
+        simulate(zb_h1_schedule(p, 3 * p), costs)
+    )

@@ -4,7 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.parallel.pipeline.schedules.model_parallel import check_model_parallel, model_parallel_schedule
+from meshwright.parallel.pipeline.schedules.model_parallel import (
+    check_model_parallel,
+    model_parallel_schedule,
+)
 from meshwright.parallel.pipeline.schedules.schedule import StageCosts, simulate
 from tests.parallel.pipeline.schedules.schedule_laws import COUNTS, hold, noticed, swapped, unlike
 
@@ -22,14 +25,18 @@ def test_p_minus_1_of_p_stand_still_and_one_micro_batch_is_held(p: int, m: int):
 def test_it_takes_the_sum_of_all_that_is_done_and_sent(data: st.DataObject, ranks: int, micros: int):
     costs = data.draw(unlike(ranks))
     found = hold(model_parallel_schedule(ranks, micros), costs)
-    each = sum(costs.forward) + sum(costs.input_grad) + sum(costs.weight_grad) + 2 * (ranks - 1) * costs.transfer
+    each = (
+        sum(costs.forward) + sum(costs.input_grad) + sum(costs.weight_grad) + 2 * (ranks - 1) * costs.transfer
+    )
     assert found.end == micros * each
 
 
 def test_two_swapped_slots_are_noticed():
     right = model_parallel_schedule(3, 4)
     costs = StageCosts.uniform(3)
-    assert noticed(swapped(right, 0, 1, 2), costs, simulate(right, costs)), "the next forward before the backward: held twice"
+    assert noticed(swapped(right, 0, 1, 2), costs, simulate(right, costs)), (
+        "the next forward before the backward: held twice"
+    )
 
 
 def test_no_rank_is_refused():

@@ -51,7 +51,11 @@ def test_micro_batches_are_numbered_without_gaps():
 def test_two_ranks_may_run_a_part_but_not_for_one_micro_batch():
     stages = (VirtualStage(0, 0), VirtualStage(1, 0))
     both = Schedule(
-        stages, ((ScheduleAction("F", 0, 0), ScheduleAction("B", 0, 0)), (ScheduleAction("F", 1, 1), ScheduleAction("B", 1, 1)))
+        stages,
+        (
+            (ScheduleAction("F", 0, 0), ScheduleAction("B", 0, 0)),
+            (ScheduleAction("F", 1, 1), ScheduleAction("B", 1, 1)),
+        ),
     )
     assert list(both.errors()) == []
     assert (both.num_stages, both.num_ranks, both.num_microbatches) == (1, 2, 2)
@@ -138,5 +142,7 @@ def test_an_order_of_nothing_takes_no_time():
 def test_the_result_does_not_depend_on_the_order_in_which_ranks_are_played():
     order = gpipe.gpipe_schedule(4, 6)
     costs = StageCosts([3, 1, 4, 1], [5, 9, 2, 6], [5, 3, 5, 8], 2)
-    turned = Schedule(tuple(VirtualStage(3 - rank, part) for rank, part in order.virtual_stages), order.actions[::-1])
+    turned = Schedule(
+        tuple(VirtualStage(3 - rank, part) for rank, part in order.virtual_stages), order.actions[::-1]
+    )
     assert simulate(turned, costs).spans == simulate(order, costs).spans[::-1]

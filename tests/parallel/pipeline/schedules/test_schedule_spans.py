@@ -31,5 +31,7 @@ def test_parts_of_a_rank_are_counted_and_what_it_holds_follows_its_slots():
 
 def test_without_known_memory_nothing_is_held():
     assert {
-        span.memory for row in rows(one_f_one_b.one_f_one_b_schedule(2, 3), StageCosts([1, 1], [1, 1], [1, 1])) for span in row
+        span.memory
+        for row in rows(one_f_one_b.one_f_one_b_schedule(2, 3), StageCosts([1, 1], [1, 1], [1, 1]))
+        for span in row
     } == {0.0}

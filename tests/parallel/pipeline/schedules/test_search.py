@@ -24,7 +24,9 @@ from meshwright.plan.job.errors import PlanError
 from tests.parallel.pipeline.schedules.schedule_laws import hold, unlike
 
 
-def best_named(ranks: int, micros: int, costs: StageCosts, limits: list[float], measure=longest_rank_time) -> float:
+def best_named(
+    ranks: int, micros: int, costs: StageCosts, limits: list[float], measure=longest_rank_time
+) -> float:
     """The least of the named orders that fit; infinite if none does."""
     timed = [simulate(order, costs) for _, order in named_schedules(ranks, micros, len(costs.forward))]
     return min((measure(found) for found in timed if fits_memory(found, limits)), default=float("inf"))
@@ -32,7 +34,9 @@ def best_named(ranks: int, micros: int, costs: StageCosts, limits: list[float], 
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), ranks=st.integers(1, 4), chunks=st.integers(1, 3), micros=st.integers(1, 7))
-def test_it_is_never_worse_than_the_best_named_order_that_fits(data: st.DataObject, ranks: int, chunks: int, micros: int):
+def test_it_is_never_worse_than_the_best_named_order_that_fits(
+    data: st.DataObject, ranks: int, chunks: int, micros: int
+):
     costs = data.draw(unlike(ranks * chunks))
     least = [sum(costs.activation_memory[rank::ranks]) for rank in range(ranks)]
     limits = [each * data.draw(st.integers(1, 5)) for each in least]
@@ -55,18 +59,24 @@ def test_on_two_ranks_with_few_micro_batches_it_is_the_least_of_all_orders(seed:
     random = Random(seed)
     micros = 2 + seed % 2
     times = [[random.randint(1, 6) for _ in range(2)] for _ in range(3)]
-    costs = StageCosts(*times, transfer=random.randint(0, 2), activation_memory=[1, 1], weight_grad_memory=[1, 1])  # type: ignore[arg-type]
+    costs = StageCosts(
+        *times, transfer=random.randint(0, 2), activation_memory=[1, 1], weight_grad_memory=[1, 1]
+    )  # type: ignore[arg-type]
     limits = [float(random.randint(1, 3)) for _ in range(2)]
     least = float("inf")
     for lists in product(list(rank_lists(micros)), repeat=2):
-        order = Schedule.with_looped_placement([(kind, rank, micro) for kind, micro in acts] for rank, acts in enumerate(lists))
+        order = Schedule.with_looped_placement(
+            [(kind, rank, micro) for kind, micro in acts] for rank, acts in enumerate(lists)
+        )
         with suppress(ScheduleDeadlock):
             found = simulate(order, costs)
             least = min(least, longest_rank_time(found) if fits_memory(found, limits) else least)
     assert longest_rank_time(search_schedule(2, micros, costs, limits)) == least
 
 
-def rank_lists(micros: int, forwards: int = 0, inputs: int = 0, weights: int = 0) -> Iterator[list[tuple[PassKind, int]]]:
+def rank_lists(
+    micros: int, forwards: int = 0, inputs: int = 0, weights: int = 0
+) -> Iterator[list[tuple[PassKind, int]]]:
     """All lists of a rank with one part, micro-batches in their order."""
     if weights == micros:
         yield []
@@ -106,7 +116,10 @@ def test_it_finds_the_same_order_again():
 
 def test_trials_only_make_it_better():
     costs = StageCosts([3, 5, 2, 7], [4, 4, 3, 7], [2, 3, 1, 6], 2, [1] * 4, [1] * 4)
-    times = [longest_rank_time(search_schedule(4, 10, costs, [4.0] * 4, num_trials=trials)) for trials in (0, 50, 300)]
+    times = [
+        longest_rank_time(search_schedule(4, 10, costs, [4.0] * 4, num_trials=trials))
+        for trials in (0, 50, 300)
+    ]
     assert times == sorted(times, reverse=True)
 
 
@@ -131,8 +144,13 @@ def test_limits_below_one_micro_batch_are_refused_with_the_smallest_that_work():
 
 
 def test_folded_limits_are_taken_where_dealt_out_ones_do_not_fit():
-    costs = StageCosts([1] * 4, [1] * 4, [1] * 4, 0, [4, 1, 3, 1], [1] * 4)  # dealt out: 7 and 2; folded: 5 and 4
-    assert [stage.pp_rank for stage in search_schedule(2, 4, costs, [5.0, 4.0], num_trials=0).schedule.virtual_stages] == [
+    costs = StageCosts(
+        [1] * 4, [1] * 4, [1] * 4, 0, [4, 1, 3, 1], [1] * 4
+    )  # dealt out: 7 and 2; folded: 5 and 4
+    assert [
+        stage.pp_rank
+        for stage in search_schedule(2, 4, costs, [5.0, 4.0], num_trials=0).schedule.virtual_stages
+    ] == [
         0,
         1,
         1,
@@ -148,5 +166,7 @@ def test_folded_limits_are_taken_where_dealt_out_ones_do_not_fit():
         (0, 2, (), "0 ranks; needed is at least one"),
     ],
 )
-def test_counts_that_do_not_go_together_are_refused(ranks: int, parts: int, limits: tuple[float, ...], what: str):
+def test_counts_that_do_not_go_together_are_refused(
+    ranks: int, parts: int, limits: tuple[float, ...], what: str
+):
     assert what in next(check_search(ranks, 4, StageCosts.uniform(parts), limits)).problem

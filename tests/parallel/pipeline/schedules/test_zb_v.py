@@ -10,7 +10,12 @@ from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
 from meshwright.parallel.pipeline.schedules.list_scheduler import longest_rank_time
 from meshwright.parallel.pipeline.schedules.schedule import Schedule, ScheduleAction, StageCosts, simulate
-from meshwright.parallel.pipeline.schedules.zb_v import v_shaped_placement, zb_v_half_schedule, zb_v_min_schedule, zb_v_schedule
+from meshwright.parallel.pipeline.schedules.zb_v import (
+    v_shaped_placement,
+    zb_v_half_schedule,
+    zb_v_min_schedule,
+    zb_v_schedule,
+)
 from meshwright.plan.job.errors import PlanError
 from tests.parallel.pipeline.schedules.schedule_laws import COUNTS, hold, noticed, swapped, theirs, unlike
 
@@ -24,7 +29,14 @@ def idle(order: Schedule, costs: StageCosts) -> float:
 
 
 def test_the_first_rank_has_the_first_and_the_last_part():
-    assert [tuple(stage) for stage in v_shaped_placement(3)] == [(0, 0), (1, 1), (2, 2), (2, 3), (1, 4), (0, 5)]
+    assert [tuple(stage) for stage in v_shaped_placement(3)] == [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+        (2, 3),
+        (1, 4),
+        (0, 5),
+    ]
 
 
 @pytest.mark.parametrize("p", RANKS)
@@ -39,7 +51,9 @@ def test_idle_time_of_v_is_p_minus_1_times_f_minus_w(p: int, forward: int, weigh
 
 @pytest.mark.parametrize("p", RANKS)
 def test_every_rank_of_v_holds_what_the_first_rank_of_1f1b_holds(p: int):
-    assert set(hold(zb_v_schedule(p, 3 * p), StageCosts.uniform(2 * p)).peak_memory) == {2 * p}  # halves of what a rank holds
+    assert set(hold(zb_v_schedule(p, 3 * p), StageCosts.uniform(2 * p)).peak_memory) == {
+        2 * p
+    }  # halves of what a rank holds
 
 
 @pytest.mark.parametrize("p", RANKS)
@@ -59,8 +73,14 @@ def test_min_has_at_most_two_thirds_of_the_bubble_and_about_a_third_of_the_memor
 @pytest.mark.parametrize(("p", "m"), [(2, 3), (2, 8), (3, 9), (4, 4), (4, 12), (6, 11)])
 def test_v_does_in_each_list_what_torch_does_there(p: int, m: int):
     names = {"pp_group_size": p, "num_stages": 2 * p, "_n_microbatches": m}
-    made = [ScheduleZBVZeroBubble._calculate_single_rank_operations(SimpleNamespace(**names), rank) for rank in range(p)]
-    torchs = Schedule(v_shaped_placement(p), tuple(tuple(ScheduleAction(*slot) for slot in theirs(actions)) for actions in made))  # type: ignore[arg-type]
+    made = [
+        ScheduleZBVZeroBubble._calculate_single_rank_operations(SimpleNamespace(**names), rank)
+        for rank in range(p)
+    ]
+    torchs = Schedule(
+        v_shaped_placement(p),
+        tuple(tuple(ScheduleAction(*slot) for slot in theirs(actions)) for actions in made),
+    )  # type: ignore[arg-type]
     for costs in (StageCosts.uniform(2 * p), StageCosts.uniform(2 * p, 5, 6, 4, transfer=1)):
         ours, other = hold(zb_v_schedule(p, m), costs), simulate(torchs, costs)
         assert longest_rank_time(ours) <= longest_rank_time(other)

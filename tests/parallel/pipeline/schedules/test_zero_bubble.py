@@ -19,7 +19,15 @@ from meshwright.parallel.pipeline.schedules.zero_bubble import (
     zb_schedule_within_memory,
 )
 from meshwright.plan.job.errors import PlanError
-from tests.parallel.pipeline.schedules.schedule_laws import COUNTS, hold, noticed, swapped, theirs, unlike, with_slots
+from tests.parallel.pipeline.schedules.schedule_laws import (
+    COUNTS,
+    hold,
+    noticed,
+    swapped,
+    theirs,
+    unlike,
+    with_slots,
+)
 
 TIMES = [(1, 1, 1), (4, 4, 3), (5, 6, 4), (6, 5, 5), (2, 3, 1), (18, 17, 9)]  # F, I, W with W at most F and I
 Make = Callable[[int, int], Schedule]
@@ -43,7 +51,9 @@ def test_idle_time_of_h1_is_p_minus_1_times_f_plus_i_minus_w(p: int, m: int, tim
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_idle_time_of_h2_is_p_minus_1_times_f_plus_i_minus_2w(p: int, m: int, times: tuple[int, int, int]):
     forward, inputs, weights = times
-    assert idle(zb_h2_schedule(p, m), StageCosts.uniform(p, *times)) == (p - 1) * (forward + inputs - 2 * weights)
+    assert idle(zb_h2_schedule(p, m), StageCosts.uniform(p, *times)) == (p - 1) * (
+        forward + inputs - 2 * weights
+    )
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
@@ -68,7 +78,9 @@ def test_2p_has_no_bubble_within_twice_the_memory_from_3p_micro_batches_on(p: in
     assert max(found.peak_memory) <= 2 * p * costs.activation_memory[0]
 
 
-@pytest.mark.parametrize(("p", "times"), [(4, (30, 29, 20)), (8, (30, 29, 20)), (8, (19, 18, 9)), (8, (11, 11, 8))])
+@pytest.mark.parametrize(
+    ("p", "times"), [(4, (30, 29, 20)), (8, (30, 29, 20)), (8, (19, 18, 9)), (8, (11, 11, 8))]
+)
 def test_2p_has_about_no_bubble_where_w_needs_less_memory_than_i(p: int, times: tuple[int, int, int]):
     costs = StageCosts([times[0]] * p, [times[1]] * p, [times[2]] * p, 0.5, [5.0] * p, [2.0] * p)
     found = hold_roughly(zb_2p_schedule(p, 8 * p, costs), costs)
@@ -99,9 +111,19 @@ def test_without_word_of_memory_each_micro_batch_keeps_one_unit_until_w():
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (2, 8), (3, 9), (4, 8), (4, 12), (8, 24)])
 def test_h1_is_not_longer_and_holds_no_more_than_the_lists_of_torch(p: int, m: int):
     rounds = max(1, m // p)
-    names = {"pp_group_size": p, "n_local_stages": 1, "_n_microbatches": m, "microbatches_per_round": m // rounds}
-    made = [ScheduleInterleavedZeroBubble._calculate_single_rank_operations(SimpleNamespace(**names), rank) for rank in range(p)]
-    torchs = Schedule.with_looped_placement([ScheduleAction(*slot) for slot in theirs(actions)] for actions in made)  # type: ignore[arg-type]
+    names = {
+        "pp_group_size": p,
+        "n_local_stages": 1,
+        "_n_microbatches": m,
+        "microbatches_per_round": m // rounds,
+    }
+    made = [
+        ScheduleInterleavedZeroBubble._calculate_single_rank_operations(SimpleNamespace(**names), rank)
+        for rank in range(p)
+    ]
+    torchs = Schedule.with_looped_placement(
+        [ScheduleAction(*slot) for slot in theirs(actions)] for actions in made
+    )  # type: ignore[arg-type]
     for costs in (StageCosts.uniform(p), StageCosts.uniform(p, 5, 6, 4, transfer=1)):
         ours, other = hold(zb_h1_schedule(p, m), costs), simulate(torchs, costs)
         assert longest_rank_time(ours) <= longest_rank_time(other)
@@ -119,10 +141,15 @@ def test_they_play_to_their_end_whatever_parts_cost(data: st.DataObject, ranks: 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), ranks=st.integers(1, 4), micros=st.integers(1, 9))
-def test_2p_plays_to_its_end_within_its_room_and_is_never_longer_than_h1(data: st.DataObject, ranks: int, micros: int):
+def test_2p_plays_to_its_end_within_its_room_and_is_never_longer_than_h1(
+    data: st.DataObject, ranks: int, micros: int
+):
     costs = data.draw(unlike(ranks))
     found = hold(zb_2p_schedule(ranks, micros, costs), costs)
-    assert all(peak <= 2 * ranks * held for peak, held in zip(found.peak_memory, costs.activation_memory, strict=True))
+    assert all(
+        peak <= 2 * ranks * held
+        for peak, held in zip(found.peak_memory, costs.activation_memory, strict=True)
+    )
     assert longest_rank_time(found) <= longest_rank_time(simulate(zb_h1_schedule(ranks, micros), costs))
 
 

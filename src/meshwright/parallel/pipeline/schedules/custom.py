@@ -68,7 +68,9 @@ def load_schedule(source: str, num_ranks: int, num_microbatches: int) -> Schedul
 
     Raises PlanError with everything that is wrong with it.
     """
-    return _checked_schedule(_read_source(source, num_ranks, num_microbatches), source, num_ranks, num_microbatches)
+    return _checked_schedule(
+        _read_source(source, num_ranks, num_microbatches), source, num_ranks, num_microbatches
+    )
 
 
 def _read_source(source: str, ranks: int, micros: int) -> Schedule | Sequence[Sequence[str]]:
@@ -127,10 +129,16 @@ def _call_function(path: Path, function: str, ranks: int, micros: int) -> Schedu
         made = runpy.run_path(str(path))
     except (Exception, SystemExit) as error:  # one that leaves would end the command without a word
         fix = "repair the file; it must run without side effects"
-        raise PlanError(f"running {path} {_describe_error(error, path)}", fix=fix, location=SCHEDULE_KEY) from error
+        raise PlanError(
+            f"running {path} {_describe_error(error, path)}", fix=fix, location=SCHEDULE_KEY
+        ) from error
     functions = [name for name, value in made.items() if callable(value) and not name.startswith("_")]
     if function not in functions:
-        fix = suggest_name(function, functions) if functions else "define a function of the numbers of ranks and of micro-batches"
+        fix = (
+            suggest_name(function, functions)
+            if functions
+            else "define a function of the numbers of ranks and of micro-batches"
+        )
         raise PlanError(f"{path} has no function '{function}'", fix=fix, location=SCHEDULE_KEY)
     try:
         rows = made[function](ranks, micros)
@@ -148,22 +156,34 @@ def _call_function(path: Path, function: str, ranks: int, micros: int) -> Schedu
 
 def _describe_error(error: BaseException, path: Path) -> str:
     """What was raised, and the last line of the file at `path` that led to it."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
+    ]
     return f"raised {type(error).__name__}: {error}" + (f" ({path}, line {lines[-1]})" if lines else "")
 
 
 def _is_table(rows: object) -> bool:
-    lists = isinstance(rows, Sequence) and all(isinstance(row, Sequence) and not isinstance(row, str) for row in rows)
-    return lists and all(isinstance(cell, str) for row in cast("Sequence[Sequence[object]]", rows) for cell in row)
+    lists = isinstance(rows, Sequence) and all(
+        isinstance(row, Sequence) and not isinstance(row, str) for row in rows
+    )
+    return lists and all(
+        isinstance(cell, str) for row in cast("Sequence[Sequence[object]]", rows) for cell in row
+    )
 
 
-def _checked_schedule(given: Schedule | Sequence[Sequence[str]], source: str, ranks: int, micros: int) -> Schedule:
+def _checked_schedule(
+    given: Schedule | Sequence[Sequence[str]], source: str, ranks: int, micros: int
+) -> Schedule:
     """The order of `given`. Raises PlanError with everything that is wrong with it."""
     made, faults, cells = _parse(given, source, ranks)
     if made.num_microbatches != micros:
         text = f"{source} is for {made.num_microbatches} micro-batches, and the plan has {micros}"
         faults.append(
-            Diagnostic(text, f"write it for {micros}, or set the micro-batches to {made.num_microbatches}", SCHEDULE_KEY)
+            Diagnostic(
+                text,
+                f"write it for {micros}, or set the micro-batches to {made.num_microbatches}",
+                SCHEDULE_KEY,
+            )
         )
     raise_diagnostics(faults)
     try:
@@ -182,24 +202,35 @@ def _parse(
     if isinstance(given, Schedule):
         made, cells = (
             given,
-            [[ScheduleCell(slot, *at) for slot, at in _with_positions(slots, rank)] for rank, slots in enumerate(given.actions)],
+            [
+                [ScheduleCell(slot, *at) for slot, at in _with_positions(slots, rank)]
+                for rank, slots in enumerate(given.actions)
+            ],
         )
     else:
         cells, faults = _parse_cells(given)
         faults += _check_rows(cells)
         raise_diagnostics(
-            fault if fault.location == SCHEDULE_KEY else replace(fault, location=f"{source}, {fault.location}")
+            fault
+            if fault.location == SCHEDULE_KEY
+            else replace(fault, location=f"{source}, {fault.location}")
             for fault in faults
         )
         made = _schedule_from_cells(cells)
     faults = [Diagnostic(text, "add, move or remove the cells", source) for text in made.errors()]
     if made.num_ranks != ranks:
         rows = f"{made.num_ranks} row{'s' * (made.num_ranks != 1)}"
-        faults.append(Diagnostic(f"{source} has {rows}, and the pipeline {ranks} ranks", "write a row per rank", SCHEDULE_KEY))
+        faults.append(
+            Diagnostic(
+                f"{source} has {rows}, and the pipeline {ranks} ranks", "write a row per rank", SCHEDULE_KEY
+            )
+        )
     return made, faults, cells
 
 
-def _with_positions(slots: Sequence[ScheduleAction], rank: int) -> Iterator[tuple[ScheduleAction, tuple[int, int]]]:
+def _with_positions(
+    slots: Sequence[ScheduleAction], rank: int
+) -> Iterator[tuple[ScheduleAction, tuple[int, int]]]:
     yield from ((slot, (rank + 1, at)) for at, slot in enumerate(slots, start=1))
 
 
@@ -218,12 +249,20 @@ def _parse_cells(rows: Sequence[Sequence[str]]) -> tuple[list[list[ScheduleCell]
                     cells[-1].append(ScheduleCell(slot, number, column))
                 elif part.strip() and not DERIVED_CELL_PATTERN.fullmatch(part.strip()):
                     faults.append(
-                        Diagnostic(f"'{part.strip()}' is no act of a rank", CELL_FORMAT, f"row {number}, column {column}")
+                        Diagnostic(
+                            f"'{part.strip()}' is no act of a rank",
+                            CELL_FORMAT,
+                            f"row {number}, column {column}",
+                        )
                     )
     if len(faults) > MAX_REPORTED:  # a table in another spelling
         more = len(faults) - MAX_REPORTED
         faults[MAX_REPORTED:] = [
-            Diagnostic(f"{more} more cells are no act of a rank, up to the one here", CELL_FORMAT, faults[-1].location)
+            Diagnostic(
+                f"{more} more cells are no act of a rank, up to the one here",
+                CELL_FORMAT,
+                faults[-1].location,
+            )
         ]
     return cells, faults
 
@@ -240,11 +279,17 @@ def _check_rows(rows: Sequence[Sequence[ScheduleCell]]) -> list[Diagnostic]:
             faults.append(Diagnostic(text, "keep each stage in one row", cell.location))
         elif first is not cell:
             faults.append(
-                Diagnostic(f"{cell.action} stands in column {first.column} already", "remove one of them", cell.location)
+                Diagnostic(
+                    f"{cell.action} stands in column {first.column} already",
+                    "remove one of them",
+                    cell.location,
+                )
             )
     if sorted(homes) != list(range(len(homes))):
         text = f"the stages are {', '.join(map(str, sorted(homes)))}"
-        faults.append(Diagnostic(text, f"number them 0 .. {len(homes) - 1}, in the order of the model", SCHEDULE_KEY))
+        faults.append(
+            Diagnostic(text, f"number them 0 .. {len(homes) - 1}, in the order of the model", SCHEDULE_KEY)
+        )
     return faults
 
 

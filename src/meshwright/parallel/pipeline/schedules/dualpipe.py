@@ -27,7 +27,12 @@ Paper: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv 2412.19437 (secti
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
-from meshwright.parallel.pipeline.schedules.schedule import Schedule, ScheduleAction, VirtualStage, check_counts
+from meshwright.parallel.pipeline.schedules.schedule import (
+    Schedule,
+    ScheduleAction,
+    VirtualStage,
+    check_counts,
+)
 from meshwright.parallel.pipeline.schedules.zb_v import StagePass, repeat_passes, v_shaped_placement
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 
@@ -44,7 +49,9 @@ def dualpipe_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
 
     def slots(rank: int) -> Iterator[ScheduleAction]:
         early, late = (rank, num_ranks + rank) if rank < half else (num_ranks + rank, rank)
-        for kind, stage, micro in _number_microbatches(_rank_passes(early, late, half, min(rank, num_ranks - 1 - rank), each)):
+        for kind, stage, micro in _number_microbatches(
+            _rank_passes(early, late, half, min(rank, num_ranks - 1 - rank), each)
+        ):
             upwards = stage < num_ranks
             if micro < (up if upwards else num_microbatches - up):
                 yield ScheduleAction(kind, stage, micro if upwards else up + micro)
@@ -60,7 +67,8 @@ def dualpipev_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     raise_diagnostics(check_counts(num_ranks, num_microbatches))
     each = max(num_microbatches, 2 * num_ranks)
     lists = (
-        _number_microbatches(_rank_passes(rank, 2 * num_ranks - 1 - rank, num_ranks, rank, each)) for rank in range(num_ranks)
+        _number_microbatches(_rank_passes(rank, 2 * num_ranks - 1 - rank, num_ranks, rank, each))
+        for rank in range(num_ranks)
     )
     return Schedule(
         v_shaped_placement(num_ranks),

@@ -23,7 +23,12 @@ Paper: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on 
 
 from collections.abc import Iterator, Sequence
 
-from meshwright.parallel.pipeline.schedules.schedule import PIPELINE_KEY, Schedule, ScheduleAction, check_counts
+from meshwright.parallel.pipeline.schedules.schedule import (
+    PIPELINE_KEY,
+    Schedule,
+    ScheduleAction,
+    check_counts,
+)
 from meshwright.plan.job.errors import Diagnostic
 
 
@@ -34,7 +39,9 @@ def interleaved_schedule(num_ranks: int, num_microbatches: int, num_virtual_stag
         list(_chunk_order(sizes, range(num_virtual_stages))),
         list(_chunk_order(sizes, range(num_virtual_stages)[::-1])),
     )
-    hops = 2 if num_virtual_stages > 1 else 1  # to the next chunk it is once round, there and back; a single chunk is 1F1B
+    hops = (
+        2 if num_virtual_stages > 1 else 1
+    )  # to the next chunk it is once round, there and back; a single chunk is 1F1B
 
     def slots(rank: int) -> Iterator[ScheduleAction]:
         ahead = min((num_virtual_stages - 1) * max(sizes) + hops * (num_ranks - 1 - rank), len(forwards))
@@ -64,7 +71,9 @@ def _chunk_order(sizes: Sequence[int], chunks: Sequence[int]) -> Iterator[tuple[
         first += size
 
 
-def check_interleaved(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 2) -> Iterator[Diagnostic]:
+def check_interleaved(
+    num_ranks: int, num_microbatches: int, num_virtual_stages: int = 2
+) -> Iterator[Diagnostic]:
     """Why these counts cannot work."""
     yield from check_counts(num_ranks, num_microbatches, num_virtual_stages)
     if num_ranks == 1 and num_virtual_stages > 1:

@@ -89,17 +89,26 @@ def longest_rank_time(timeline: ScheduleTimeline) -> float:
 
 def fits_memory(timeline: ScheduleTimeline, limits: Sequence[float]) -> bool:
     """Whether no rank holds more than its limit."""
-    return all(peak <= limit * (1 + ROUNDING) for peak, limit in zip(timeline.peak_memory, limits, strict=True))
+    return all(
+        peak <= limit * (1 + ROUNDING) for peak, limit in zip(timeline.peak_memory, limits, strict=True)
+    )
 
 
 class _ListScheduler:
     """The ranks at work, event by event."""
 
     def __init__(
-        self, stages: Sequence[VirtualStage], micros: int, costs: StageCosts, rule: PriorityRule, limits: Sequence[float]
+        self,
+        stages: Sequence[VirtualStage],
+        micros: int,
+        costs: StageCosts,
+        rule: PriorityRule,
+        limits: Sequence[float],
     ) -> None:
         self.stages, self.costs, self.rule = tuple(stages), costs, rule
-        self.seconds = {kind: [costs.seconds(kind, part) for part in range(len(stages))] for kind in PASS_KINDS}
+        self.seconds = {
+            kind: [costs.seconds(kind, part) for part in range(len(stages))] for kind in PASS_KINDS
+        }
         self.stage_of = {stage.stage: number for number, stage in enumerate(stages)}
         self.num_parts = len(stages)
         own: dict[int, list[int]] = {}
@@ -149,7 +158,11 @@ class _ListScheduler:
                 yield ready, ScheduleAction("I", stage, micro), part
             micro = rank.forwards[part]
             ready = rank.arrival_times.get(("F", part, micro), inf)
-            if ready < inf and micro - rank.backwards[part] < self.caps[part] and self._fits(rank, part, micro):
+            if (
+                ready < inf
+                and micro - rank.backwards[part] < self.caps[part]
+                and self._fits(rank, part, micro)
+            ):
                 yield ready, ScheduleAction("F", stage, micro), part
         if rank.pending_w:
             yield 0.0, rank.pending_w[0], self.stages[rank.pending_w[0].virtual_stage].stage
@@ -160,9 +173,9 @@ class _ListScheduler:
             return True
         oldest = min(rank.forwards.values())
         rest = [other for other in rank.stages if rank.forwards[other] == oldest] if micro > oldest else []
-        return rank.memory + sum(self.costs.activation_memory[each] for each in (part, *rest)) <= rank.memory_limit * (
-            1 + ROUNDING
-        )
+        return rank.memory + sum(
+            self.costs.activation_memory[each] for each in (part, *rest)
+        ) <= rank.memory_limit * (1 + ROUNDING)
 
     def _do(self, number: int, rank: _GreedyRank, slot: ScheduleAction, part: int, end: float) -> None:
         rank.actions.append(slot)
@@ -198,13 +211,19 @@ def split_backwards(schedule: Schedule) -> Schedule:
     """`order` with every B as I and W, one behind the other: the gradient for the rank before goes out earlier."""
     kinds: Mapping[str, tuple[PassKind, ...]] = {"F": ("F",), "I": ("I",), "W": ("W",), "B": ("I", "W")}
     lists = (
-        tuple(ScheduleAction(kind, slot.virtual_stage, slot.microbatch) for slot in slots for kind in kinds[slot.kind])
+        tuple(
+            ScheduleAction(kind, slot.virtual_stage, slot.microbatch)
+            for slot in slots
+            for kind in kinds[slot.kind]
+        )
         for slots in schedule.actions
     )
     return Schedule(schedule.virtual_stages, tuple(lists))
 
 
-def fill_bubbles(schedule: Schedule, costs: StageCosts, limits: Sequence[float], patience: float = 1.0) -> Schedule:
+def fill_bubbles(
+    schedule: Schedule, costs: StageCosts, limits: Sequence[float], patience: float = 1.0
+) -> Schedule:
     """`order`, which has no B, with W placed anew; no rank holds more than `limits[rank]`, if `order` does not."""
     return _BubbleFilling(schedule, costs, limits, patience).run()
 
@@ -225,9 +244,16 @@ class _BubbleFilling:
     """The ranks at work, event by event. What has ended is known by a number: 2 (micro parts + part), a gradient by 1 more."""
 
     def __init__(self, order: Schedule, costs: StageCosts, limits: Sequence[float], patience: float) -> None:
-        self.stages, self.parts, self.transfer, self.patience = order.virtual_stages, order.num_stages, costs.transfer, patience
+        self.stages, self.parts, self.transfer, self.patience = (
+            order.virtual_stages,
+            order.num_stages,
+            costs.transfer,
+            patience,
+        )
         self.part = [stage.stage for stage in order.virtual_stages]
-        self.seconds = {kind: [costs.seconds(kind, part) for part in range(self.parts)] for kind in PASS_KINDS}
+        self.seconds = {
+            kind: [costs.seconds(kind, part) for part in range(self.parts)] for kind in PASS_KINDS
+        }
         self.held = costs.activation_memory or [0.0] * self.parts
         self.late = costs.weight_grad_memory or [0.0] * self.parts
         lists = ((slot for slot in slots if slot.kind != "W") for slots in order.actions)
@@ -249,7 +275,10 @@ class _BubbleFilling:
         ready, missing = self._ready(number, rank)
         if ready <= now:
             self._do(number, rank, rank.remaining.popleft(), now)
-        elif rank.pending_w and ready >= now + self.patience * self.seconds["W"][self.part[rank.pending_w[0].virtual_stage]]:
+        elif (
+            rank.pending_w
+            and ready >= now + self.patience * self.seconds["W"][self.part[rank.pending_w[0].virtual_stage]]
+        ):
             self._do(number, rank, rank.pending_w.popleft(), now)
         elif ready < inf:
             heappush(self.events, (ready, number))
@@ -262,10 +291,16 @@ class _BubbleFilling:
             return inf, -1
         kind, stage, micro = rank.remaining[0]
         part = self.part[stage]
-        if kind == "F" and rank.pending_w and rank.memory + self.held[part] > rank.memory_limit * (1 + ROUNDING):
+        if (
+            kind == "F"
+            and rank.pending_w
+            and rank.memory + self.held[part] > rank.memory_limit * (1 + ROUNDING)
+        ):
             return inf, -1
         own, ready = 2 * (micro * self.parts + part), 0.0
-        for need in (own - 2 if part else None,) if kind == "F" else (own, own + 3 if part + 1 < self.parts else None):
+        for need in (
+            (own - 2 if part else None,) if kind == "F" else (own, own + 3 if part + 1 < self.parts else None)
+        ):
             if need is None:
                 continue
             if need not in self.ended:

@@ -27,7 +27,8 @@ from meshwright.plan.job.errors import Diagnostic
 def one_f_one_b_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     """The lists of `ranks` ranks, a part each."""
     return Schedule.with_looped_placement(
-        _rank_actions(rank, min(num_ranks - 1 - rank, num_microbatches), num_microbatches) for rank in range(num_ranks)
+        _rank_actions(rank, min(num_ranks - 1 - rank, num_microbatches), num_microbatches)
+        for rank in range(num_ranks)
     )
 
 

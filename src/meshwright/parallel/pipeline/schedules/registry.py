@@ -49,7 +49,9 @@ class ScheduleEntry:
         """Which part lies where, for any number of micro-batches."""
         if self.source:
             return custom.load_virtual_stages(self.source, num_ranks)
-        return self.build(num_ranks, 1, num_virtual_stages, StageCosts.uniform(num_ranks * num_virtual_stages)).virtual_stages
+        return self.build(
+            num_ranks, 1, num_virtual_stages, StageCosts.uniform(num_ranks * num_virtual_stages)
+        ).virtual_stages
 
 
 def _fixed_entry(order: Callable[[int, int], Schedule], refuse: CountCheck, chunks: int = 1) -> ScheduleEntry:
@@ -58,7 +60,9 @@ def _fixed_entry(order: Callable[[int, int], Schedule], refuse: CountCheck, chun
 
 SCHEDULES: Mapping[str, ScheduleEntry] = MappingProxyType(
     {
-        "model_parallel": _fixed_entry(model_parallel.model_parallel_schedule, model_parallel.check_model_parallel),
+        "model_parallel": _fixed_entry(
+            model_parallel.model_parallel_schedule, model_parallel.check_model_parallel
+        ),
         "gpipe": _fixed_entry(gpipe.gpipe_schedule, gpipe.check_gpipe),
         "1f1b": _fixed_entry(one_f_one_b.one_f_one_b_schedule, one_f_one_b.check_one_f_one_b),
         "interleaved": ScheduleEntry(
@@ -70,7 +74,8 @@ SCHEDULES: Mapping[str, ScheduleEntry] = MappingProxyType(
         "zb_h1": _fixed_entry(zero_bubble.zb_h1_schedule, zero_bubble.check_zero_bubble),
         "zb_h2": _fixed_entry(zero_bubble.zb_h2_schedule, zero_bubble.check_zero_bubble),
         "zb_2p": ScheduleEntry(
-            lambda ranks, micros, _chunks, costs: zero_bubble.zb_2p_schedule(ranks, micros, costs), zero_bubble.check_zero_bubble
+            lambda ranks, micros, _chunks, costs: zero_bubble.zb_2p_schedule(ranks, micros, costs),
+            zero_bubble.check_zero_bubble,
         ),
         "zb_v": _fixed_entry(zb_v.zb_v_schedule, zb_v.check_zb_v, chunks=2),
         "zb_v_half": _fixed_entry(zb_v.zb_v_half_schedule, zb_v.check_zb_v, chunks=2),
@@ -93,4 +98,6 @@ def find_schedule(name: str) -> ScheduleEntry | None:
         except PlanError as error:
             yield from error.diagnostics
 
-    return ScheduleEntry(lambda ranks, micros, _chunks, _costs: custom.load_schedule(name, ranks, micros), refuse, source=name)
+    return ScheduleEntry(
+        lambda ranks, micros, _chunks, _costs: custom.load_schedule(name, ranks, micros), refuse, source=name
+    )

@@ -30,7 +30,12 @@ from meshwright.plan.step.simulator import TimelineSpan
 
 PIPELINE_KEY = "strategies.pipeline"  # of the one strategy whose data schedules are
 COUNT_BITS = 16
-KIND_UNITS: Mapping[str, int] = {"F": 1, "B": 1 << COUNT_BITS, "I": 1 << 2 * COUNT_BITS, "W": 1 << 3 * COUNT_BITS}
+KIND_UNITS: Mapping[str, int] = {
+    "F": 1,
+    "B": 1 << COUNT_BITS,
+    "I": 1 << 2 * COUNT_BITS,
+    "W": 1 << 3 * COUNT_BITS,
+}
 COMPLETE_COUNTS = (KIND_UNITS["F"] + KIND_UNITS["B"], KIND_UNITS["F"] + KIND_UNITS["I"] + KIND_UNITS["W"])
 
 
@@ -45,7 +50,9 @@ def check_counts(num_ranks: int, num_microbatches: int, num_virtual_stages: int 
             yield Diagnostic(f"{count} {what}; needed is at least one", "write a positive number", key)
 
 
-def missing_actions(done: Mapping[tuple[int, int], int], num_stages: int, microbatches: Sequence[int]) -> Iterator[str]:
+def missing_actions(
+    done: Mapping[tuple[int, int], int], num_stages: int, microbatches: Sequence[int]
+) -> Iterator[str]:
     """What parts have not done of micro-batches, or too often; alike ones in one line."""
     wrong: dict[tuple[int, int], list[int]] = {}
     for part in range(num_stages):
@@ -54,8 +61,13 @@ def missing_actions(done: Mapping[tuple[int, int], int], num_stages: int, microb
             if count not in COMPLETE_COUNTS:
                 wrong.setdefault((part, count), []).append(micro)
     for (part, count), which in wrong.items():
-        found = "".join(kind * (count // weight % (1 << COUNT_BITS)) for kind, weight in KIND_UNITS.items()) or "nothing"
-        several = f"micro-batches {format_numbers(which)} have" if len(which) > 1 else f"micro-batch {which[0]} has"
+        found = (
+            "".join(kind * (count // weight % (1 << COUNT_BITS)) for kind, weight in KIND_UNITS.items())
+            or "nothing"
+        )
+        several = (
+            f"micro-batches {format_numbers(which)} have" if len(which) > 1 else f"micro-batch {which[0]} has"
+        )
         yield f"{several} {found} in part {part}: needed is one F, and one B or one I and one W"
 
 
@@ -106,7 +118,10 @@ class Schedule:
     ) -> "Schedule":
         """The order of `slots`, a list per rank, where part `k` is stage `k` and lies on rank `k` modulo the ranks."""
         lists = tuple(tuple(ScheduleAction(*slot) for slot in each) for each in actions)
-        return cls(tuple(VirtualStage(part % len(lists), part) for part in range(len(lists) * num_virtual_stages)), lists)
+        return cls(
+            tuple(VirtualStage(part % len(lists), part) for part in range(len(lists) * num_virtual_stages)),
+            lists,
+        )
 
     @property
     def num_ranks(self) -> int:
@@ -150,7 +165,9 @@ class Schedule:
         for rank, slots in enumerate(self.actions):
             once = dict.fromkeys(slots)
             if len(once) < len(slots):
-                yield from (f"rank {rank} does {slot} {n} times" for slot, n in Counter(slots).items() if n > 1)
+                yield from (
+                    f"rank {rank} does {slot} {n} times" for slot, n in Counter(slots).items() if n > 1
+                )
             for kind, stage, micro in once:
                 if not 0 <= stage < len(stages):
                     yield f"rank {rank} does {kind}{micro} of stage {stage}, and there are {len(stages)} stages"
@@ -196,15 +213,24 @@ class StageCosts:
     ) -> "StageCosts":
         """Of equal parts, each of which takes these times and keeps `held` of a micro-batch, all of it until W."""
         each = [activation_memory] * num_stages
-        return cls([forward] * num_stages, [input_grad] * num_stages, [weight_grad] * num_stages, transfer, each, each)
+        return cls(
+            [forward] * num_stages,
+            [input_grad] * num_stages,
+            [weight_grad] * num_stages,
+            transfer,
+            each,
+            each,
+        )
 
     def seconds(self, kind: PassKind, stage: int) -> float:
         """How long a slot of this kind takes."""
         if kind == "F":
             return self.forward[stage]
-        return {"I": self.input_grad[stage], "W": self.weight_grad[stage], "B": self.input_grad[stage] + self.weight_grad[stage]}[
-            kind
-        ]
+        return {
+            "I": self.input_grad[stage],
+            "W": self.weight_grad[stage],
+            "B": self.input_grad[stage] + self.weight_grad[stage],
+        }[kind]
 
 
 @dataclass(frozen=True)
@@ -227,7 +253,9 @@ class ScheduleTimeline:
     @property
     def bubble(self) -> float:
         """The share of the time in which ranks wait, over all of them: (end - work) / end, as published rates are stated."""
-        return 1.0 - sum(map(self.busy_time, range(self.schedule.num_ranks))) / (self.end * self.schedule.num_ranks)
+        return 1.0 - sum(map(self.busy_time, range(self.schedule.num_ranks))) / (
+            self.end * self.schedule.num_ranks
+        )
 
 
 class ScheduleDeadlock(Exception):
@@ -250,7 +278,8 @@ def simulate(schedule: Schedule, costs: StageCosts) -> ScheduleTimeline:
     if at != [len(slots) for slots in schedule.actions]:
         raise _deadlock(schedule, at)
     peaks = tuple(
-        max((during for during, _ in memory_over_time(schedule, costs, rank)), default=0.0) for rank in range(schedule.num_ranks)
+        max((during for during, _ in memory_over_time(schedule, costs, rank)), default=0.0)
+        for rank in range(schedule.num_ranks)
     )
     return ScheduleTimeline(schedule, tuple(map(tuple, paper.spans)), peaks)
 
@@ -261,7 +290,9 @@ class _Simulation:
     def __init__(self, order: Schedule, costs: StageCosts) -> None:
         self.slots, self.parts, self.transfer = order.actions, order.num_stages, costs.transfer
         self.part = [stage.stage for stage in order.virtual_stages]
-        self.seconds = {kind: [costs.seconds(kind, part) for part in range(order.num_stages)] for kind in PASS_KINDS}
+        self.seconds = {
+            kind: [costs.seconds(kind, part) for part in range(order.num_stages)] for kind in PASS_KINDS
+        }
         self.spans: list[list[tuple[float, float]]] = [[] for _ in order.actions]
         self.ended: dict[int, tuple[float, int]] = {}
         self.waiting: dict[int, list[int]] = {}  # what ranks stand before
@@ -315,23 +346,40 @@ def memory_over_time(schedule: Schedule, costs: StageCosts, rank: int) -> list[t
 
 def _deadlock(order: Schedule, at: Sequence[int]) -> ScheduleDeadlock:
     """Where each rank stands (`at` its slot with this number) and what it waits for."""
-    stands = {rank: slots[done] for rank, (done, slots) in enumerate(zip(at, order.actions, strict=True)) if done < len(slots)}
-    ended = {order.output_of(slot) for done, slots in zip(at, order.actions, strict=True) for slot in slots[:done]}
-    needed = {rank: [need for need in order.dependencies_of(slot) if need not in ended] for rank, slot in stands.items()}
-    kinds = {order.output_of(slot): slot.kind for slots in order.actions for slot in slots}  # B where no I gives a gradient
+    stands = {
+        rank: slots[done]
+        for rank, (done, slots) in enumerate(zip(at, order.actions, strict=True))
+        if done < len(slots)
+    }
+    ended = {
+        order.output_of(slot) for done, slots in zip(at, order.actions, strict=True) for slot in slots[:done]
+    }
+    needed = {
+        rank: [need for need in order.dependencies_of(slot) if need not in ended]
+        for rank, slot in stands.items()
+    }
+    kinds = {
+        order.output_of(slot): slot.kind for slots in order.actions for slot in slots
+    }  # B where no I gives a gradient
     root, why = _deadlock_root(order, at, needed)
     lines = ["nobody can go on:"]
     for rank, slots in enumerate(order.actions):
         if rank in stands:
-            what = " and ".join(f"{kinds.get(need, need[0])}{need[2]} of part {need[1]}" for need in needed[rank])
+            what = " and ".join(
+                f"{kinds.get(need, need[0])}{need[2]} of part {need[1]}" for need in needed[rank]
+            )
             arrow = f"  <-- {why}" if rank == root else ""
-            lines.append(f"  rank {rank}: slot {at[rank]} of {len(slots)}, {stands[rank]}, waits for {what}{arrow}")
+            lines.append(
+                f"  rank {rank}: slot {at[rank]} of {len(slots)}, {stands[rank]}, waits for {what}{arrow}"
+            )
         else:
             lines.append(f"  rank {rank}: finished")
     return ScheduleDeadlock("\n".join(lines), root, at[root])
 
 
-def _deadlock_root(order: Schedule, at: Sequence[int], needed: Mapping[int, Sequence[Dependency]]) -> tuple[int, str]:
+def _deadlock_root(
+    order: Schedule, at: Sequence[int], needed: Mapping[int, Sequence[Dependency]]
+) -> tuple[int, str]:
     """The rank at which a standstill begins, and why: from the first rank that waits, along what each waits for."""
     doers: dict[Dependency | None, tuple[int, int]] = {}
     for rank in needed:
@@ -367,10 +415,17 @@ def schedule_spans(timeline: ScheduleTimeline, costs: StageCosts) -> list[list[T
         row: list[TimelineSpan] = []
         free, now = 0.0, 0.0
         for slot, (begin, end), (during, after) in zip(slots, spans, holds, strict=True):
-            sent = max((ended[need][0] for need in order.dependencies_of(slot) if ended[need][1] != rank), default=begin)
+            sent = max(
+                (ended[need][0] for need in order.dependencies_of(slot) if ended[need][1] != rank),
+                default=begin,
+            )
             if max(free, sent) < begin:
                 row.append(TimelineSpan("~", max(free, sent), begin, memory=now, memory_after=now))
-            row.append(TimelineSpan(slot.kind, begin, end, slot.microbatch, mine.index(slot.virtual_stage), during, after))
+            row.append(
+                TimelineSpan(
+                    slot.kind, begin, end, slot.microbatch, mine.index(slot.virtual_stage), during, after
+                )
+            )
             free, now = end, after
         rows.append(row)
     return rows

@@ -49,7 +49,12 @@ from meshwright.parallel.pipeline.schedules.schedule import (
     check_counts,
     simulate,
 )
-from meshwright.parallel.pipeline.schedules.zb_v import v_shaped_placement, zb_v_half_schedule, zb_v_min_schedule, zb_v_schedule
+from meshwright.parallel.pipeline.schedules.zb_v import (
+    v_shaped_placement,
+    zb_v_half_schedule,
+    zb_v_min_schedule,
+    zb_v_schedule,
+)
 from meshwright.parallel.pipeline.schedules.zero_bubble import zb_h1_schedule, zb_h2_schedule
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 
@@ -59,7 +64,9 @@ PATIENCE = (0.0, 0.5, 1.0)
 KIND_PRIORITIES = ("IFW", "IWF", "FIW")
 
 
-def automatic_schedule(num_ranks: int, num_microbatches: int, num_virtual_stages: int, costs: StageCosts) -> Schedule:
+def automatic_schedule(
+    num_ranks: int, num_microbatches: int, num_virtual_stages: int, costs: StageCosts
+) -> Schedule:
     """The lists found where all ranks wait for each other at the end; two parts per rank are folded."""
     stages = (
         v_shaped_placement(num_ranks)
@@ -101,7 +108,9 @@ def search_schedule(
         if fits_memory(found, room) and (best is None or measure(found) < measure(best)):
             best = found
     if best is None:
-        raise RuntimeError("no rule fits: the clock takes one micro-batch at a time where the room is small, so one must")
+        raise RuntimeError(
+            "no rule fits: the clock takes one micro-batch at a time where the room is small, so one must"
+        )
     return _improve(best, costs, room, measure, num_trials)
 
 
@@ -114,7 +123,10 @@ def named_schedules(num_ranks: int, num_microbatches: int, num_stages: int) -> I
         yield "h1", zb_h1_schedule(num_ranks, num_microbatches)
         yield "h2", zb_h2_schedule(num_ranks, num_microbatches)
         return
-    yield "interleaved", interleaved.interleaved_schedule(num_ranks, num_microbatches, num_stages // num_ranks)
+    yield (
+        "interleaved",
+        interleaved.interleaved_schedule(num_ranks, num_microbatches, num_stages // num_ranks),
+    )
     if num_stages == 2 * num_ranks:
         yield "v", zb_v_schedule(num_ranks, num_microbatches)
         yield "v_half", zb_v_half_schedule(num_ranks, num_microbatches)
@@ -122,7 +134,9 @@ def named_schedules(num_ranks: int, num_microbatches: int, num_stages: int) -> I
         yield "dualpipev", dualpipev_schedule(num_ranks, num_microbatches)
 
 
-def check_search(num_ranks: int, num_microbatches: int, costs: StageCosts, limits: Sequence[float] = ()) -> Iterator[Diagnostic]:
+def check_search(
+    num_ranks: int, num_microbatches: int, costs: StageCosts, limits: Sequence[float] = ()
+) -> Iterator[Diagnostic]:
     """Why no order can be found."""
     parts = len(costs.forward)
     counts = list(check_counts(num_ranks, num_microbatches))
@@ -131,18 +145,29 @@ def check_search(num_ranks: int, num_microbatches: int, costs: StageCosts, limit
         return
     if parts == 0 or parts % num_ranks:
         text = f"costs of {parts} parts on {num_ranks} ranks; needed is the same number of parts on each"
-        yield Diagnostic(text, f"cut the model into {max(1, round(parts / num_ranks)) * num_ranks} parts", PIPELINE_KEY)
+        yield Diagnostic(
+            text, f"cut the model into {max(1, round(parts / num_ranks)) * num_ranks} parts", PIPELINE_KEY
+        )
     elif limits and (len(limits) != num_ranks or not costs.activation_memory):
         text = f"{len(limits)} limits for {num_ranks} ranks, with {'' if costs.activation_memory else 'no '}word of what a micro-batch holds"
         yield Diagnostic(text, "give a limit per rank, and costs.held per part", PIPELINE_KEY)
     elif limits:
         least = [_min_memory(num_ranks, placed, costs) for placed in _placements(num_ranks, parts)]
         if not any(_covers(limits, each) for each in least):
-            fewest = min(least, key=lambda each: sum(max(0.0, need - limit) for need, limit in zip(each, limits, strict=True)))
+            fewest = min(
+                least,
+                key=lambda each: sum(
+                    max(0.0, need - limit) for need, limit in zip(each, limits, strict=True)
+                ),
+            )
             rank = next(rank for rank in range(num_ranks) if limits[rank] * (1 + ROUNDING) < fewest[rank])
             text = f"rank {rank} may hold {limits[rank]:g}, and one micro-batch of its parts holds {fewest[rank]:g}"
             smallest = ", ".join(f"{need:g}" for need in fewest)
-            yield Diagnostic(text, f"the smallest limits that work are {smallest}; or cut the model elsewhere", PIPELINE_KEY)
+            yield Diagnostic(
+                text,
+                f"the smallest limits that work are {smallest}; or cut the model elsewhere",
+                PIPELINE_KEY,
+            )
 
 
 def _placements(ranks: int, parts: int) -> Iterator[tuple[VirtualStage, ...]]:
@@ -154,7 +179,10 @@ def _placements(ranks: int, parts: int) -> Iterator[tuple[VirtualStage, ...]]:
 
 def _min_memory(ranks: int, stages: Sequence[VirtualStage], costs: StageCosts) -> list[float]:
     """What one micro-batch holds on each rank when it turns round."""
-    return [sum(costs.activation_memory[stage.stage] for stage in stages if stage.pp_rank == rank) for rank in range(ranks)]
+    return [
+        sum(costs.activation_memory[stage.stage] for stage in stages if stage.pp_rank == rank)
+        for rank in range(ranks)
+    ]
 
 
 def _covers(limits: Sequence[float], least: Sequence[float]) -> bool:
@@ -175,7 +203,9 @@ def _rules(chunks: int) -> Iterator[PriorityRule]:
     for deep in (True, False)[: min(chunks, 2)]:
         for kinds in KIND_PRIORITIES:
             yield from (
-                PriorityRule(kinds, ahead / chunks, patience, deep) for ahead in FORWARDS_IN_FLIGHT for patience in PATIENCE
+                PriorityRule(kinds, ahead / chunks, patience, deep)
+                for ahead in FORWARDS_IN_FLIGHT
+                for patience in PATIENCE
             )
 
 
@@ -206,4 +236,6 @@ def _move_action(timeline: ScheduleTimeline, random: Random) -> Schedule:
     to = random.choice(gaps) if gaps and random.random() < 0.7 else random.randrange(max(1, len(slots) - 1))
     later = min(to + 1 + int(random.expovariate(0.3)), len(slots) - 1)
     slots.insert(to, slots.pop(later))
-    return Schedule(order.virtual_stages, tuple(chain(order.actions[:rank], [tuple(slots)], order.actions[rank + 1 :])))
+    return Schedule(
+        order.virtual_stages, tuple(chain(order.actions[:rank], [tuple(slots)], order.actions[rank + 1 :]))
+    )

@@ -66,7 +66,9 @@ def zb_v_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     return Schedule(
         v_shaped_placement(num_ranks),
         tuple(
-            _first_microbatches(_rank_passes(rank, num_ranks, max(num_microbatches, 2 * num_ranks - 1)), num_microbatches)
+            _first_microbatches(
+                _rank_passes(rank, num_ranks, max(num_microbatches, 2 * num_ranks - 1)), num_microbatches
+            )
             for rank in range(num_ranks)
         ),
     )
@@ -74,12 +76,16 @@ def zb_v_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
 
 def zb_v_half_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     """The lists of V-Half: about half the memory and half the bubble of 1F1B."""
-    return _repeat_pattern(num_ranks, num_microbatches, VSchedulePattern((1, 2, 1, 2), (1, 0, 0) if num_ranks % 2 else (3, 0, 4)))
+    return _repeat_pattern(
+        num_ranks, num_microbatches, VSchedulePattern((1, 2, 1, 2), (1, 0, 0) if num_ranks % 2 else (3, 0, 4))
+    )
 
 
 def zb_v_min_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     """The lists of V-Min: about a third of the memory and two thirds of the bubble of 1F1B."""
-    return _repeat_pattern(num_ranks, num_microbatches, VSchedulePattern((1, 1, 1, 1), (0, 0, 0) if num_ranks % 3 else (2, 0, 2)))
+    return _repeat_pattern(
+        num_ranks, num_microbatches, VSchedulePattern((1, 1, 1, 1), (0, 0, 0) if num_ranks % 3 else (2, 0, 2))
+    )
 
 
 def check_zb_v(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:
@@ -128,7 +134,9 @@ def _repeat_pattern(ranks: int, micros: int, pattern: VSchedulePattern) -> Sched
     for rank in range(ranks):
         begins = _begin_times(rank, ranks, pattern)
         timed = sorted(
-            (begin + micro * ACTIONS_PER_MICROBATCH, *act, micro) for act, begin in begins.items() for micro in range(micros)
+            (begin + micro * ACTIONS_PER_MICROBATCH, *act, micro)
+            for act, begin in begins.items()
+            for micro in range(micros)
         )
         lists.append(tuple(ScheduleAction(kind, part, micro) for _, kind, part, micro in timed))
     order, costs = Schedule(v_shaped_placement(ranks), tuple(lists)), StageCosts.uniform(2 * ranks)
@@ -149,7 +157,9 @@ def _begin_times(rank: int, ranks: int, pattern: VSchedulePattern) -> dict[Stage
         ("I", down): again + (others - rank) * pattern.steps[3],
     }
     free = [
-        slot for slot in range(ACTIONS_PER_MICROBATCH) if slot not in {each % ACTIONS_PER_MICROBATCH for each in begins.values()}
+        slot
+        for slot in range(ACTIONS_PER_MICROBATCH)
+        if slot not in {each % ACTIONS_PER_MICROBATCH for each in begins.values()}
     ]
     gradients = (begins["I", down], begins["I", back])
     soonest = min((_next_free_times(gradients, slots) for slots in permutations(free, 2)), key=sum)
@@ -158,4 +168,7 @@ def _begin_times(rank: int, ranks: int, pattern: VSchedulePattern) -> dict[Stage
 
 def _next_free_times(begins: Sequence[int], slots: Sequence[int]) -> list[int]:
     """The first times behind `times` that fall into these slots of the interval."""
-    return [begin + 1 + (slot - begin - 1) % ACTIONS_PER_MICROBATCH for begin, slot in zip(begins, slots, strict=True)]
+    return [
+        begin + 1 + (slot - begin - 1) % ACTIONS_PER_MICROBATCH
+        for begin, slot in zip(begins, slots, strict=True)
+    ]

@@ -35,11 +35,20 @@ from meshwright.parallel.pipeline.schedules.list_scheduler import (
     greedy_schedule,
     longest_rank_time,
 )
-from meshwright.parallel.pipeline.schedules.schedule import Schedule, ScheduleAction, StageCosts, check_counts, simulate
+from meshwright.parallel.pipeline.schedules.schedule import (
+    Schedule,
+    ScheduleAction,
+    StageCosts,
+    check_counts,
+    simulate,
+)
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 
 PRIORITY_RULES = tuple(
-    PriorityRule(kinds, ahead, patience) for kinds in ("IFW", "FIW") for ahead in (1.0, 2.0, 3.0) for patience in (0.0, 0.5, 1.0)
+    PriorityRule(kinds, ahead, patience)
+    for kinds in ("IFW", "FIW")
+    for ahead in (1.0, 2.0, 3.0)
+    for patience in (0.0, 0.5, 1.0)
 )
 
 
@@ -50,7 +59,9 @@ def zb_h1_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
 
 def zb_h2_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     """The lists of ZB-H2: twice the memory of 1F1B, no bubble where all slots take the same time."""
-    return _handcrafted(num_ranks, num_microbatches, lambda rank: 2 * (num_ranks - rank) - 1, lambda rank: 2 * rank)
+    return _handcrafted(
+        num_ranks, num_microbatches, lambda rank: 2 * (num_ranks - rank) - 1, lambda rank: 2 * rank
+    )
 
 
 def zb_2p_schedule(num_ranks: int, num_microbatches: int, costs: StageCosts) -> Schedule:
@@ -58,7 +69,9 @@ def zb_2p_schedule(num_ranks: int, num_microbatches: int, costs: StageCosts) -> 
     return zb_schedule_within_memory(num_ranks, num_microbatches, costs, 2 * num_ranks)
 
 
-def zb_schedule_within_memory(num_ranks: int, num_microbatches: int, costs: StageCosts, max_microbatches: int) -> Schedule:
+def zb_schedule_within_memory(
+    num_ranks: int, num_microbatches: int, costs: StageCosts, max_microbatches: int
+) -> Schedule:
     """The lists in which the busiest rank takes the least time, of those that `RULES`, H1 and H2 give for these costs.
 
     No rank holds more than `room` micro-batches of its part; ZB-1p is that with `ranks`. Without `costs.held`, a micro-batch
@@ -69,9 +82,17 @@ def zb_schedule_within_memory(num_ranks: int, num_microbatches: int, costs: Stag
         costs = replace(costs, activation_memory=[1.0] * num_ranks, weight_grad_memory=[1.0] * num_ranks)
     limits = [max_microbatches * held for held in costs.activation_memory]
     hand = [zb_h1_schedule(num_ranks, num_microbatches), zb_h2_schedule(num_ranks, num_microbatches)]
-    made = [greedy_schedule(hand[0].virtual_stages, num_microbatches, costs, rule, limits) for rule in PRIORITY_RULES]
-    timed = [simulate(order, costs) for order in (*hand, *(fill_bubbles(order, costs, limits) for order in hand), *made)]
-    return min((timeline for timeline in timed if fits_memory(timeline, limits)), key=longest_rank_time).schedule
+    made = [
+        greedy_schedule(hand[0].virtual_stages, num_microbatches, costs, rule, limits)
+        for rule in PRIORITY_RULES
+    ]
+    timed = [
+        simulate(order, costs)
+        for order in (*hand, *(fill_bubbles(order, costs, limits) for order in hand), *made)
+    ]
+    return min(
+        (timeline for timeline in timed if fits_memory(timeline, limits)), key=longest_rank_time
+    ).schedule
 
 
 def check_zero_bubble(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:
@@ -79,11 +100,14 @@ def check_zero_bubble(num_ranks: int, num_microbatches: int) -> Iterator[Diagnos
     yield from check_counts(num_ranks, num_microbatches)
 
 
-def _handcrafted(ranks: int, micros: int, ahead: Callable[[int], int], late: Callable[[int], int]) -> Schedule:
+def _handcrafted(
+    ranks: int, micros: int, ahead: Callable[[int], int], late: Callable[[int], int]
+) -> Schedule:
     """Lists with `ahead(rank)` forwards before the first gradient and W `late(rank)` micro-batches behind I."""
     raise_diagnostics(check_zero_bubble(ranks, micros))
     return Schedule.with_looped_placement(
-        _rank_actions(rank, min(ahead(rank), micros), min(late(rank), micros), micros) for rank in range(ranks)
+        _rank_actions(rank, min(ahead(rank), micros), min(late(rank), micros), micros)
+        for rank in range(ranks)
     )
 
 
